@@ -1,0 +1,296 @@
+"""What a backend is: capabilities as data, one `reasons()` that chooses, explains and writes the error, and the ops.
+
+A backend file imports nothing heavy at its top: packages are imported inside the methods that use them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, VarlenAttentionArgs
+
+FEATURES: tuple[str, ...] = (
+    "bidirectional",
+    "causal_flags",
+    "sliding_window",
+    "chunk_lookback",
+    "logits_soft_cap",
+    "alibi",
+    "alibi_sqrt",
+    "sinks",
+    "tree_bias",
+    "mm_prefix",
+    "unequal_head_sizes",
+    "kv_scale_per_head",
+    "query_scale_per_head",
+    "lse",
+    "context_parallel",
+    "batch_invariant",
+    "hnd_layout",
+    "contiguous_kv",
+)
+"""Everything beyond plain causal attention that a request can ask for, one name each."""
+
+
+def requested_features(config: AttentionConfig) -> frozenset[str]:
+    """Return the names in `FEATURES` that a config asks for."""
+    asked = {
+        "bidirectional": config.causality == "bidirectional",
+        "causal_flags": config.causality == "per_request",
+        "sliding_window": config.sliding_window is not None and config.chunk_lookback is None,
+        "chunk_lookback": config.chunk_lookback is not None,
+        "logits_soft_cap": config.logits_soft_cap is not None,
+        "alibi": config.alibi == "linear",
+        "alibi_sqrt": config.alibi == "sqrt",
+        "sinks": config.sinks,
+        "tree_bias": config.tree_bias,
+        "mm_prefix": config.mm_prefix != "none",
+        "unequal_head_sizes": config.head_size != config.head_size_v,
+        "kv_scale_per_head": config.kv_scale == "head",
+        "query_scale_per_head": config.query_scale == "head",
+        "lse": config.lse,
+        "context_parallel": config.context_parallel,
+        "batch_invariant": config.batch_invariant,
+        "hnd_layout": config.kv_cache_layout == "HND" and config.block_size > 0,
+        "contiguous_kv": config.block_size == 0,
+    }
+    return frozenset(name for name, wanted in asked.items() if wanted)
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device that a request is for.
+
+    Attributes:
+        type: `"cpu"` or `"cuda"`.
+        capability: compute capability of a CUDA device, `(0, 0)` otherwise.
+        name: for messages.
+        triton_interpreter: whether Triton kernels run on CPU tensors in this process (`TRITON_INTERPRET=1`).
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    name: str = "CPU"
+    triton_interpreter: bool = False
+
+    @staticmethod
+    def of(device: torch.device | str) -> DeviceInfo:
+        """Describe a torch device."""
+        device = torch.device(device)
+        interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            return DeviceInfo("cuda", capability, torch.cuda.get_device_name(device), interpreter)
+        return DeviceInfo(device.type, name=device.type.upper(), triton_interpreter=interpreter)
+
+    def __str__(self) -> str:
+        if self.type != "cuda":
+            return self.name
+        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]})"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of allowed sizes: multiples of `step` from `low` to `high`, or the listed `values`."""
+
+    step: int = 8
+    low: int = 8
+    high: int = 512
+    values: tuple[int, ...] = ()
+
+    def __contains__(self, size: int) -> bool:
+        if self.values:
+            return size in self.values
+        return self.low <= size <= self.high and size % self.step == 0
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, self.values))
+        return f"multiples of {self.step} from {self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A combination that a backend cannot run though it runs each part.
+
+    Attributes:
+        names: feature names or `field=value` pairs of the config, all of which must be present to exclude.
+        why: the reason, with what to do instead.
+    """
+
+    names: frozenset[str]
+    why: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package that a backend runs on.
+
+    Attributes:
+        module: import name.
+        distribution: name to look the version up by.
+        minimum: lowest version, as a tuple.
+        extra: the extra of vattn that installs it.
+    """
+
+    module: str
+    distribution: str
+    minimum: tuple[int, ...]
+    extra: str
+
+    def problem(self) -> str | None:
+        """Return why the package cannot be used, `None` if it can."""
+        want = ".".join(map(str, self.minimum))
+        try:
+            found = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return f"package {self.distribution} is not installed (pip install 'vattn[{self.extra}]', >= {want})"
+        if parse_version(found) < self.minimum:
+            return f"package {self.distribution} {found} is older than {want} (pip install -U 'vattn[{self.extra}]')"
+        return None
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, `"2.11.0+cu130"` -> `(2, 11, 0)`."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        digits = ""
+        for character in part:
+            if not character.isdigit():
+                break
+            digits += character
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Everything a backend can do, as data: read by `reasons`, the docs, the conformance tests and the fuzz.
+
+    Attributes:
+        devices: device types; `"interpreter"` means CPU tensors under Triton's interpreter.
+        dtypes, kv_cache_dtypes, query_formats, output_formats, attn_types: allowed names.
+        head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
+        features: allowed names of `FEATURES`.
+        exclusions: combinations that are refused.
+        minimum_capability: lowest compute capability on CUDA.
+        format_capability: lowest compute capability for a KV, query or output format by name.
+        package: what must be installed.
+        cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
+        garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a result.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    query_formats: tuple[str, ...]
+    output_formats: tuple[str, ...]
+    attn_types: tuple[str, ...]
+    head_sizes: Sizes
+    block_sizes: Sizes
+    features: frozenset[str]
+    exclusions: tuple[Exclusion, ...] = ()
+    minimum_capability: tuple[int, int] = (0, 0)
+    format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
+    package: Package | None = None
+    cuda_graphs: str = "full"
+    garbage_safe: bool = True
+
+
+class Backend:
+    """Run attention requests that its capabilities accept. Subclasses set `name` and `capabilities` and fill in the ops."""
+
+    name: str
+    capabilities: Capabilities
+
+    def problem(self) -> str | None:
+        """Return why this backend cannot be used in this process at all, `None` if it can."""
+        package = self.capabilities.package
+        return None if package is None else package.problem()
+
+    def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return why this backend refuses a request, with what came and what is allowed; empty if it accepts."""
+        problem = self.problem()
+        found = [] if problem is None else [problem]
+        return found + self._device_reasons(config, device) + self._name_reasons(config) + self._feature_reasons(config)
+
+    def _device_reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        can = self.capabilities
+        kinds = (device.type, "interpreter") if device.triton_interpreter else (device.type,)
+        if not set(kinds) & set(can.devices):
+            hint = " (set TRITON_INTERPRET=1 to run it slowly on CPU)" if "interpreter" in can.devices else ""
+            return [f"device {device.type} (runs on {', '.join(can.devices)}){hint}"]
+        found = []
+        if device.type == "cuda":
+            if device.capability < can.minimum_capability:
+                found.append(f"{device} (needs sm_{can.minimum_capability[0]}{can.minimum_capability[1]} or newer)")
+            for name in (config.kv_cache_dtype, config.query_format, config.output_format):
+                need = can.format_capability.get(name, (0, 0))
+                if device.capability < need:
+                    found.append(f"format {name} on {device} (needs sm_{need[0]}{need[1]} or newer)")
+        return found
+
+    def _name_reasons(self, config: AttentionConfig) -> list[str]:
+        can = self.capabilities
+        checks: list[tuple[str, str, tuple[str, ...]]] = [
+            ("dtype", config.dtype, can.dtypes),
+            ("kv_cache_dtype", config.kv_cache_dtype, can.kv_cache_dtypes),
+            ("query_format", config.query_format, can.query_formats),
+            ("output_format", config.output_format, can.output_formats),
+            ("attn_type", config.attn_type, can.attn_types),
+        ]
+        found = [f"{name} {value} (runs {', '.join(allowed)})" for name, value, allowed in checks if value not in allowed]
+        for size in dict.fromkeys((config.head_size, config.head_size_v)):
+            if size not in can.head_sizes:
+                found.append(f"head_size {size} (runs {can.head_sizes})")
+        if config.block_size and config.block_size not in can.block_sizes:
+            found.append(f"block_size {config.block_size} (runs {can.block_sizes})")
+        fmt = OUTPUT_FORMATS[config.output_format]
+        if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
+            found.append(
+                f"output_format {config.output_format} with head_size_v {config.head_size_v} "
+                "(one of group and head must divide the other)"
+            )
+        return found
+
+    def _feature_reasons(self, config: AttentionConfig) -> list[str]:
+        asked = requested_features(config)
+        found = [f"{name} is not implemented" for name in FEATURES if name in asked - self.capabilities.features]
+        present = asked | {
+            f"{name}={getattr(config, name)}"
+            for name in ("dtype", "kv_cache_dtype", "query_format", "output_format", "attn_type", "causality")
+        }
+        found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
+        return found
+
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of the int32 schedule that `plan` fills for such a step; `()`: this backend needs none."""
+        return ()
+
+    def plan_key(self, config: AttentionConfig) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return self.name
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        """Fill `args.schedule` from the step's lengths, on the device, without a sync."""
+        raise NotImplementedError
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`. Arguments are checked already."""
+        raise NotImplementedError
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`. Arguments are checked already."""
+        raise NotImplementedError
+
+    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
+        """Run `vattn::kv_cache_update`. Arguments are checked already."""
+        raise NotImplementedError

@@ -1,0 +1,96 @@
+"""What runs when a `vattn::` op is called on a device: parse the config, check the tensors, ask the backend.
+
+Every entry has the name of its op and takes the op's arguments in the schema's order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.backends import selector
+from vattn.backends.base import Backend, DeviceInfo
+from vattn.config import AttentionConfig
+from vattn.ops import checks
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+
+
+@lru_cache(maxsize=4096)
+def _resolve(text: str, device: torch.device) -> tuple[Backend, AttentionConfig]:
+    config = AttentionConfig.parse(text)
+    return selector.choose(config, DeviceInfo.of(device)), config
+
+
+def kv_cache_update(*arguments: Any) -> None:
+    args = CacheUpdateArgs(*arguments)
+    backend, config = _resolve(args.config, args.key.device)
+    checks.check_kv_cache_update(args, config)
+    backend.kv_cache_update(args, config)
+
+
+def attention(*arguments: Any) -> None:
+    args = AttentionArgs(*arguments)
+    backend, config = _resolve(args.config, args.query.device)
+    checks.check_attention(args, config)
+    backend.attention(args, config)
+
+
+def varlen_attention(*arguments: Any) -> None:
+    args = VarlenAttentionArgs(*arguments)
+    backend, config = _resolve(args.config, args.query.device)
+    checks.check_varlen_attention(args, config)
+    backend.varlen_attention(args, config)
+
+
+def plan(*arguments: Any) -> None:
+    args = PlanArgs(*arguments)
+    backend, config = _resolve(args.config, args.seq_lens.device)
+    checks.check_plan(args, config)
+    backend.plan(args, config)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def merge_attn_states(*arguments: Any) -> None:
+    args = MergeArgs(*arguments)
+    checks.check_merge(args)
+    if args.output.is_cuda and _has_triton():
+        from vattn.ops.triton.merge import merge_attn_states as merge
+    else:
+        from vattn.ops.reference import merge_attn_states as merge
+    merge(args)
+
+
+def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
+    from vattn import quantization
+
+    checks.check_quantiser_input("quant_fp8_static", input, scale)
+    return quantization.quant_fp8_static(input, scale)
+
+
+def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
+    from vattn import quantization
+
+    checks.check_quantiser_input("quant_fp8_per_token", input)
+    return quantization.quant_fp8_per_token(input)
+
+
+def quant_fp8_group(input: Tensor, group_size: int, power_of_two: bool, column_major: bool) -> tuple[Tensor, Tensor]:
+    from vattn import quantization
+
+    checks.check_quantiser_input("quant_fp8_group", input, group_size=group_size)
+    return quantization.quant_fp8_group(input, group_size, power_of_two, column_major)
+
+
+def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
+    from vattn import quantization
+
+    checks.check_quantiser_input("quant_nvfp4", input, scale, group_size=16)
+    return quantization.quant_nvfp4(input, scale, swizzled)

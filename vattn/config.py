@@ -1,0 +1,300 @@
+"""What one attention layer asks for: frozen, hashable, and one canonical string.
+
+`AttentionConfig` is the only static argument of the attention ops. It travels as the string `config.encode()`, equal for
+equal layers, so equal layers share one compiled graph and a graph dump can be read. `AttentionConfig.parse` is cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from vattn.errors import ConfigError
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, SCALE_KINDS
+
+CONFIG_VERSION = 1
+
+
+class AttentionType(str, Enum):
+    """Who attends to what. A string enum, so plain strings compare equal."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+CAUSALITIES = ("causal", "bidirectional", "per_request")
+ALIBI_KINDS = ("none", "linear", "sqrt")
+MM_PREFIX_KINDS = ("none", "full", "clamped")
+KV_CACHE_LAYOUTS = ("NHD", "HND")
+
+
+def _check(condition: bool, got: str, allowed: str, fix: str) -> None:
+    if not condition:
+        raise ConfigError(got, allowed, fix)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Describe one attention completely and statically.
+
+    Attributes:
+        num_heads, num_kv_heads: query heads and KV heads; the first is a multiple of the second.
+        head_size, head_size_v: key and value width of one head.
+        scale: factor of the scores before anything else.
+        dtype: model dtype by name; also the dtype that a quantised output is rounded to first.
+        kv_cache_dtype: canonical KV format name (`vattn.formats.KV_FORMATS`), never `"auto"`.
+        block_size: tokens per cache block; 0 for `varlen_attention`, which has no cache.
+        kv_cache_layout: `"NHD"` or `"HND"`, the physical order inside a block.
+        kv_scale, query_scale: `"none"`, `"tensor"` or `"head"` (one value per KV head).
+        query_format: `"none"` or `"fp8_e4m3"`.
+        output_format: name in `vattn.formats.OUTPUT_FORMATS`.
+        attn_type: see `AttentionType`.
+        causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
+        sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
+        chunk_lookback: with `sliding_window=W`: chunks of `W // (lookback + 1)` tokens, a row sees its own chunk and
+            `lookback` chunks before it, instead of the window. 0 is chunked local attention.
+        logits_soft_cap: `cap * tanh(score / cap)` on scaled scores.
+        alibi: `"none"`, `"linear"` or `"sqrt"`; slopes are a tensor argument.
+        sinks: one learned logit per head joins the denominator.
+        tree_bias: `bias` and `tree_id` arguments apply.
+        mm_prefix: `"none"`, `"full"` (bidirectional ranges ignore the window) or `"clamped"`.
+        lse: the op also writes the log-sum-exp.
+        context_parallel: `local_seq_lens` applies.
+        batch_invariant: results must not depend, bitwise, on the other requests of the batch.
+        backend: name of the backend that runs the op.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int = 16
+    kv_cache_layout: str = "NHD"
+    kv_scale: str = "none"
+    query_format: str = "none"
+    query_scale: str = "none"
+    output_format: str = "none"
+    attn_type: str = "decoder"
+    causality: str = "causal"
+    sliding_window: int | None = None
+    chunk_lookback: int | None = None
+    logits_soft_cap: float | None = None
+    alibi: str = "none"
+    sinks: bool = False
+    tree_bias: bool = False
+    mm_prefix: str = "none"
+    lse: bool = False
+    context_parallel: bool = False
+    batch_invariant: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_names()
+        self._check_mask()
+
+    def _check_sizes(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and value > 0, f"{name}={value!r}", "a positive int", f"pass {name} >= 1")
+        _check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
+            "num_heads % num_kv_heads == 0",
+            "check the head counts of the model (after tensor-parallel splitting)",
+        )
+        _check(self.block_size >= 0, f"block_size={self.block_size}", "a positive int", "pass block_size=16")
+
+    def _check_names(self) -> None:
+        choices = {
+            "dtype": tuple(MODEL_DTYPES),
+            "kv_cache_dtype": tuple(KV_FORMATS),
+            "kv_cache_layout": KV_CACHE_LAYOUTS,
+            "kv_scale": SCALE_KINDS,
+            "query_scale": SCALE_KINDS,
+            "query_format": QUERY_FORMATS,
+            "output_format": tuple(OUTPUT_FORMATS),
+            "attn_type": tuple(t.value for t in AttentionType),
+            "causality": CAUSALITIES,
+            "alibi": ALIBI_KINDS,
+            "mm_prefix": MM_PREFIX_KINDS,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        quantised = KV_FORMATS[self.kv_cache_dtype].quantised
+        _check(
+            (self.kv_scale != "none") == quantised,
+            f"kv_scale={self.kv_scale!r} with kv_cache_dtype={self.kv_cache_dtype!r}",
+            "kv_scale 'tensor' or 'head' for a quantised cache, 'none' otherwise",
+            "give scales with a quantised cache, and only with one",
+        )
+        _check(
+            (self.query_scale != "none") == (self.query_format != "none"),
+            f"query_scale={self.query_scale!r} with query_format={self.query_format!r}",
+            "query_scale 'tensor' or 'head' for an FP8 query, 'none' otherwise",
+            "give q_scale with an FP8 query, and only with one",
+        )
+        group = OUTPUT_FORMATS[self.output_format].group_size
+        columns = self.num_heads * self.head_size_v
+        _check(
+            group <= 0 or columns % group == 0,
+            f"output_format={self.output_format!r} with rows of {columns} columns",
+            f"rows that are a multiple of {group}",
+            "use another group size or per-token scales",
+        )
+
+    def _check_mask(self) -> None:
+        window, cap, lookback = self.sliding_window, self.logits_soft_cap, self.chunk_lookback
+        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for no window")
+        _check(
+            cap is None or (cap > 0 and cap < float("inf")),
+            f"logits_soft_cap={cap}",
+            "None or a positive finite number",
+            "pass None for no soft cap",
+        )
+        if lookback is not None:
+            _check(
+                window is not None and lookback >= 0 and window // (lookback + 1) >= 1,
+                f"chunk_lookback={lookback} with sliding_window={window}",
+                "chunk_lookback >= 0 with sliding_window >= chunk_lookback + 1",
+                "give the window that the chunks divide",
+            )
+        causal = self.causality == "causal"
+        _check(
+            causal or self.alibi != "sqrt",
+            f"alibi='sqrt' with causality={self.causality!r}",
+            "sqrt ALiBi with causal attention",
+            "use linear ALiBi",
+        )
+        _check(
+            causal or not self.tree_bias,
+            f"tree_bias with causality={self.causality!r}",
+            "a tree over causal attention",
+            "use causality='causal'",
+        )
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens per local chunk, `None` when `chunk_lookback` is off."""
+        if self.chunk_lookback is None or self.sliding_window is None:
+            return None
+        return self.sliding_window // (self.chunk_lookback + 1)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def replace(self, **changes: object) -> AttentionConfig:
+        """Return a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def encode(self) -> str:
+        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
+        parts = [f"vattn{CONFIG_VERSION}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
+        return " ".join(parts)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> AttentionConfig:
+        """Read what `encode` wrote.
+
+        Raises:
+            ConfigError: another version, an unknown field or a value out of range.
+        """
+        head, *pairs = text.split(" ")
+        _check(
+            head == f"vattn{CONFIG_VERSION}",
+            f"config string starts with {head!r}",
+            f"vattn{CONFIG_VERSION}",
+            "compile or export again with this version of vattn",
+        )
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(AttentionConfig)}
+        values: dict[str, object] = {}
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            _check(name in kinds, f"config field {name!r}", ", ".join(kinds), "check the spelling")
+            values[name] = _parse_value(kinds[name], value)
+        try:
+            return AttentionConfig(**values)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(f"config string {text!r}: {error}", "a string made by encode()") from None
+
+
+def _parse_value(kind: str, text: str) -> object:
+    if text == "None":
+        return None
+    try:
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+    except ValueError:
+        raise ConfigError(f"config value {text!r}", f"a value of type {kind}") from None
+    return text == "True" if kind == "bool" else text
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Say how the KV caches of a model are stored.
+
+    Attributes:
+        block_size: tokens per block, any multiple of 8 from 8 to 256.
+        cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` = `"fp8_e4m3"`, `"fp8_e5m2"`.
+        sliding_window: default window of layers that name none.
+        calculate_kv_scales: compute FP8 scales on the device, once, from the first real tokens.
+        kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for every
+            layer with a window.
+        kv_cache_layout: `"NHD"` or `"HND"`.
+    """
+
+    block_size: int = 16
+    cache_dtype: str = "auto"
+    sliding_window: int | None = None
+    calculate_kv_scales: bool = False
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    kv_cache_layout: str = "NHD"
+
+    def __post_init__(self) -> None:
+        from vattn.formats import KV_CACHE_DTYPES
+
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(self.kv_cache_dtype_skip_layers))
+        _check(
+            isinstance(self.block_size, int) and 8 <= self.block_size <= 256 and self.block_size % 8 == 0,
+            f"block_size={self.block_size!r}",
+            "a multiple of 8 from 8 to 256",
+            "block_size=16",
+        )
+        _check(
+            self.cache_dtype in KV_CACHE_DTYPES,
+            f"cache_dtype={self.cache_dtype!r}",
+            ", ".join(KV_CACHE_DTYPES),
+            "choose one of these names",
+        )
+        _check(
+            self.kv_cache_layout in KV_CACHE_LAYOUTS,
+            f"kv_cache_layout={self.kv_cache_layout!r}",
+            ", ".join(KV_CACHE_LAYOUTS),
+            "kv_cache_layout='NHD'",
+        )
+        window = self.sliding_window
+        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for no window")
+        for entry in self.kv_cache_dtype_skip_layers:
+            _check(
+                entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),
+                f"kv_cache_dtype_skip_layers entry {entry!r}",
+                "a layer index as a string, or 'sliding_window'",
+                "write the index of the layer, e.g. '0'",
+            )

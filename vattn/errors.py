@@ -1,0 +1,95 @@
+"""One class per kind of mistake.
+
+Every message says what came, what is allowed and what to do about it. Each class also derives from the built-in
+exception that a Python user would expect (`ValueError` for values, `TypeError` for dtypes and unknown names, ...),
+so that code which catches the built-in keeps working.
+"""
+
+from __future__ import annotations
+
+
+class VattnError(Exception):
+    """Base of every error that vattn raises.
+
+    Args:
+        got: what was asked for or what arrived, with its values.
+        allowed: what would have been accepted.
+        fix: one thing to do next.
+    """
+
+    def __init__(self, got: str, allowed: str = "", fix: str = "") -> None:
+        self.got, self.allowed, self.fix = got, allowed, fix
+        parts = [got.rstrip(".") + "."]
+        if allowed:
+            parts.append(f"Allowed: {allowed.rstrip('.')}.")
+        if fix:
+            parts.append(f"Try: {fix.rstrip('.')}.")
+        super().__init__(" ".join(parts))
+
+
+class ConfigError(VattnError, ValueError):
+    """A layer, cache or builder was described by values that contradict each other or are out of range."""
+
+
+class UnknownOptionError(VattnError, TypeError):
+    """An option name that vattn does not know; nothing is ever ignored."""
+
+
+class UnsupportedRequestError(VattnError, NotImplementedError):
+    """No backend, or not the one that was asked for, can run the request. The text lists each backend's reasons."""
+
+
+class ShapeError(VattnError, ValueError):
+    """A tensor has the wrong shape."""
+
+
+class DtypeError(VattnError, TypeError):
+    """A tensor has the wrong dtype."""
+
+
+class DeviceError(VattnError, ValueError):
+    """Tensors live on different devices, or on one that cannot run the request."""
+
+
+class StrideError(VattnError, ValueError):
+    """A tensor's strides or alignment cannot be used as they are."""
+
+
+class ScaleError(VattnError, ValueError):
+    """Quantisation scales are missing, of the wrong shape or not positive."""
+
+
+class CacheNotBoundError(VattnError, RuntimeError):
+    """A layer ran with metadata before a KV cache was bound to it."""
+
+
+class CacheError(VattnError, ValueError):
+    """A KV cache of the wrong size, layout, format or device was bound, swapped or copied."""
+
+
+class OutOfBlocksError(VattnError, RuntimeError):
+    """The block pool has fewer free blocks than were asked for."""
+
+
+class BlockError(VattnError, ValueError):
+    """A block id that is out of range, not allocated or freed twice."""
+
+
+class MetadataError(VattnError, ValueError):
+    """Lengths, offsets, block tables or slots of one step contradict each other or the builder's capacity."""
+
+
+class GraphContractError(VattnError, RuntimeError):
+    """A step contradicts what a captured CUDA graph has baked in."""
+
+
+class GradientError(VattnError, RuntimeError):
+    """An op without a backward was called with gradients enabled on an input that requires them."""
+
+
+class MissingPackageError(VattnError, ImportError):
+    """An optional package that the request needs is not installed or too old."""
+
+
+class DemoError(VattnError, RuntimeError):
+    """The demo's model or text is missing or damaged."""

@@ -1,0 +1,154 @@
+"""Every storage format by name: what a KV cache, a query or an attention output may be stored as.
+
+This file is the vocabulary only (torch alone, no arithmetic); `vattn.quantization` encodes and decodes.
+One rule holds everywhere: **dequantised value = stored value * scale**.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vattn.errors import ConfigError
+
+FP8_E4M3_MAX = 448.0
+FP8_E5M2_MAX = 57344.0
+FP4_E2M1_MAX = 6.0
+NVFP4_GROUP_SIZE = 16
+
+MODEL_DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the bare name of a dtype, `torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values lie in a cache.
+
+    Attributes:
+        name: canonical name, the one a resolved config carries.
+        storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which no `model.to(dtype)` converts.
+        value_dtype: dtype that the stored bytes are viewed as.
+        quantised: whether k_scale and v_scale apply.
+        max_value: largest finite stored magnitude; encoding clamps to it.
+        packed: bytes per block instead of a typed shape (inline scales, sub-byte values). None is implemented yet.
+    """
+
+    name: str
+    storage_dtype: torch.dtype
+    value_dtype: torch.dtype
+    quantised: bool = False
+    max_value: float = float("inf")
+    packed: bool = False
+
+    @property
+    def element_size(self) -> int:
+        """Bytes per stored key or value element (plain formats only)."""
+        return self.value_dtype.itemsize
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    **{name: KVFormat(name, dtype, dtype) for name, dtype in MODEL_DTYPES.items()},
+    "fp8_e4m3": KVFormat("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, True, FP8_E4M3_MAX),
+    "fp8_e5m2": KVFormat("fp8_e5m2", torch.uint8, torch.float8_e5m2, True, FP8_E5M2_MAX),
+}
+
+_KV_ALIASES = {"fp8": "fp8_e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "half": "float16"}
+
+KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *KV_FORMATS, *_KV_ALIASES)
+"""Names that `CacheConfig.cache_dtype` accepts."""
+
+
+def resolve_kv_cache_dtype(name: str, model_dtype: torch.dtype) -> str:
+    """Turn a user's cache dtype (`"auto"`, an alias or a canonical name) into a canonical format name.
+
+    Raises:
+        ConfigError: the name is unknown; the message lists those there are.
+    """
+    if name == "auto":
+        name = dtype_name(model_dtype)
+    name = _KV_ALIASES.get(name, name)
+    if name not in KV_FORMATS:
+        raise ConfigError(
+            f"cache_dtype {name!r} is no KV cache format", ", ".join(KV_CACHE_DTYPES), "choose one of these names"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """How an attention output `[num_tokens, num_heads, head_size_v]` is written.
+
+    Attributes:
+        name: canonical name.
+        container: dtype of the output tensor; `None` means the model dtype. `uint8` holds two e2m1 values a byte,
+            the even column in the low nibble, so its last dimension is `head_size_v // 2`.
+        static_scale: whether `output_scale` (one fp32 value) is an input: the FP8 scale, or NVFP4's global scale.
+        group_size: columns of the flattened row `num_heads * head_size_v` that share one scale; 0: none,
+            -1: the whole row (per token).
+        power_of_two: scales are rounded up to powers of two.
+        column_major: `output_block_scale` is `[num_tokens, groups]` with strides `(1, num_tokens)`.
+        swizzled: NVFP4 scales in the 128 x 4 tile order, padded to whole tiles with zeros.
+    """
+
+    name: str
+    container: torch.dtype | None = None
+    static_scale: bool = False
+    group_size: int = 0
+    power_of_two: bool = False
+    column_major: bool = False
+    swizzled: bool = False
+
+    @property
+    def block_scale_dtype(self) -> torch.dtype | None:
+        """Dtype of `output_block_scale`, `None` if the format writes none."""
+        if self.container is torch.uint8:
+            return torch.float8_e4m3fn
+        return torch.float32 if self.group_size else None
+
+    def output_columns(self, head_size_v: int) -> int:
+        """Last dimension of the output tensor."""
+        return head_size_v // 2 if self.container is torch.uint8 else head_size_v
+
+    def block_scale_shape(self, num_tokens: int, num_columns: int) -> tuple[int, int] | None:
+        """Shape of `output_block_scale` for rows of `num_columns = num_heads * head_size_v`, `None` if there is none."""
+        if not self.group_size:
+            return None
+        groups = 1 if self.group_size < 0 else num_columns // self.group_size
+        if self.swizzled:
+            return (num_tokens + 127) // 128 * 128, (groups + 3) // 4 * 4
+        return num_tokens, groups
+
+
+def _output_formats() -> dict[str, OutputFormat]:
+    e4m3 = torch.float8_e4m3fn
+    formats = [
+        OutputFormat("none"),
+        OutputFormat("fp8_static", e4m3, static_scale=True),
+        OutputFormat("fp8_per_token", e4m3, group_size=-1),
+        OutputFormat("nvfp4", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE),
+        OutputFormat("nvfp4_swizzled", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE, swizzled=True),
+    ]
+    for group in (64, 128):
+        for pow2 in (False, True):
+            for col in (False, True):
+                name = f"fp8_group{group}" + ("_pow2" if pow2 else "") + ("_col" if col else "")
+                formats.append(OutputFormat(name, e4m3, group_size=group, power_of_two=pow2, column_major=col))
+    return {f.name: f for f in formats}
+
+
+OUTPUT_FORMATS: dict[str, OutputFormat] = _output_formats()
+
+QUERY_FORMATS: tuple[str, ...] = ("none", "fp8_e4m3")
+"""How the query reaches the op: in the model dtype, or as e4m3 with `q_scale`."""
+
+SCALE_KINDS: tuple[str, ...] = ("none", "tensor", "head")
+"""Granularity of k/v/q scales: none, one value, or one value per KV head."""

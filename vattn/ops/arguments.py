@@ -1,0 +1,129 @@
+"""The tensor arguments of each op as named tuples, in the order of the op's schema.
+
+A backend, the reference and the checks receive these instead of two dozen positional arguments.
+Letters: T query tokens (padding included), B requests (padding included), H query heads, K KV heads, D key width,
+V value width, S block size, W columns of the block table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class CacheUpdateArgs(NamedTuple):
+    """`vattn::kv_cache_update`: write new keys and values into their slots."""
+
+    key: Tensor
+    """`[T, K, D]`, model dtype or already in the cache's FP8 dtype (then stored as it is)."""
+    value: Tensor
+    """`[T, K, V]`."""
+    kv_cache: Tensor
+    """This layer's storage (`vattn.kv_cache.kv_cache_shape`); mutated."""
+    slot_mapping: Tensor
+    """int64 `[T]`: `block * block_size + offset`; anything outside the cache (-1 by convention) writes nothing."""
+    k_scale: Tensor | None
+    """fp32, 1 value or K values; a quantised cache stores `key / k_scale`."""
+    v_scale: Tensor | None
+    config: str
+
+
+class AttentionArgs(NamedTuple):
+    """`vattn::attention`: packed queries attend to a paged cache."""
+
+    query: Tensor
+    """`[T, H, D]`, model dtype, or e4m3 with `q_scale`; rows of a request follow each other, no padding between requests."""
+    kv_cache: Tensor
+    """This layer's storage; read only."""
+    query_start_loc: Tensor
+    """int32 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
+    seq_lens: Tensor
+    """int32 `[B]`: keys of each request, its new tokens included. Query row i sits at `seq_len - query_len + i`."""
+    block_table: Tensor
+    """int32 `[B, W]`; entries past the last block of a request may hold garbage."""
+    output: Tensor
+    """`[T, H, V]` (NVFP4: `[T, H, V // 2]` uint8); every row is written."""
+    output_block_scale: Tensor | None
+    """Scales that the output format computes; written."""
+    lse: Tensor | None
+    """fp32 `[T, H]`, natural log of the whole denominator (sink included), -inf where it is empty; written."""
+    output_scale: Tensor | None
+    """fp32, one value: the static FP8 scale, or NVFP4's global scale."""
+    q_scale: Tensor | None
+    """fp32, 1 value or K values."""
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    alibi_slopes: Tensor | None
+    """fp32 `[H]`."""
+    sinks: Tensor | None
+    """fp32 or model dtype `[H]`: one logit per head that joins the denominator only."""
+    causal_flags: Tensor | None
+    """int32 `[B]`: nonzero = causal; with causality `per_request`."""
+    bias: Tensor | None
+    """fp32 `[trees, n, n]`: added to scores of query row r and key `context_len + c` for r, c < n; -inf hides."""
+    tree_id: Tensor | None
+    """int32 `[B]`: which bias a request uses, -1 = none (plain causal)."""
+    mm_ranges: Tensor | None
+    """int32 `[B, R, 2]`: inclusive absolute positions (start, end) that see each other both ways; start >= end = unused."""
+    local_seq_lens: Tensor | None
+    """int32 `[B]`: keys held by this rank under context parallelism. Reserved."""
+    plan: list[Tensor]
+    """What `vattn::plan` wrote for this kind of layer; empty: the op plans for itself."""
+    workspace: Tensor | None
+    """Scratch for split results; `None`: the op allocates."""
+    config: str
+
+
+class VarlenAttentionArgs(NamedTuple):
+    """`vattn::varlen_attention`: packed queries attend to packed keys and values, no cache."""
+
+    query: Tensor
+    """`[T, H, D]`."""
+    key: Tensor
+    """`[Tk, K, D]`."""
+    value: Tensor
+    """`[Tk, K, V]`."""
+    query_start_loc: Tensor
+    """int32 `[B + 1]`."""
+    kv_start_loc: Tensor
+    """int32 `[B + 1]`; key i of a request sits at position i, query row i at `kv_len - query_len + i`."""
+    output: Tensor
+    output_block_scale: Tensor | None
+    lse: Tensor | None
+    output_scale: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    causal_flags: Tensor | None
+    bias: Tensor | None
+    tree_id: Tensor | None
+    mm_ranges: Tensor | None
+    plan: list[Tensor]
+    workspace: Tensor | None
+    config: str
+
+
+class PlanArgs(NamedTuple):
+    """`vattn::plan`: turn this step's lengths into a schedule on the device."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    schedule: Tensor
+    """int32, shape by `Backend.plan_shapes`; mutated."""
+    config: str
+
+
+class MergeArgs(NamedTuple):
+    """`vattn::merge_attn_states`: combine two partial results of the same rows by their log-sum-exp."""
+
+    output: Tensor
+    """`[T, H, V]`; written. May be the same storage as neither input."""
+    output_lse: Tensor | None
+    """fp32 `[T, H]`; written."""
+    prefix_output: Tensor
+    prefix_lse: Tensor
+    suffix_output: Tensor
+    suffix_lse: Tensor

@@ -1,0 +1,67 @@
+"""Where a token's key and value lie inside a layer's raw KV storage. The only place that knows.
+
+A cache is **one raw storage per layer plus a named layout**:
+
+- equal head sizes, `NHD`: `(2, num_blocks, block_size, num_kv_heads, head_size)`;
+- equal head sizes, `HND`: `(2, num_blocks, num_kv_heads, block_size, head_size)`;
+- unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in the
+  layout's order.
+
+The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for quantised
+ones (which `model.to(dtype)` leaves alone).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, KVFormat
+
+
+def block_bytes(config: AttentionConfig) -> int:
+    """Return the bytes of one block, keys and values together."""
+    width = config.head_size + config.head_size_v
+    return config.block_size * config.num_kv_heads * width * KV_FORMATS[config.kv_cache_dtype].element_size
+
+
+def kv_cache_shape(config: AttentionConfig, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of a layer's raw storage for `num_blocks` blocks."""
+    if config.head_size != config.head_size_v:
+        return num_blocks, block_bytes(config)
+    rows = (config.block_size, config.num_kv_heads)
+    if config.kv_cache_layout == "HND":
+        rows = rows[::-1]
+    return 2, num_blocks, *rows, config.head_size
+
+
+def kv_cache_dtype(config: AttentionConfig) -> torch.dtype:
+    """Return the dtype of a layer's raw storage."""
+    return torch.uint8 if config.head_size != config.head_size_v else KV_FORMATS[config.kv_cache_dtype].storage_dtype
+
+
+def key_value_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return typed views `[num_blocks, block_size, num_kv_heads, head_size]` and `[..., head_size_v]` of a raw storage.
+
+    The views share the storage's bytes; in `HND` order their block and head strides are swapped. Never a copy.
+    """
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    if config.head_size == config.head_size_v:
+        typed = kv_cache.view(fmt.value_dtype)
+        return _logical(typed[0], config), _logical(typed[1], config)
+    key_bytes = config.block_size * config.num_kv_heads * config.head_size * fmt.element_size
+    key = _part(kv_cache[:, :key_bytes], config.head_size, config, fmt)
+    value = _part(kv_cache[:, key_bytes:], config.head_size_v, config, fmt)
+    return key, value
+
+
+def _part(bytes_of_part: Tensor, width: int, config: AttentionConfig, fmt: KVFormat) -> Tensor:
+    rows = (config.block_size, config.num_kv_heads)
+    if config.kv_cache_layout == "HND":
+        rows = rows[::-1]
+    return _logical(bytes_of_part.view(fmt.value_dtype).unflatten(1, (*rows, width)), config)
+
+
+def _logical(blocks: Tensor, config: AttentionConfig) -> Tensor:
+    return blocks.transpose(1, 2) if config.kv_cache_layout == "HND" else blocks

@@ -1,0 +1,150 @@
+"""Definitions, shape functions and autograd guards of every `vattn::` op. Imports torch and `vattn.errors` alone.
+
+What an op reads or writes is an argument; what it writes is marked. There is no layer name and no context inside an op.
+Device implementations are found when an op is called (`vattn.backends.dispatch`), so registering costs no import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.errors import GradientError
+
+SCHEMA_VERSION = 1
+"""Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
+
+_OPTIONAL_INPUTS = (
+    "Tensor? output_scale, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? causal_flags, Tensor? bias, Tensor? tree_id, Tensor? mm_ranges, "
+)
+
+MUTATING_OPS: dict[str, str] = {
+    "kv_cache_update": (
+        "(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale, "
+        "str config) -> ()"
+    ),
+    "attention": (
+        "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+        "Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
+        + _OPTIONAL_INPUTS
+        + "Tensor? local_seq_lens, Tensor[] plan, Tensor(d!)? workspace, str config) -> ()"
+    ),
+    "varlen_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor kv_start_loc, "
+        "Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
+        + _OPTIONAL_INPUTS
+        + "Tensor[] plan, Tensor(d!)? workspace, str config) -> ()"
+    ),
+    "plan": "(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) schedule, str config) -> ()",
+    "merge_attn_states": (
+        "(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
+        "Tensor suffix_output, Tensor suffix_lse) -> ()"
+    ),
+}
+"""Ops that write into tensors the caller gives."""
+
+QUANTISING_OPS: dict[str, str] = {
+    "quant_fp8_static": "(Tensor input, Tensor scale) -> Tensor",
+    "quant_fp8_per_token": "(Tensor input) -> (Tensor, Tensor)",
+    "quant_fp8_group": "(Tensor input, int group_size, bool power_of_two, bool column_major) -> (Tensor, Tensor)",
+    "quant_nvfp4": "(Tensor input, Tensor scale, bool swizzled) -> (Tensor, Tensor)",
+}
+"""Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization`'s function of that name."""
+
+ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention")
+"""Ops that the fusion passes treat as attention nodes."""
+
+_DEVICE_KEYS = ("CPU", "CUDA")
+
+library = torch.library.Library("vattn", "FRAGMENT")
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    found = [a for a in args if isinstance(a, Tensor)]
+    for a in args:
+        if isinstance(a, (list, tuple)):
+            found.extend(t for t in a if isinstance(t, Tensor))
+    return found
+
+
+def _autograd_guard(name: str) -> Callable[..., Any]:
+    """Return a kernel that refuses inputs with gradients and passes everything else on.
+
+    Without it gradients would vanish in silence: the op has no backward.
+    """
+    op = getattr(torch.ops.vattn, name).default
+
+    def guard(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
+            raise GradientError(
+                f"vattn::{name} got an input that requires a gradient while grad mode is on",
+                "inference only; the op has no backward",
+                "call it under torch.no_grad() or torch.inference_mode(), or detach the input",
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return guard
+
+
+def _device_kernel(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        from vattn.backends import dispatch
+
+        return getattr(dispatch, name)(*args)
+
+    return kernel
+
+
+def _fake_nothing(*args: Any) -> None:
+    """Shape function of an op that only writes into its arguments."""
+
+
+def _fake_static(input: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(input, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+
+
+def _fake_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
+    quantised = torch.empty_like(input, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    return quantised, input.new_empty((input.shape[0], 1), dtype=torch.float32)
+
+
+def _fake_group(input: Tensor, group_size: int, power_of_two: bool, column_major: bool) -> tuple[Tensor, Tensor]:
+    quantised = torch.empty_like(input, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    rows, groups = input.shape[0], input.shape[1] // group_size
+    if column_major:
+        return quantised, input.new_empty((groups, rows), dtype=torch.float32).t()
+    return quantised, input.new_empty((rows, groups), dtype=torch.float32)
+
+
+def _fake_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
+    rows, groups = input.shape[0], input.shape[1] // 16
+    if swizzled:
+        rows, groups = (rows + 127) // 128 * 128, (groups + 3) // 4 * 4
+    quantised = input.new_empty((input.shape[0], input.shape[1] // 2), dtype=torch.uint8)
+    return quantised, input.new_empty((rows, groups), dtype=torch.float8_e4m3fn)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(MUTATING_OPS, _fake_nothing),
+    "quant_fp8_static": _fake_static,
+    "quant_fp8_per_token": _fake_per_token,
+    "quant_fp8_group": _fake_group,
+    "quant_nvfp4": _fake_nvfp4,
+}
+
+
+def _register() -> None:
+    for name, schema in {**MUTATING_OPS, **QUANTISING_OPS}.items():
+        library.define(name + schema)
+        for key in _DEVICE_KEYS:
+            library.impl(name, _device_kernel(name), key)
+        torch.library.register_fake(f"vattn::{name}", _FAKES[name], lib=library)
+        library.impl(name, _autograd_guard(name), "Autograd")
+
+
+_register()
