@@ -1,0 +1,61 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+#
+#   PYTHON=python3.12             interpreter to start from
+#   VENV=none                     use PYTHON as it is: no virtual environment, no network, nothing installed
+#   PIP_ARGS="..."                arguments for the pip call that installs torch (to choose its CPU build)
+#   TORCH="torch==2.12.0"         another torch
+#   PYTEST_ARGS="-k cache -x"     arguments for pytest
+#   DEMO_ARGS="--help"            arguments for the demo
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+TORCH ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+export PYTHON VENV PIP_ARGS TORCH
+
+RUN := $(if $(filter none,$(VENV)),$(PYTHON),$(VENV)/bin/python)
+INSTALL := @sh tools/install.sh
+
+.PHONY: help demo test slow gpu-test lint doctor clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo      a small compiled model answers prompts on the paged cache'
+	@echo 'make test      the test suite (a few minutes on 2 cores)'
+	@echo 'make slow      the long tests and the whole fuzz'
+	@echo 'make gpu-test  the tests that need a CUDA GPU'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make doctor    what vattn can use on this machine'
+	@echo 'make clean     remove .venv and everything that was generated'
+
+demo:
+	$(INSTALL) demo safetensors
+	$(RUN) -m vattn demo $(DEMO_ARGS)
+
+doctor:
+	$(INSTALL) demo safetensors
+	$(RUN) -m vattn doctor
+
+test:
+	$(INSTALL) test pytest hypothesis
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+slow:
+	$(INSTALL) test pytest hypothesis
+	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
+
+gpu-test:
+	$(INSTALL) test pytest hypothesis
+	$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint:
+	$(INSTALL) dev,test ruff mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+#!/bin/sh
+# usage: install.sh EXTRA[,EXTRA] MODULE...
+#
+# Make the virtual environment $VENV with $PYTHON and install vattn with the extras into it, once for each state of
+# pyproject.toml. The MODULEs are what the extras bring: with VENV=none nothing is installed, they are only looked for.
+#
+#   PYTHON    interpreter to start from                       (python3)
+#   VENV      folder of the environment, or none              (.venv)
+#   TORCH     requirement for torch                           (torch==2.13.0 without a CUDA GPU, else torch>=2.11)
+#   PIP_ARGS  arguments for the pip call that installs torch  ()
+set -eu
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+PIP_ARGS=${PIP_ARGS:-}
+extras=$1
+shift
+
+fail() {
+    echo "vattn: $*" >&2
+    exit 1
+}
+
+command -v "$PYTHON" >/dev/null 2>&1 || fail "no interpreter named '$PYTHON'. Pass one: make PYTHON=/path/to/python3"
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "'$PYTHON' does not run."
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "'$PYTHON' is Python $version; vattn needs 3.10 or newer. Pass another: make PYTHON=python3.12"
+
+missing_modules() {
+    "$1" - "$@" <<'PROBE'
+import importlib.util, sys
+print(" ".join(name for name in sys.argv[2:] if importlib.util.find_spec(name) is None))
+PROBE
+}
+
+if [ "$VENV" = none ]; then
+    missing=$(missing_modules "$PYTHON" torch "$@")
+    [ -z "$missing" ] || fail "VENV=none installs nothing, and '$PYTHON' lacks: $missing"
+    echo "vattn: using $PYTHON (Python $version) as it is"
+    exit 0
+fi
+
+if [ -z "${TORCH:-}" ]; then
+    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+        TORCH='torch>=2.11'
+        why='a CUDA GPU was found'
+    else
+        TORCH='torch==2.13.0'
+        why='no CUDA GPU was found'
+    fi
+else
+    why='as asked'
+fi
+
+stamp=$VENV/vattn-$extras.stamp
+state="$version $TORCH $PIP_ARGS $(cksum <pyproject.toml)"
+if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
+    exit 0
+fi
+
+if [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "'$PYTHON' has no venv module. Install it (Debian and Ubuntu: apt install python3-venv), or use an" \
+            "interpreter that already has torch: make PYTHON=/path/to/python3 VENV=none"
+    echo "vattn: making $VENV with Python $version"
+    "$PYTHON" -m venv "$VENV"
+fi
+
+# A user-wide pip configuration may ask for --user installs or for prompts; neither works here.
+export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+quiet=-q
+[ ! -t 1 ] || quiet=
+echo "vattn: installing $TORCH ($why)${PIP_ARGS:+ with pip arguments: $PIP_ARGS}"
+# shellcheck disable=SC2086
+"$VENV/bin/python" -m pip install $quiet $PIP_ARGS "$TORCH"
+echo "vattn: installing what [$extras] needs"
+# shellcheck disable=SC2086
+"$VENV/bin/python" -m pip install $quiet -e ".[$extras]" "$TORCH"
+missing=$(missing_modules "$VENV/bin/python" torch "$@")
+[ -z "$missing" ] || fail "after installing, $VENV still lacks: $missing"
+echo "$state" >"$stamp"
