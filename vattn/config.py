@@ -1,7 +1,8 @@
 """What one attention layer asks for: frozen, hashable, and one canonical string.
 
-`AttentionConfig` is the only static argument of the attention ops. It travels as the string `config.encode()`, equal for
-equal layers, so equal layers share one compiled graph and a graph dump can be read. `AttentionConfig.parse` is cached.
+`AttentionConfig` is the only static argument of the attention ops. It travels as the string `config.encode()`, equal
+for equal layers, so equal layers share one compiled graph and a graph dump can be read. `AttentionConfig.parse` is
+cached.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class AttentionConfig:
 
     def _check_mask(self) -> None:
         window, cap, lookback = self.sliding_window, self.logits_soft_cap, self.chunk_lookback
-        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for no window")
+        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for none")
         _check(
             cap is None or (cap > 0 and cap < float("inf")),
             f"logits_soft_cap={cap}",
@@ -252,11 +253,12 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens per block, any multiple of 8 from 8 to 256.
-        cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` = `"fp8_e4m3"`, `"fp8_e5m2"`.
+        cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` (`"fp8_e4m3"`),
+            `"fp8_e5m2"`.
         sliding_window: default window of layers that name none.
         calculate_kv_scales: compute FP8 scales on the device, once, from the first real tokens.
-        kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for every
-            layer with a window.
+        kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
+            every layer with a window.
         kv_cache_layout: `"NHD"` or `"HND"`.
     """
 
@@ -290,7 +292,7 @@ class CacheConfig:
             "kv_cache_layout='NHD'",
         )
         window = self.sliding_window
-        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for no window")
+        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for none")
         for entry in self.kv_cache_dtype_skip_layers:
             _check(
                 entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),

@@ -35,7 +35,8 @@ class KVFormat:
 
     Attributes:
         name: canonical name, the one a resolved config carries.
-        storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which no `model.to(dtype)` converts.
+        storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which `model.to(dtype)` leaves
+            alone.
         value_dtype: dtype that the stored bytes are viewed as.
         quantised: whether k_scale and v_scale apply.
         max_value: largest finite stored magnitude; encoding clamps to it.
@@ -119,7 +120,7 @@ class OutputFormat:
         return head_size_v // 2 if self.container is torch.uint8 else head_size_v
 
     def block_scale_shape(self, num_tokens: int, num_columns: int) -> tuple[int, int] | None:
-        """Shape of `output_block_scale` for rows of `num_columns = num_heads * head_size_v`, `None` if there is none."""
+        """Shape of `output_block_scale` for rows of `num_columns = num_heads * head_size_v`; `None`: there is none."""
         if not self.group_size:
             return None
         groups = 1 if self.group_size < 0 else num_columns // self.group_size

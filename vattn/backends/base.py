@@ -185,7 +185,8 @@ class Capabilities:
         format_capability: lowest compute capability for a KV, query or output format by name.
         package: what must be installed.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
-        garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a result.
+        garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
+            result.
     """
 
     devices: tuple[str, ...]
@@ -206,7 +207,10 @@ class Capabilities:
 
 
 class Backend:
-    """Run attention requests that its capabilities accept. Subclasses set `name` and `capabilities` and fill in the ops."""
+    """Run the attention requests that its capabilities accept.
+
+    Subclasses set `name` and `capabilities` and fill in the ops.
+    """
 
     name: str
     capabilities: Capabilities
@@ -247,7 +251,7 @@ class Backend:
             ("output_format", config.output_format, can.output_formats),
             ("attn_type", config.attn_type, can.attn_types),
         ]
-        found = [f"{name} {value} (runs {', '.join(allowed)})" for name, value, allowed in checks if value not in allowed]
+        found = [f"{name} {value} (runs {', '.join(names)})" for name, value, names in checks if value not in names]
         for size in dict.fromkeys((config.head_size, config.head_size_v)):
             if size not in can.head_sizes:
                 found.append(f"head_size {size} (runs {can.head_sizes})")

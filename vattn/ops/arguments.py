@@ -33,7 +33,7 @@ class AttentionArgs(NamedTuple):
     """`vattn::attention`: packed queries attend to a paged cache."""
 
     query: Tensor
-    """`[T, H, D]`, model dtype, or e4m3 with `q_scale`; rows of a request follow each other, no padding between requests."""
+    """`[T, H, D]`, model dtype, or e4m3 with `q_scale`; rows of a request follow each other, without padding between."""
     kv_cache: Tensor
     """This layer's storage; read only."""
     query_start_loc: Tensor
@@ -65,7 +65,7 @@ class AttentionArgs(NamedTuple):
     tree_id: Tensor | None
     """int32 `[B]`: which bias a request uses, -1 = none (plain causal)."""
     mm_ranges: Tensor | None
-    """int32 `[B, R, 2]`: inclusive absolute positions (start, end) that see each other both ways; start >= end = unused."""
+    """int32 `[B, R, 2]`: inclusive positions (start, end) that see each other both ways; start >= end = unused."""
     local_seq_lens: Tensor | None
     """int32 `[B]`: keys held by this rank under context parallelism. Reserved."""
     plan: list[Tensor]

@@ -4,11 +4,11 @@ A cache is **one raw storage per layer plus a named layout**:
 
 - equal head sizes, `NHD`: `(2, num_blocks, block_size, num_kv_heads, head_size)`;
 - equal head sizes, `HND`: `(2, num_blocks, num_kv_heads, block_size, head_size)`;
-- unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in the
-  layout's order.
+- unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in
+  the layout's order.
 
-The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for quantised
-ones (which `model.to(dtype)` leaves alone).
+The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
+quantised ones (which `model.to(dtype)` leaves alone).
 """
 
 from __future__ import annotations

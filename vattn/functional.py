@@ -1,0 +1,139 @@
+"""The ops as plain functions for people who hold their own cache: allocate the outputs, call the op, return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import vattn.ops.schemas  # noqa: F401  registers the ops
+from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS
+from vattn.metadata import AttentionMetadata
+
+
+class AttentionOutput(NamedTuple):
+    """What `paged_attention` returns.
+
+    Attributes:
+        output: `[T, num_heads, head_size_v]` in the model dtype or the output format's container.
+        lse: fp32 `[T, num_heads]`, or `None` unless `config.lse`.
+        block_scale: scales that the output format computed, or `None`.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    block_scale: Tensor | None
+
+
+def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
+    """Return uninitialised tensors that `vattn::attention` can write for this query and config."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    tokens, columns = query.shape[0], fmt.output_columns(config.head_size_v)
+    dtype = fmt.container or getattr(torch, config.dtype)
+    output = query.new_empty((tokens, config.num_heads, columns), dtype=dtype)
+    lse = query.new_empty((tokens, config.num_heads), dtype=torch.float32) if config.lse else None
+    shape = fmt.block_scale_shape(tokens, config.num_heads * config.head_size_v)
+    if shape is None:
+        return AttentionOutput(output, lse, None)
+    if fmt.column_major:
+        return AttentionOutput(output, lse, query.new_empty(shape[::-1], dtype=fmt.block_scale_dtype).t())
+    return AttentionOutput(output, lse, query.new_empty(shape, dtype=fmt.block_scale_dtype))
+
+
+def update_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    config: AttentionConfig,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write new keys and values into their slots of a cache, in place.
+
+    Args:
+        key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
+        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        slot_mapping: int64 `[T]`, `block * block_size + offset`; out of range (-1 by convention) writes nothing.
+        k_scale, v_scale: fp32, for a quantised cache.
+    """
+    torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    config: AttentionConfig,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """Attend packed queries to a paged cache; what each tensor means is in `vattn.ops.arguments.AttentionArgs`.
+
+    Raises:
+        UnsupportedRequestError: no backend, or not the one named in the config, runs it on the query's device.
+        ShapeError, DtypeError, DeviceError, ScaleError: a tensor contradicts the config.
+
+    Example:
+        >>> import torch, vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=8)
+        >>> cache = torch.zeros(vattn.kv_cache_shape(config, num_blocks=3))
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, block_size=8)
+        >>> step = builder.build(query_lens=[2], seq_lens=[2], block_tables=[[1]])
+        >>> vattn.update_kv_cache(torch.randn(2, 1, 16), torch.ones(2, 1, 16), cache, step.slot_mapping, config)
+        >>> vattn.paged_attention(torch.randn(2, 2, 16), cache, step, config).output[:, :, 0]
+        tensor([[1., 1.],
+                [1., 1.]])
+    """
+    result = new_output(query, config)
+    torch.ops.vattn.attention(
+        query,
+        kv_cache,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.block_table,
+        result.output,
+        result.block_scale,
+        result.lse,
+        output_scale,
+        q_scale,
+        k_scale,
+        v_scale,
+        alibi_slopes,
+        sinks,
+        metadata.causal if isinstance(metadata.causal, Tensor) else None,
+        metadata.tree_bias,
+        metadata.tree_id if metadata.tree_bias is not None else None,
+        metadata.mm_ranges,
+        None,
+        [],
+        None,
+        config.encode(),
+    )
+    return result
+
+
+def merge_attn_states(
+    prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Combine two partial results of the same query rows over disjoint keys.
+
+    Args:
+        prefix_output, suffix_output: `[T, num_heads, head_size_v]`.
+        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf marks an empty part. With sinks, exactly one
+            part must have carried them.
+
+    Returns:
+        The output over both parts and its LSE.
+    """
+    output, lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
+    torch.ops.vattn.merge_attn_states(output, lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    return output, lse

@@ -1,0 +1,619 @@
+"""`Attention`: decoder attention over a paged KV cache, for an `nn.Module` that compiles fullgraph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn import context
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
+from vattn.config import AttentionConfig, AttentionType, CacheConfig
+from vattn.errors import (
+    CacheError,
+    CacheNotBoundError,
+    ConfigError,
+    DtypeError,
+    ScaleError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+)
+from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
+from vattn.layers.scales import (
+    QuantConfig,
+    ScaleSource,
+    count_clipped,
+    first_scale,
+    make_scale,
+    quantise_query,
+)
+from vattn.metadata import AttentionMetadata
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+
+if TYPE_CHECKING:
+    from vattn.kv_cache import KVCacheSpec
+
+EXTRA_OPTIONS: dict[str, Any] = {
+    "sinks": None,
+    "chunk_lookback": -1,
+    "mm_prefix": "none",
+    "batch_invariant": False,
+}
+"""Options of `Attention` beyond its named arguments, with what means "off"."""
+
+_SHARED_FIELDS = (
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "kv_cache_layout",
+)
+"""What two layers must have in common to read the same cache bytes."""
+
+_OWN_BUFFERS = ("k_scale", "v_scale", "q_scale", "output_scale", "scales_ready", "clip_counts", "alibi_slopes")
+"""Small tensors that follow the cache to its device and keep their dtype."""
+
+
+def layer_index(prefix: str) -> int | None:
+    """Return the first whole number between the dots of a prefix, `"model.layers.3.self_attn"` -> 3."""
+    return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
+
+
+class Attention(nn.Module):
+    """Attend new tokens to everything their requests have seen, through a paged KV cache.
+
+    Args:
+        num_heads, head_size, scale: query heads, key width of one head, factor of the scores.
+        num_kv_heads: KV heads, a divisor of `num_heads`; default `num_heads`.
+        alibi_slopes: one slope per query head.
+        use_alibi_sqrt: ALiBi by the square root of the distance.
+        cache_config: block size, cache dtype, default window, scale calculation; default `CacheConfig()`.
+        quant_config: scales and query or output quantisation.
+        logits_soft_cap: `cap * tanh(score / cap)`.
+        per_layer_sliding_window: window of this layer, before `cache_config.sliding_window`.
+        prefix: unique name of the layer in its model, such as `"model.layers.3.attn"`.
+        attn_type: only `"decoder"` here; other types are layers of their own.
+        kv_sharing_target_layer_name: prefix of an earlier layer whose cache this layer reads and never writes.
+        attn_backend: name of a backend, never replaced by another; default: the first that accepts.
+        head_size_v: value width; default `head_size`.
+        **extra: `sinks` (`[num_heads]` tensor of learned logits), `chunk_lookback` (int >= 0),
+            `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool).
+
+    Raises:
+        ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
+            decide, at `bind_kv_cache` where dtype or device decide.
+
+    State: scale buffers are fp32, saved in the state dict, and keep their dtype under `model.to(dtype)`, as the cache
+    does. The cache is a non-persistent buffer: "reduce-overhead" mode captures it, and Inductor updates it in place.
+    Moving the layer to another device drops the cache.
+
+    Compile: one graph for equal layers; lengths are tensors and never recompile. Make caches with
+    `vattn.allocate_kv_cache(model, ...)` first.
+
+    Example:
+        >>> import torch, vattn
+        >>> layer = vattn.Attention(num_heads=4, head_size=16, scale=0.25, num_kv_heads=2)
+        >>> _ = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, block_size=16)
+        >>> step = builder.build(query_lens=[3], seq_lens=[3], block_tables=[[1]])
+        >>> qkv = [torch.randn(3, heads * 16) for heads in (4, 2, 2)]
+        >>> layer(*qkv, metadata=step).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
+        use_alibi_sqrt: bool | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantConfig | None = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+        attn_type: str | AttentionType = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        attn_backend: str | None = None,
+        head_size_v: int | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.cache_config = cache_config or CacheConfig()
+        self.quant_config = quant_config or QuantConfig()
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.attn_backend = attn_backend or "auto"
+        self.observing = False
+        options = _check_extra(extra)
+        _check_type(attn_type)
+        if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
+            raise ConfigError(
+                f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
+            )
+        if self.attn_backend != "auto":
+            selector.get_backend(self.attn_backend)
+
+        window = per_layer_sliding_window
+        if window is None:
+            window = self.cache_config.sliding_window
+        lookback = options["chunk_lookback"]
+        self.config: AttentionConfig | None = None
+        """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
+        self._request: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": head_size,
+            "head_size_v": self.head_size_v,
+            "scale": float(scale),
+            "block_size": self.cache_config.block_size,
+            "kv_cache_layout": self.cache_config.kv_cache_layout,
+            "query_format": self.quant_config.query_format,
+            "output_format": self.quant_config.output_format,
+            "sliding_window": window,
+            "chunk_lookback": None if lookback == -1 else lookback,
+            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+            "alibi": _alibi_kind(alibi_slopes, use_alibi_sqrt),
+            "sinks": options["sinks"] is not None,
+            "mm_prefix": options["mm_prefix"],
+            "batch_invariant": bool(options["batch_invariant"]),
+            "backend": self.attn_backend,
+        }
+        self._cache_dtype = self._choose_cache_dtype(window)
+        self._ops: dict[tuple[str, bool, bool], str] = {}
+        self._refused: dict[tuple[str, bool, bool], str] = {}
+        self._register_tensors(alibi_slopes, options["sinks"])
+        self._request_config(torch.bfloat16)
+
+    def _choose_cache_dtype(self, window: int | None) -> str:
+        skip = self.cache_config.kv_cache_dtype_skip_layers
+        index = layer_index(self.prefix)
+        skipped = ("sliding_window" in skip and window is not None) or (index is not None and str(index) in skip)
+        return "auto" if skipped else self.cache_config.cache_dtype
+
+    def _register_tensors(self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | None) -> None:
+        heads = self.num_heads
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32).detach().clone()
+            _check_per_head("alibi_slopes", slopes, heads)
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        if sinks is not None:
+            _check_per_head("sinks", sinks, heads)
+        if isinstance(sinks, nn.Parameter):
+            self.sinks: Tensor | None = sinks
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
+
+        quant = self.quant_config
+        quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
+        calculate = self.cache_config.calculate_kv_scales and quantised
+        self.calculate_kv_scales = calculate and self.kv_sharing_target_layer_name is None
+        k_scale = self._kv_scale("k_scale", quant.k_scale, quantised)
+        v_scale = self._kv_scale("v_scale", quant.v_scale, quantised)
+        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
+            raise ScaleError(
+                f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
+                "the same granularity for both",
+                "repeat the single value for every KV head",
+            )
+        self.register_buffer("k_scale", k_scale)
+        self.register_buffer("v_scale", v_scale)
+        self.register_buffer("q_scale", self._query_scale(quant.q_scale))
+        output_scale = quant.output_scale
+        self.register_buffer(
+            "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
+        )
+        ready = torch.zeros(1, dtype=torch.int32) if self.calculate_kv_scales else None
+        self.register_buffer("scales_ready", ready)
+        counts = torch.zeros((2, 2), dtype=torch.int64) if quantised else None
+        self.register_buffer("clip_counts", counts, persistent=False)
+        self.register_buffer("kv_cache", None, persistent=False)
+
+    def _kv_scale(self, name: str, source: ScaleSource, quantised: bool) -> Tensor | None:
+        if not quantised:
+            if source is not None and self._cache_dtype == self.cache_config.cache_dtype:
+                raise ScaleError(
+                    f"{name} given with cache_dtype={self._cache_dtype!r}",
+                    "scales with a quantised cache",
+                    "set cache_dtype='fp8' or drop the scale",
+                )
+            return None
+        if self.kv_sharing_target_layer_name is not None:
+            if source is not None:
+                raise ScaleError(
+                    f"{name} given for a layer that shares a KV cache", "the target layer's scales", "drop the scale"
+                )
+            return torch.ones(1)
+        if source is None:
+            if not self.cache_config.calculate_kv_scales:
+                raise ScaleError(
+                    f"layer {self.prefix!r} has cache_dtype={self._cache_dtype!r} and no {name}",
+                    "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
+                    f"QuantConfig({name}='unit') if 1.0 is meant",
+                )
+            return torch.ones(1)
+        if self.cache_config.calculate_kv_scales:
+            raise ScaleError(
+                f"{name} given and calculate_kv_scales=True", "one of the two", "drop the scale, or the calculation"
+            )
+        return make_scale(name, source, (1, self.num_kv_heads))
+
+    def _query_scale(self, source: ScaleSource) -> Tensor | None:
+        if self.quant_config.query_format == "none":
+            return None
+        if source is None and not self.calculate_kv_scales:
+            raise ScaleError(
+                f"layer {self.prefix!r} has an FP8 query and no q_scale",
+                "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
+                "QuantConfig(q_scale='unit') if 1.0 is meant",
+            )
+        return torch.ones(1) if source is None else make_scale("q_scale", source, (1, self.num_kv_heads))
+
+    def _canonical(self, dtype: torch.dtype) -> str:
+        return resolve_kv_cache_dtype(self._cache_dtype, dtype)
+
+    def _request_config(self, dtype: torch.dtype, k_scale: Tensor | None = None) -> AttentionConfig:
+        """Describe the request for a model of `dtype`; `k_scale` stands in for the layer's own (a shared cache's)."""
+
+        def kind(scale: Tensor | None) -> str:
+            return "none" if scale is None else ("tensor" if scale.numel() == 1 else "head")
+
+        return AttentionConfig(
+            dtype=dtype_name(dtype),
+            kv_cache_dtype=self._canonical(dtype),
+            kv_scale=kind(self.k_scale if k_scale is None else k_scale),
+            query_scale=kind(self.q_scale),
+            **self._request,
+        )
+
+    def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
+        """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
+        from vattn.kv_cache import FullAttentionSpec, SlidingWindowSpec
+
+        if self.kv_sharing_target_layer_name is not None:
+            return None
+        config = self._request_config(dtype)
+        common: dict[str, Any] = {
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "head_size_v": config.head_size_v,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "block_size": config.block_size,
+            "layout": config.kv_cache_layout,
+        }
+        if config.sliding_window is None or config.mm_prefix == "full":
+            return FullAttentionSpec(**common)
+        return SlidingWindowSpec(sliding_window=config.sliding_window, **common)
+
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: Attention | None = None) -> None:
+        """Give the layer its raw storage and fix dtype, device and backend.
+
+        Args:
+            storage: contiguous, of `kv_cache_shape(config, num_blocks)`; kept, not copied.
+            dtype: model dtype, that of the queries to come.
+            target: the layer whose storage and scales this one shares; needed with `kv_sharing_target_layer_name`.
+
+        Raises:
+            CacheError: the storage does not fit the request, or the target's geometry differs.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
+        """
+        if (target is None) != (self.kv_sharing_target_layer_name is None):
+            raise CacheError(
+                f"layer {self.prefix!r} bound {'without' if target is None else 'with'} a target layer",
+                f"target layer {self.kv_sharing_target_layer_name!r}",
+                "use vattn.allocate_kv_cache, which finds it",
+            )
+        if target is not None:
+            self._check_target(target, storage, dtype)
+        config = self._request_config(dtype, None if target is None else target.k_scale)
+        _check_storage(storage, config)
+        device = DeviceInfo.of(storage.device)
+        backend = selector.choose(config, device)
+        self._ops, self._refused = self._variants(config.replace(backend=backend.name), device)
+        self.config = config.replace(backend=backend.name)
+        self._plan_key = backend.plan_key(self.config)
+        self.kv_cache = storage
+        for name in _OWN_BUFFERS:
+            buffer = self._buffers[name]
+            if buffer is not None:
+                self._buffers[name] = buffer.to(storage.device)
+        if target is not None:
+            self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
+
+    def _check_target(self, target: Attention, storage: Tensor, dtype: torch.dtype) -> None:
+        """Compare everything that decides what the shared bytes mean."""
+        where = f"KV sharing target of layer {self.prefix!r}"
+        if target.config is None or storage is not target.kv_cache:
+            raise CacheError(f"{where} is not bound to this storage", "its own storage", "bind the target first")
+        if target.kv_sharing_target_layer_name is not None:
+            raise CacheError(f"{where} shares a cache itself", "a layer with a cache of its own", "name that layer")
+        mine = self._request_config(dtype)
+        for name in _SHARED_FIELDS:
+            ours, theirs = getattr(mine, name), getattr(target.config, name)
+            if ours != theirs:
+                raise CacheError(
+                    f"{where} has {name} {theirs}, the layer {ours}", "equal values", "share an equal layer"
+                )
+
+    def _variants(
+        self, base: AttentionConfig, device: DeviceInfo
+    ) -> tuple[dict[tuple[str, bool, bool], str], dict[tuple[str, bool, bool], str]]:
+        """Encode every config that metadata can turn the request into: causality x tree x multimodal ranges."""
+        accepted, refused = {}, {}
+        for causality in ("causal", "bidirectional", "per_request"):
+            for tree in (False, True):
+                for ranges in (False, True):
+                    key = (causality, tree, ranges)
+                    mm_prefix = "none"
+                    if ranges:
+                        mm_prefix = "full" if base.mm_prefix == "none" else base.mm_prefix
+                    try:
+                        config = base.replace(causality=causality, tree_bias=tree, mm_prefix=mm_prefix)
+                    except ConfigError as error:
+                        refused[key] = str(error)
+                        continue
+                    explanation = selector.explain(config, device)
+                    if explanation.chosen is None:
+                        refused[key] = str(explanation)
+                    else:
+                        accepted[key] = config.encode()
+        return accepted, refused
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new keys and values to the cache and attend.
+
+        Args:
+            query: `[T, num_heads * head_size]` or `[T, num_heads, head_size]`; padding rows may hold anything.
+            key, value: same with KV heads; both `None` for a layer that shares a cache.
+            output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
+            metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
+                result is zero and no cache is needed.
+
+        Returns:
+            The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
+            format that computes scales, `(output, block_scale)`.
+
+        Raises:
+            CacheNotBoundError: metadata but no cache.
+            ShapeError, DtypeError: tensors that contradict the layer.
+        """
+        if metadata is None:
+            metadata = context.current
+        query = _split_heads("query", query, self.num_heads, self.head_size)
+        if (key is None) != (value is None) or (key is None) != (self.kv_sharing_target_layer_name is not None):
+            raise ShapeError(
+                f"layer {self.prefix!r} got key {_given(key)} and value {_given(value)}",
+                "both for a layer with its own cache, neither for one that shares a cache",
+                "pass key and value, or None for both",
+            )
+        output, block_scale = self._new_output(query)
+        if metadata is None:
+            output.zero_()
+            if block_scale is not None:
+                block_scale.zero_()
+            return self._shaped(output, block_scale, output_shape)
+        if self.kv_cache is None or self.config is None:
+            raise CacheNotBoundError(
+                f"layer {self.prefix!r} has no KV cache",
+                "a bound cache whenever metadata is given",
+                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            )
+        if dtype_name(query.dtype) != self.config.dtype:
+            raise DtypeError(
+                f"query is {dtype_name(query.dtype)} in layer {self.prefix!r}",
+                f"{self.config.dtype}, the dtype its cache was bound for",
+                "allocate the KV cache again after model.to(dtype)",
+            )
+        op_config = self._op_config(metadata)
+        if key is not None and value is not None:
+            self._write_cache(query, key, value, metadata, op_config)
+        if self.q_scale is not None:
+            query = quantise_query(query, self.q_scale, self.num_kv_heads)
+        self._attend(query, metadata, output, block_scale, op_config)
+        return self._shaped(output, block_scale, output_shape)
+
+    def _op_config(self, metadata: AttentionMetadata) -> str:
+        if isinstance(metadata.causal, Tensor):
+            causality = "per_request"
+        else:
+            causality = "causal" if metadata.causal else "bidirectional"
+        variant = (causality, metadata.tree_bias is not None, metadata.mm_ranges is not None)
+        if variant not in self._ops:
+            raise UnsupportedRequestError(
+                f"layer {self.prefix!r} cannot run this step: causality {variant[0]}, tree bias {variant[1]}, "
+                f"multimodal ranges {variant[2]}\n{self._refused[variant]}\n",
+                "what its backend accepts",
+                "ask for another attn_backend",
+            )
+        return self._ops[variant]
+
+    def _write_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, op_config: str
+    ) -> None:
+        key = _split_heads("key", key, self.num_kv_heads, self.head_size)
+        value = _split_heads("value", value, self.num_kv_heads, self.head_size_v)
+        if self.calculate_kv_scales:
+            self._calculate_scales(query, key, value, metadata.slot_mapping)
+        if self.observing and self.clip_counts is not None and self.config is not None:
+            real, largest = metadata.slot_mapping >= 0, KV_FORMATS[self.config.kv_cache_dtype].max_value
+            keys = count_clipped(key, real, self.k_scale, largest)
+            values = count_clipped(value, real, self.v_scale, largest)
+            self.clip_counts.add_(torch.stack((keys, values)))
+        torch.ops.vattn.kv_cache_update(
+            key, value, self.kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale, op_config
+        )
+
+    def _calculate_scales(self, query: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Set the scales from the first step that has a real token, before anything of it is written."""
+        assert self.config is not None
+        real, ready = slot_mapping >= 0, self.scales_ready
+        largest = KV_FORMATS[self.config.kv_cache_dtype].max_value
+        new_k = first_scale(key, real, self.k_scale, ready, largest)
+        new_v = first_scale(value, real, self.v_scale, ready, largest)
+        if self.q_scale is not None and self.quant_config.q_scale is None:
+            self.q_scale.copy_(first_scale(query, real, self.q_scale, ready, FP8_E4M3_MAX))
+        self.k_scale.copy_(new_k)
+        self.v_scale.copy_(new_v)
+        ready.copy_(torch.maximum(ready, real.any().to(ready.dtype)))
+
+    def _attend(
+        self, query: Tensor, metadata: AttentionMetadata, output: Tensor, block_scale: Tensor | None, op_config: str
+    ) -> None:
+        plan = metadata.plans.get(self._plan_key)
+        tree = metadata.tree_bias is not None
+        torch.ops.vattn.attention(
+            query,
+            self.kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            output,
+            block_scale,
+            None,
+            self.output_scale,
+            self.q_scale,
+            self.k_scale,
+            self.v_scale,
+            self.alibi_slopes,
+            self.sinks,
+            metadata.causal if isinstance(metadata.causal, Tensor) else None,
+            metadata.tree_bias,
+            metadata.tree_id if tree else None,
+            metadata.mm_ranges,
+            None,
+            [] if plan is None else [plan],
+            None,
+            op_config,
+        )
+
+    def _new_output(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
+        tokens, heads, width = query.shape[0], self.num_heads, self.head_size_v
+        output = query.new_empty((tokens, heads, fmt.output_columns(width)), dtype=fmt.container or query.dtype)
+        shape = fmt.block_scale_shape(tokens, heads * width)
+        if shape is None:
+            return output, None
+        dtype = fmt.block_scale_dtype
+        if fmt.column_major:
+            return output, query.new_empty(shape[::-1], dtype=dtype).t()
+        return output, query.new_empty(shape, dtype=dtype)
+
+    def _shaped(
+        self, output: Tensor, block_scale: Tensor | None, output_shape: torch.Size | Sequence[int] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        output = output.flatten(1) if output_shape is None else output.view(*output_shape)
+        return output if block_scale is None else (output, block_scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        """Move with the module, but keep dtypes: under `model.to(dtype)` a scale stays fp32, a cache keeps its bytes.
+
+        A cache does not move to another device: it is dropped, and using the layer then says so.
+        """
+        kept = {name: self._buffers[name] for name in (*_OWN_BUFFERS, "kv_cache")}
+        for name in kept:
+            self._buffers[name] = None
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            if buffer is None:
+                continue
+            device = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device)).device
+            if name == "kv_cache" and device != buffer.device:
+                self.config = None
+            else:
+                self._buffers[name] = buffer.to(device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Show the request and the chosen backend."""
+        kv = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
+        if self.head_size_v != self.head_size:
+            kv += f", head_size_v={self.head_size_v}"
+        backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
+        cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
+        asked = "" if self.attn_backend == "auto" else " (asked for)"
+        return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"
+
+
+def _given(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
+
+
+def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
+    if unknown:
+        raise UnknownOptionError(
+            f"Attention got unknown option(s) {', '.join(unknown)}",
+            ", ".join(EXTRA_OPTIONS),
+            "check the spelling; nothing is ignored",
+        )
+    return {**EXTRA_OPTIONS, **extra}
+
+
+def _check_type(attn_type: str | AttentionType) -> None:
+    names = [t.value for t in AttentionType]
+    if attn_type not in names:
+        raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
+    if attn_type != AttentionType.DECODER:
+        raise UnsupportedRequestError(
+            f"attn_type={AttentionType(attn_type).value!r} in Attention",
+            "'decoder'",
+            "call torch.ops.vattn.varlen_attention for attention without a cache; its layers are not implemented yet",
+        )
+
+
+def _check_per_head(name: str, tensor: Tensor, heads: int) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != heads:
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)}", f"({heads},), one per query head", "check num_heads"
+        )
+
+
+def _alibi_kind(slopes: object, sqrt: bool | None) -> str:
+    if slopes is None:
+        if sqrt:
+            raise ConfigError("use_alibi_sqrt without alibi_slopes", "slopes with it", "pass alibi_slopes")
+        return "none"
+    return "sqrt" if sqrt else "linear"
+
+
+def _check_storage(storage: Tensor, config: AttentionConfig) -> None:
+    blocks = storage.shape[1 if config.head_size == config.head_size_v else 0] if storage.dim() >= 2 else 0
+    shape, dtype = kv_cache_shape(config, blocks), kv_cache_dtype(config)
+    if tuple(storage.shape) != shape or storage.dtype != dtype or not storage.is_contiguous():
+        raise CacheError(
+            f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
+            f"contiguous {kv_cache_shape(config, max(blocks, 1))} of {dtype_name(dtype)}, any number of blocks",
+            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+        )
+
+
+def _split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
+    if tensor.dim() == 2 and tensor.shape[1] == heads * width:
+        return tensor.unflatten(1, (heads, width))
+    if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:
+        return tensor
+    raise ShapeError(
+        f"{name} has shape {tuple(tensor.shape)}",
+        f"[tokens, {heads * width}] or [tokens, {heads}, {width}]",
+        "reshape it, or check the head counts of the layer",
+    )
