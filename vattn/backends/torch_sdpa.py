@@ -1,0 +1,424 @@
+"""TORCH_SDPA: paged attention in plain torch, on every device; the CPU default.
+
+Keys and values are gathered through the block table. Plain requests (causal or bidirectional, maybe with a window) go
+through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks of query rows. All
+other features are fp32 math written out, in chunks too, so that memory stays bounded. Everything accumulates in fp32.
+
+Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from vattn import quantization
+from vattn.backends.base import FEATURES, Backend, Capabilities, Sizes
+from vattn.config import AttentionConfig
+from vattn.errors import GraphContractError
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops.cache_layout import key_value_views
+
+_SCORES_PER_CHUNK = 1 << 22
+"""Scores that the written-out math holds at once (16 MiB in fp32)."""
+
+_MASK_PER_CHUNK = 1 << 22
+"""Mask entries of one `scaled_dot_product_attention` call."""
+
+Args = AttentionArgs | VarlenAttentionArgs
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the host knows of one request.
+
+    Attributes:
+        index: row of the block table.
+        first_row: first row of the packed query.
+        query_len, seq_len: new tokens, and keys in all; query row i sits at `seq_len - query_len + i`.
+        num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
+        causal: causal or bidirectional.
+        tree: which tree bias applies, -1 = none.
+    """
+
+    index: int
+    first_row: int
+    query_len: int
+    seq_len: int
+    num_keys: int
+    causal: bool
+    tree: int = -1
+
+    @property
+    def context_len(self) -> int:
+        """Position of query row 0; negative when some rows lie before the sequence."""
+        return self.seq_len - self.query_len
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.query_len)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most."""
+
+    first_row: int
+    end_row: int
+    first_key: int
+    end_key: int
+
+
+Read = Callable[[_Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
+"""Returns fp32 keys `[L, K, D]` and values `[L, K, V]` of a request's positions `[first, end)`, and which of them exist as
+bool `[L]` (`None`: all)."""
+
+
+class TorchSDPABackend(Backend):
+    """Run every feature of decoder attention with torch alone."""
+
+    name = "TORCH_SDPA"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(KV_FORMATS),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder", "encoder", "encoder_only"),
+        head_sizes=Sizes(8, 8, 1024),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
+        cuda_graphs="never",
+    )
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`."""
+        _refuse_capture(args.query)
+        key_cache, value_cache = key_value_views(args.kv_cache, config)
+        capacity = args.block_table.shape[1] * config.block_size if key_cache.shape[0] else 0
+        lengths = _to_host(args.seq_lens)
+        requests = list(_requests(args, config, lengths, [min(length, capacity) for length in lengths]))
+        result = _start_result(args, requests, config)
+        decodes = [r for r in requests if r.query_len == 1 and r.num_keys == r.seq_len > 0 and _is_plain(config)]
+        if len({r.causal for r in decodes}) == 1 and len(decodes) > 1 and _is_even(decodes):
+            _plain_decodes(args, config, decodes, key_cache, value_cache, result)
+            done = {r.index for r in decodes}
+            requests = [r for r in requests if r.index not in done]
+        _run(args, config, requests, _paged_reader(args, config, key_cache, value_cache), result)
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`."""
+        _refuse_capture(args.query)
+        starts = _to_host(args.kv_start_loc)
+        lengths = [max(0, end - start) for start, end in pairwise(starts)]
+        requests = list(_requests(args, config, lengths, lengths))
+
+        def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+            rows = slice(starts[request.index] + first, starts[request.index] + end)
+            key = quantization.decode_kv(args.key[rows], config.kv_cache_dtype, args.k_scale)
+            return key, quantization.decode_kv(args.value[rows], config.kv_cache_dtype, args.v_scale), None
+
+        _run(args, config, requests, read, _start_result(args, requests, config))
+
+    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
+        """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
+        key_cache, value_cache = key_value_views(args.kv_cache, config)
+        num_slots = key_cache.shape[0] * config.block_size
+        if num_slots == 0 or args.slot_mapping.numel() == 0:
+            return
+        slots = args.slot_mapping
+        valid = (slots >= 0) & (slots < num_slots)
+        # A dropped token repeats the first valid one, so every write to a slot carries the same bytes and none races.
+        # Without a valid token all of them write slot 0's own content back.
+        token = torch.arange(slots.numel(), device=slots.device)
+        token = torch.where(valid, token, valid.to(torch.uint8).argmax())
+        slot = torch.where(valid, slots, 0)[token]
+        index = (slot // config.block_size, slot % config.block_size)
+        fmt = KV_FORMATS[config.kv_cache_dtype]
+        for rows, cache, scale in ((args.key, key_cache, args.k_scale), (args.value, value_cache, args.v_scale)):
+            stored = quantization.encode_kv(rows, fmt.name, scale)
+            if fmt.quantised:
+                # Bytes: indexed writes of FP8 dtypes are not implemented on every device.
+                stored, cache = stored.view(torch.uint8), cache.view(torch.uint8)
+            cache[index] = torch.where(valid.any(), stored[token], cache[index])
+
+
+def _refuse_capture(query: Tensor) -> None:
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GraphContractError(
+            "TORCH_SDPA was called while a CUDA graph is captured; it reads lengths on the host",
+            "a backend whose capabilities say cuda_graphs='full'",
+            "ask for attn_backend='TRITON_ATTN', or run this model without graphs",
+        )
+
+
+def _to_host(lengths: Tensor) -> list[int]:
+    return [int(n) for n in lengths.tolist()]
+
+
+def _is_plain(config: AttentionConfig) -> bool:
+    """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
+    return not (
+        config.lse
+        or config.sinks
+        or config.tree_bias
+        or config.logits_soft_cap is not None
+        or config.chunk_lookback is not None
+        or config.alibi != "none"
+        or config.mm_prefix != "none"
+    )
+
+
+def _is_even(requests: list[_Request]) -> bool:
+    """Whether padding the requests to the longest wastes less than it saves."""
+    longest = max(r.seq_len for r in requests)
+    return longest * len(requests) <= 4 * sum(r.seq_len for r in requests)
+
+
+def _requests(args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int]) -> Iterator[_Request]:
+    """Yield the requests that have query rows."""
+    starts = _to_host(args.query_start_loc)
+    flags = None if args.causal_flags is None else _to_host(args.causal_flags)
+    trees = None if args.tree_id is None else _to_host(args.tree_id)
+    for index, (start, end) in enumerate(pairwise(starts)):
+        if end <= start:
+            continue
+        causal = bool(flags[index]) if config.causality == "per_request" and flags else config.causality == "causal"
+        tree = trees[index] if config.tree_bias and trees and args.bias is not None else -1
+        if args.bias is not None and tree >= args.bias.shape[0]:
+            tree = -1
+        seq_len = max(0, seq_lens[index])
+        yield _Request(index, start, end - start, seq_len, max(0, num_keys[index]), causal, tree)
+
+
+def _start_result(args: Args, requests: list[_Request], config: AttentionConfig) -> Tensor:
+    """Return zeros `[T, H, V]` in the model dtype (the output itself if it is not quantised) and fill `lse`."""
+    if args.lse is not None:
+        args.lse.fill_(float("-inf"))
+        if args.sinks is not None:
+            for request in requests:
+                args.lse[request.rows] = args.sinks.float()
+    if config.output_format == "none":
+        return args.output.zero_()
+    shape = (args.query.shape[0], config.num_heads, config.head_size_v)
+    return args.query.new_zeros(shape, dtype=MODEL_DTYPES[config.dtype])
+
+
+def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Read, result: Tensor) -> None:
+    plain = _is_plain(config)
+    for request in requests:
+        query = quantization.decode_query(args.query[request.rows], args.q_scale, config.num_kv_heads)
+        ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]
+        for chunk in _chunks(request, config, plain):
+            key, value, exists = read(request, chunk.first_key, chunk.end_key)
+            rows = query[chunk.first_row : chunk.end_row]
+            place = slice(request.first_row + chunk.first_row, request.first_row + chunk.end_row)
+            if plain and (exists is None or bool(exists.all())) and request.num_keys == request.seq_len:
+                result[place] = _plain_rows(rows, key, value, request, chunk, config).to(result.dtype)
+                continue
+            visible = _visible(request, chunk, ranges, config, query.device)
+            if exists is not None:
+                visible &= exists
+            result[place], lse = _written_out(rows, key, value, visible, args, request, chunk, config)
+            if args.lse is not None:
+                args.lse[place] = lse
+    if config.output_format != "none":
+        quantization.quantise_output(
+            result, config.output_format, args.output, args.output_block_scale, args.output_scale
+        )
+
+
+def _chunks(request: _Request, config: AttentionConfig, plain: bool) -> Iterator[_Chunk]:
+    """Split a request's query rows so that mask or scores stay bounded; rows before position 0 are left out."""
+    if request.num_keys == 0:
+        return
+    budget = _MASK_PER_CHUNK if plain else _SCORES_PER_CHUNK // config.num_heads
+    step = max(1, budget // request.num_keys)
+    for first in range(max(0, -request.context_len), request.query_len, step):
+        end = min(first + step, request.query_len)
+        first_key, end_key = _key_range(request, request.context_len + first, request.context_len + end, config)
+        if first_key < end_key:
+            yield _Chunk(first, end, first_key, end_key)
+
+
+def _key_range(request: _Request, first: int, end: int, config: AttentionConfig) -> tuple[int, int]:
+    """Return bounds of the keys that query positions `[first, end)` can see."""
+    window, chunk, lookback = config.sliding_window, config.chunk_size, config.chunk_lookback
+    low, high = 0, request.num_keys
+    if config.mm_prefix != "none":
+        return low, high
+    if chunk is not None and lookback is not None:
+        low = (first // chunk - lookback) * chunk
+        high = ((end - 1) // chunk + lookback + 1) * chunk
+    elif window is not None:
+        low, high = first - window + 1, end - 1 + window
+    if request.causal:
+        high = min(high, end)
+    return max(0, low), min(high, request.num_keys)
+
+
+def _paged_reader(args: AttentionArgs, config: AttentionConfig, key_cache: Tensor, value_cache: Tensor) -> Read:
+    size, name = config.block_size, config.kv_cache_dtype
+
+    def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        blocks = args.block_table[request.index, first // size : (end + size - 1) // size].long()
+        inside = slice(first % size, first % size + end - first)
+        known = (blocks >= 0) & (blocks < key_cache.shape[0])
+        blocks = torch.where(known, blocks, 0)
+        key = quantization.decode_kv(key_cache[blocks].flatten(0, 1)[inside], name, args.k_scale)
+        value = quantization.decode_kv(value_cache[blocks].flatten(0, 1)[inside], name, args.v_scale)
+        return key, value, known.repeat_interleave(size)[inside]
+
+    return read
+
+
+def _plain_rows(
+    query: Tensor, key: Tensor, value: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig
+) -> Tensor:
+    """Return `[n, H, V]` of one chunk of a plain request."""
+    square = request.context_len + chunk.first_row == chunk.first_key and len(query) == len(key)
+    windowless = config.sliding_window is None or config.sliding_window >= chunk.end_key - chunk.first_key
+    is_causal = request.causal and windowless and square
+    mask = None
+    everything = windowless and (not request.causal or len(query) == 1)
+    if not is_causal and not everything:
+        mask = _visible(request, chunk, None, config, query.device)
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=config.scale,
+        enable_gqa=config.group_size > 1,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _plain_decodes(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    requests: list[_Request],
+    key_cache: Tensor,
+    value_cache: Tensor,
+    result: Tensor,
+) -> None:
+    """Run all single-token requests in one call, padded to the longest."""
+    size, device = config.block_size, args.query.device
+    window = config.sliding_window
+    facts = [(r.index, r.first_row, r.seq_len, max(0, r.seq_len - (window or r.seq_len))) for r in requests]
+    num_columns = max((seq_len + size - 1) // size - first // size for _, _, seq_len, first in facts)
+    index, row, seq_len, first_key = torch.tensor(facts, device=device).unbind(1)
+    columns = (first_key // size)[:, None] + torch.arange(num_columns, device=device)
+    blocks = args.block_table[index[:, None], columns.clamp(max=args.block_table.shape[1] - 1)].long()
+    known = (blocks >= 0) & (blocks < key_cache.shape[0])
+    blocks = torch.where(known, blocks, 0)
+    position = (columns[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+    visible = (position >= first_key[:, None]) & (position < seq_len[:, None]) & known.repeat_interleave(size, 1)
+    hidden = ~visible[:, :, None, None]
+    name = config.kv_cache_dtype
+    key = quantization.decode_kv(key_cache[blocks].flatten(1, 2), name, args.k_scale).masked_fill_(hidden, 0)
+    value = quantization.decode_kv(value_cache[blocks].flatten(1, 2), name, args.v_scale).masked_fill_(hidden, 0)
+    out = scaled_dot_product_attention(
+        quantization.decode_query(args.query[row], args.q_scale, config.num_kv_heads)[:, :, None],
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=visible[:, None, None],
+        scale=config.scale,
+        enable_gqa=config.group_size > 1,
+    )
+    empty = ~visible.any(1)[:, None, None]
+    result[row] = out[:, :, 0].masked_fill(empty, 0).to(result.dtype)
+
+
+def _visible(
+    request: _Request, chunk: _Chunk, ranges: Tensor | None, config: AttentionConfig, device: torch.device
+) -> Tensor:
+    """Return bool `[rows, keys]` of a chunk: which query row sees which key."""
+    start = request.context_len
+    q = torch.arange(start + chunk.first_row, start + chunk.end_row, device=device)[:, None]
+    k = torch.arange(chunk.first_key, chunk.end_key, device=device)[None, :]
+    seen = k <= q if request.causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=device)
+    window, size = config.sliding_window, config.chunk_size
+    if size is not None and config.chunk_lookback is not None:
+        apart = q // size - k // size
+        seen = seen & (apart <= config.chunk_lookback) & (-apart <= config.chunk_lookback)
+    elif window is not None:
+        seen = seen & (q - k < window)
+        if not request.causal:
+            seen = seen & (k - q < window)
+    if ranges is not None:
+        low, high = ranges[:, 0], ranges[:, 1]
+        query_inside = (q >= low) & (q <= high) & (low < high)
+        key_inside = (k.T >= low) & (k.T <= high)
+        together = (query_inside.float() @ key_inside.float().T) > 0
+        if config.mm_prefix == "clamped" and window is not None:
+            together &= q - k < window
+        seen = seen | together
+    return seen
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    args: Args,
+    request: _Request,
+    chunk: _Chunk,
+    config: AttentionConfig,
+) -> tuple[Tensor, Tensor]:
+    """Return `[n, H, V]` and log-sum-exp `[n, H]` of one chunk, every feature included, in fp32."""
+    rows, num_keys, heads = query.shape[0], key.shape[0], config.num_heads
+    # Keys that no row sees may be garbage: zero times NaN would still be NaN.
+    unseen = ~visible.any(0)[:, None, None]
+    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+    grouped = query.transpose(0, 1).reshape(config.num_kv_heads, config.group_size * rows, -1)
+    scores = (grouped @ key.permute(1, 2, 0)).view(heads, rows, num_keys) * config.scale
+    if config.logits_soft_cap is not None:
+        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if config.alibi != "none" and args.alibi_slopes is not None:
+        scores += _alibi(args.alibi_slopes, request, chunk, config)
+    if request.tree >= 0 and args.bias is not None:
+        _add_tree_bias(scores, args.bias[request.tree], request, chunk)
+    sinks = None if args.sinks is None else args.sinks.float()[:, None]
+    peak = scores.amax(-1) if sinks is None else torch.maximum(scores.amax(-1), sinks)
+    peak = peak.masked_fill(peak == float("-inf"), 0)
+    weights = torch.exp(scores - peak[:, :, None])
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks - peak)
+    weighted = weights.view(config.num_kv_heads, -1, num_keys) @ value.transpose(0, 1)
+    out = weighted.view(heads, rows, -1) / total.masked_fill(total == 0, 1)[:, :, None]
+    return out.transpose(0, 1), (peak + torch.log(total)).transpose(0, 1)
+
+
+def _alibi(slopes: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig) -> Tensor:
+    """Return `[H, rows, keys]` to add to the scores."""
+    start = request.context_len
+    q = torch.arange(start + chunk.first_row, start + chunk.end_row, device=slopes.device)[:, None]
+    k = torch.arange(chunk.first_key, chunk.end_key, device=slopes.device)[None, :]
+    if config.alibi == "sqrt":
+        distance = -(q - k).clamp(min=0).float().sqrt()
+    else:
+        distance = ((k - q) if request.causal else -(k - q).abs()).float()
+    return slopes.float()[:, None, None] * distance
+
+
+def _add_tree_bias(scores: Tensor, bias: Tensor, request: _Request, chunk: _Chunk) -> None:
+    """Add `bias[row, key - context_len]` where both are inside the tree, in place."""
+    size = bias.shape[0]
+    rows = slice(chunk.first_row, min(chunk.end_row, size))
+    first = max(0, chunk.first_key - request.context_len)
+    end = min(chunk.end_key - request.context_len, size)
+    if rows.start >= rows.stop or first >= end:
+        return
+    columns = slice(first + request.context_len - chunk.first_key, end + request.context_len - chunk.first_key)
+    scores[:, : rows.stop - rows.start, columns] += bias[rows, first:end].float()
