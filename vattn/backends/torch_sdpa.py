@@ -76,8 +76,8 @@ class _Chunk:
 
 
 Read = Callable[[_Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
-"""Returns fp32 keys `[L, K, D]` and values `[L, K, V]` of a request's positions `[first, end)`, and which of them exist as
-bool `[L]` (`None`: all)."""
+"""Returns fp32 keys `[L, K, D]` and values `[L, K, V]` of the positions `[first, end)` of a request, and bool `[L]`: which
+of them exist (`None`: all)."""
 
 
 class TorchSDPABackend(Backend):
@@ -354,10 +354,10 @@ def _visible(
         if not request.causal:
             seen = seen & (k - q < window)
     if ranges is not None:
-        low, high = ranges[:, 0], ranges[:, 1]
-        query_inside = (q >= low) & (q <= high) & (low < high)
-        key_inside = (k.T >= low) & (k.T <= high)
-        together = (query_inside.float() @ key_inside.float().T) > 0
+        low, high = ranges[:, :1], ranges[:, 1:]
+        query_inside = (q.view(-1) >= low) & (q.view(-1) <= high) & (low < high)
+        key_inside = (k >= low) & (k <= high)
+        together = (query_inside.float().T @ key_inside.float()) > 0
         if config.mm_prefix == "clamped" and window is not None:
             together &= q - k < window
         seen = seen | together
