@@ -19,50 +19,31 @@ from vattn.errors import (
     DtypeError,
     ScaleError,
     ShapeError,
-    UnknownOptionError,
     UnsupportedRequestError,
 )
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
-from vattn.layers.scales import (
-    QuantConfig,
-    ScaleSource,
-    count_clipped,
-    first_scale,
-    make_scale,
-    quantise_query,
+from vattn.layers.request import (
+    StepKind,
+    alibi_kind,
+    check_decoder,
+    check_extra,
+    check_per_head,
+    check_same_bytes,
+    check_storage,
+    kv_scale,
+    layer_index,
+    query_scale,
+    scale_kind,
+    step_configs,
 )
+from vattn.layers.scales import QuantConfig, count_clipped, first_scale, make_scale, quantise_query
 from vattn.metadata import AttentionMetadata
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
 
-EXTRA_OPTIONS: dict[str, Any] = {
-    "sinks": None,
-    "chunk_lookback": -1,
-    "mm_prefix": "none",
-    "batch_invariant": False,
-}
-"""Options of `Attention` beyond its named arguments, with what means "off"."""
-
-_SHARED_FIELDS = (
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "dtype",
-    "kv_cache_dtype",
-    "block_size",
-    "kv_cache_layout",
-)
-"""What two layers must have in common to read the same cache bytes."""
-
 _OWN_BUFFERS = ("k_scale", "v_scale", "q_scale", "output_scale", "scales_ready", "clip_counts", "alibi_slopes")
 """Small tensors that follow the cache to its device and keep their dtype."""
-
-
-def layer_index(prefix: str) -> int | None:
-    """Return the first whole number between the dots of a prefix, `"model.layers.3.self_attn"` -> 3."""
-    return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
 
 
 class Attention(nn.Module):
@@ -107,6 +88,16 @@ class Attention(nn.Module):
         torch.Size([3, 64])
     """
 
+    alibi_slopes: Tensor | None
+    # None for what the layer does not quantise; declared for the type checker as what the code that uses them finds.
+    k_scale: Tensor
+    v_scale: Tensor
+    q_scale: Tensor
+    output_scale: Tensor
+    scales_ready: Tensor
+    clip_counts: Tensor
+    kv_cache: Tensor | None
+
     def __init__(
         self,
         num_heads: int,
@@ -136,8 +127,8 @@ class Attention(nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.attn_backend = attn_backend or "auto"
         self.observing = False
-        options = _check_extra(extra)
-        _check_type(attn_type)
+        options = check_extra(extra)
+        check_decoder(attn_type)
         if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
             raise ConfigError(
                 f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
@@ -164,15 +155,16 @@ class Attention(nn.Module):
             "sliding_window": window,
             "chunk_lookback": None if lookback == -1 else lookback,
             "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
-            "alibi": _alibi_kind(alibi_slopes, use_alibi_sqrt),
+            "alibi": alibi_kind(alibi_slopes, use_alibi_sqrt),
             "sinks": options["sinks"] is not None,
             "mm_prefix": options["mm_prefix"],
             "batch_invariant": bool(options["batch_invariant"]),
             "backend": self.attn_backend,
         }
         self._cache_dtype = self._choose_cache_dtype(window)
-        self._ops: dict[tuple[str, bool, bool], str] = {}
-        self._refused: dict[tuple[str, bool, bool], str] = {}
+        self._ops: dict[StepKind, str] = {}
+        self._refused: dict[StepKind, str] = {}
+        self._plan_key = ""
         self._register_tensors(alibi_slopes, options["sinks"])
         self._request_config(torch.bfloat16)
 
@@ -187,21 +179,30 @@ class Attention(nn.Module):
         slopes = None
         if alibi_slopes is not None:
             slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32).detach().clone()
-            _check_per_head("alibi_slopes", slopes, heads)
+            check_per_head("alibi_slopes", slopes, heads)
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if sinks is not None:
-            _check_per_head("sinks", sinks, heads)
+            check_per_head("sinks", sinks, heads)
         if isinstance(sinks, nn.Parameter):
             self.sinks: Tensor | None = sinks
         else:
             self.register_buffer("sinks", sinks, persistent=False)
 
-        quant = self.quant_config
+        quant, shared = self.quant_config, self.kv_sharing_target_layer_name is not None
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
-        calculate = self.cache_config.calculate_kv_scales and quantised
-        self.calculate_kv_scales = calculate and self.kv_sharing_target_layer_name is None
-        k_scale = self._kv_scale("k_scale", quant.k_scale, quantised)
-        v_scale = self._kv_scale("v_scale", quant.v_scale, quantised)
+        self.calculate_kv_scales = self.cache_config.calculate_kv_scales and quantised and not shared
+        where: dict[str, Any] = {
+            "prefix": self.prefix,
+            "cache_dtype": self._cache_dtype,
+            "quantised": quantised,
+            "calculate": self.calculate_kv_scales,
+            "shared": shared,
+            "kv_heads": self.num_kv_heads,
+        }
+        # A skipped layer has no use for the scales that its model's one QuantConfig carries.
+        skipped = self._cache_dtype != self.cache_config.cache_dtype
+        k_scale = kv_scale("k_scale", None if skipped else quant.k_scale, **where)
+        v_scale = kv_scale("v_scale", None if skipped else quant.v_scale, **where)
         if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
             raise ScaleError(
                 f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
@@ -210,7 +211,14 @@ class Attention(nn.Module):
             )
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
-        self.register_buffer("q_scale", self._query_scale(quant.q_scale))
+        q_scale = query_scale(
+            quant.q_scale,
+            prefix=self.prefix,
+            query_format=quant.query_format,
+            calculate=self.calculate_kv_scales,
+            kv_heads=self.num_kv_heads,
+        )
+        self.register_buffer("q_scale", q_scale)
         output_scale = quant.output_scale
         self.register_buffer(
             "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
@@ -221,60 +229,17 @@ class Attention(nn.Module):
         self.register_buffer("clip_counts", counts, persistent=False)
         self.register_buffer("kv_cache", None, persistent=False)
 
-    def _kv_scale(self, name: str, source: ScaleSource, quantised: bool) -> Tensor | None:
-        if not quantised:
-            if source is not None and self._cache_dtype == self.cache_config.cache_dtype:
-                raise ScaleError(
-                    f"{name} given with cache_dtype={self._cache_dtype!r}",
-                    "scales with a quantised cache",
-                    "set cache_dtype='fp8' or drop the scale",
-                )
-            return None
-        if self.kv_sharing_target_layer_name is not None:
-            if source is not None:
-                raise ScaleError(
-                    f"{name} given for a layer that shares a KV cache", "the target layer's scales", "drop the scale"
-                )
-            return torch.ones(1)
-        if source is None:
-            if not self.cache_config.calculate_kv_scales:
-                raise ScaleError(
-                    f"layer {self.prefix!r} has cache_dtype={self._cache_dtype!r} and no {name}",
-                    "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
-                    f"QuantConfig({name}='unit') if 1.0 is meant",
-                )
-            return torch.ones(1)
-        if self.cache_config.calculate_kv_scales:
-            raise ScaleError(
-                f"{name} given and calculate_kv_scales=True", "one of the two", "drop the scale, or the calculation"
-            )
-        return make_scale(name, source, (1, self.num_kv_heads))
-
-    def _query_scale(self, source: ScaleSource) -> Tensor | None:
-        if self.quant_config.query_format == "none":
-            return None
-        if source is None and not self.calculate_kv_scales:
-            raise ScaleError(
-                f"layer {self.prefix!r} has an FP8 query and no q_scale",
-                "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
-                "QuantConfig(q_scale='unit') if 1.0 is meant",
-            )
-        return torch.ones(1) if source is None else make_scale("q_scale", source, (1, self.num_kv_heads))
-
     def _canonical(self, dtype: torch.dtype) -> str:
         return resolve_kv_cache_dtype(self._cache_dtype, dtype)
 
     def _request_config(self, dtype: torch.dtype, k_scale: Tensor | None = None) -> AttentionConfig:
         """Describe the request for a model of `dtype`; `k_scale` stands in for the layer's own (a shared cache's)."""
 
-        def kind(scale: Tensor | None) -> str:
-            return "none" if scale is None else ("tensor" if scale.numel() == 1 else "head")
-
         return AttentionConfig(
             dtype=dtype_name(dtype),
             kv_cache_dtype=self._canonical(dtype),
-            kv_scale=kind(self.k_scale if k_scale is None else k_scale),
-            query_scale=kind(self.q_scale),
+            kv_scale=scale_kind(self.k_scale if k_scale is None else k_scale),
+            query_scale=scale_kind(self.q_scale),
             **self._request,
         )
 
@@ -316,13 +281,20 @@ class Attention(nn.Module):
                 "use vattn.allocate_kv_cache, which finds it",
             )
         if target is not None:
-            self._check_target(target, storage, dtype)
+            if target.config is None or storage is not target.kv_cache:
+                raise CacheError(
+                    f"KV sharing target of layer {self.prefix!r} is not bound to this storage",
+                    "the target's own storage",
+                    "bind the target first",
+                )
+            check_same_bytes(self.prefix, self._request_config(dtype), target.config)
         config = self._request_config(dtype, None if target is None else target.k_scale)
-        _check_storage(storage, config)
+        check_storage(storage, config)
         device = DeviceInfo.of(storage.device)
         backend = selector.choose(config, device)
-        self._ops, self._refused = self._variants(config.replace(backend=backend.name), device)
-        self.config = config.replace(backend=backend.name)
+        config = config.replace(backend=backend.name)
+        self._ops, self._refused = step_configs(config, device)
+        self.config = config
         self._plan_key = backend.plan_key(self.config)
         self.kv_cache = storage
         for name in _OWN_BUFFERS:
@@ -331,45 +303,6 @@ class Attention(nn.Module):
                 self._buffers[name] = buffer.to(storage.device)
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
-
-    def _check_target(self, target: Attention, storage: Tensor, dtype: torch.dtype) -> None:
-        """Compare everything that decides what the shared bytes mean."""
-        where = f"KV sharing target of layer {self.prefix!r}"
-        if target.config is None or storage is not target.kv_cache:
-            raise CacheError(f"{where} is not bound to this storage", "its own storage", "bind the target first")
-        if target.kv_sharing_target_layer_name is not None:
-            raise CacheError(f"{where} shares a cache itself", "a layer with a cache of its own", "name that layer")
-        mine = self._request_config(dtype)
-        for name in _SHARED_FIELDS:
-            ours, theirs = getattr(mine, name), getattr(target.config, name)
-            if ours != theirs:
-                raise CacheError(
-                    f"{where} has {name} {theirs}, the layer {ours}", "equal values", "share an equal layer"
-                )
-
-    def _variants(
-        self, base: AttentionConfig, device: DeviceInfo
-    ) -> tuple[dict[tuple[str, bool, bool], str], dict[tuple[str, bool, bool], str]]:
-        """Encode every config that metadata can turn the request into: causality x tree x multimodal ranges."""
-        accepted, refused = {}, {}
-        for causality in ("causal", "bidirectional", "per_request"):
-            for tree in (False, True):
-                for ranges in (False, True):
-                    key = (causality, tree, ranges)
-                    mm_prefix = "none"
-                    if ranges:
-                        mm_prefix = "full" if base.mm_prefix == "none" else base.mm_prefix
-                    try:
-                        config = base.replace(causality=causality, tree_bias=tree, mm_prefix=mm_prefix)
-                    except ConfigError as error:
-                        refused[key] = str(error)
-                        continue
-                    explanation = selector.explain(config, device)
-                    if explanation.chosen is None:
-                        refused[key] = str(explanation)
-                    else:
-                        accepted[key] = config.encode()
-        return accepted, refused
 
     def forward(
         self,
@@ -556,55 +489,6 @@ class Attention(nn.Module):
 
 def _given(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
-
-
-def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
-    if unknown:
-        raise UnknownOptionError(
-            f"Attention got unknown option(s) {', '.join(unknown)}",
-            ", ".join(EXTRA_OPTIONS),
-            "check the spelling; nothing is ignored",
-        )
-    return {**EXTRA_OPTIONS, **extra}
-
-
-def _check_type(attn_type: str | AttentionType) -> None:
-    names = [t.value for t in AttentionType]
-    if attn_type not in names:
-        raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
-    if attn_type != AttentionType.DECODER:
-        raise UnsupportedRequestError(
-            f"attn_type={AttentionType(attn_type).value!r} in Attention",
-            "'decoder'",
-            "call torch.ops.vattn.varlen_attention for attention without a cache; its layers are not implemented yet",
-        )
-
-
-def _check_per_head(name: str, tensor: Tensor, heads: int) -> None:
-    if tensor.dim() != 1 or tensor.shape[0] != heads:
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}", f"({heads},), one per query head", "check num_heads"
-        )
-
-
-def _alibi_kind(slopes: object, sqrt: bool | None) -> str:
-    if slopes is None:
-        if sqrt:
-            raise ConfigError("use_alibi_sqrt without alibi_slopes", "slopes with it", "pass alibi_slopes")
-        return "none"
-    return "sqrt" if sqrt else "linear"
-
-
-def _check_storage(storage: Tensor, config: AttentionConfig) -> None:
-    blocks = storage.shape[1 if config.head_size == config.head_size_v else 0] if storage.dim() >= 2 else 0
-    shape, dtype = kv_cache_shape(config, blocks), kv_cache_dtype(config)
-    if tuple(storage.shape) != shape or storage.dtype != dtype or not storage.is_contiguous():
-        raise CacheError(
-            f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
-            f"contiguous {kv_cache_shape(config, max(blocks, 1))} of {dtype_name(dtype)}, any number of blocks",
-            "use vattn.allocate_kv_cache(model, num_blocks=...)",
-        )
 
 
 def _split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:

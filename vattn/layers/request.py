@@ -1,0 +1,213 @@
+"""What the arguments of a layer mean: options checked, scales made, a config for every kind of step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
+from vattn.config import AttentionConfig, AttentionType
+from vattn.errors import (
+    CacheError,
+    ConfigError,
+    ScaleError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+)
+from vattn.formats import dtype_name
+from vattn.layers.scales import ScaleSource, make_scale
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+
+EXTRA_OPTIONS: dict[str, Any] = {
+    "sinks": None,
+    "chunk_lookback": -1,
+    "mm_prefix": "none",
+    "batch_invariant": False,
+}
+"""Options of `Attention` beyond its named arguments, with what means "off"."""
+
+StepKind = tuple[str, bool, bool]
+"""What metadata can change about a layer's config: causality, tree bias given, multimodal ranges given."""
+
+_SHARED_FIELDS = (
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "kv_cache_layout",
+)
+"""What two layers must have in common to read the same cache bytes."""
+
+
+def layer_index(prefix: str) -> int | None:
+    """Return the first whole number between the dots of a prefix, `"model.layers.3.self_attn"` -> 3."""
+    return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
+
+
+def check_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the extra options with their defaults; refuse an unknown name."""
+    unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
+    if unknown:
+        raise UnknownOptionError(
+            f"Attention got unknown option(s) {', '.join(unknown)}",
+            ", ".join(EXTRA_OPTIONS),
+            "check the spelling; nothing is ignored",
+        )
+    return {**EXTRA_OPTIONS, **extra}
+
+
+def check_decoder(attn_type: str | AttentionType) -> None:
+    """Refuse attention types that are layers of their own."""
+    names = [t.value for t in AttentionType]
+    if attn_type not in names:
+        raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
+    if attn_type != AttentionType.DECODER:
+        raise UnsupportedRequestError(
+            f"attn_type={AttentionType(attn_type).value!r} in Attention",
+            "'decoder'",
+            "call torch.ops.vattn.varlen_attention for attention without a cache; its layers are not implemented yet",
+        )
+
+
+def check_per_head(name: str, tensor: Tensor, heads: int) -> None:
+    """Refuse a tensor that is not one value per query head."""
+    if tensor.dim() != 1 or tensor.shape[0] != heads:
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)}", f"({heads},), one per query head", "check num_heads"
+        )
+
+
+def alibi_kind(slopes: object, sqrt: bool | None) -> str:
+    """Return the config's name of what `alibi_slopes` and `use_alibi_sqrt` ask for."""
+    if slopes is None:
+        if sqrt:
+            raise ConfigError("use_alibi_sqrt without alibi_slopes", "slopes with it", "pass alibi_slopes")
+        return "none"
+    return "sqrt" if sqrt else "linear"
+
+
+def scale_kind(scale: Tensor | None) -> str:
+    """Return the granularity of a scale tensor by the config's name."""
+    if scale is None:
+        return "none"
+    return "tensor" if scale.numel() == 1 else "head"
+
+
+def kv_scale(
+    name: str,
+    source: ScaleSource,
+    *,
+    prefix: str,
+    cache_dtype: str,
+    quantised: bool,
+    calculate: bool,
+    shared: bool,
+    kv_heads: int,
+) -> Tensor | None:
+    """Make `k_scale` or `v_scale` from what the user gave, or refuse: an FP8 cache always has decided scales.
+
+    A layer that shares a cache gets its target's scales when it is bound, and a placeholder until then.
+    """
+    if not quantised:
+        if source is None:
+            return None
+        raise ScaleError(
+            f"{name} given with cache_dtype={cache_dtype!r} in layer {prefix!r}",
+            "scales with a quantised cache",
+            "set cache_dtype='fp8' or drop the scale",
+        )
+    if shared:
+        if source is not None:
+            raise ScaleError(
+                f"{name} given for layer {prefix!r}, which shares a KV cache", "the target's scales", "drop the scale"
+            )
+        return make_scale(name, "unit", (1,))
+    if calculate:
+        if source is not None:
+            raise ScaleError(
+                f"{name} given and calculate_kv_scales=True", "one of the two", "drop the scale, or the calculation"
+            )
+        return make_scale(name, "unit", (1,))
+    if source is None:
+        raise ScaleError(
+            f"layer {prefix!r} has cache_dtype={cache_dtype!r} and no {name}",
+            "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
+            f"QuantConfig({name}='unit') if 1.0 is meant",
+        )
+    return make_scale(name, source, (1, kv_heads))
+
+
+def query_scale(
+    source: ScaleSource, *, prefix: str, query_format: str, calculate: bool, kv_heads: int
+) -> Tensor | None:
+    """Make `q_scale`, or refuse: an FP8 query always has a decided scale."""
+    if query_format == "none":
+        return None
+    if source is None:
+        if not calculate:
+            raise ScaleError(
+                f"layer {prefix!r} has an FP8 query and no q_scale",
+                "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True) with a quantised cache",
+                "QuantConfig(q_scale='unit') if 1.0 is meant",
+            )
+        source = "unit"
+    return make_scale("q_scale", source, (1, kv_heads))
+
+
+def check_storage(storage: Tensor, config: AttentionConfig) -> None:
+    """Refuse a storage that is not what the config's layout needs."""
+    blocks = storage.shape[1 if config.head_size == config.head_size_v else 0] if storage.dim() >= 2 else 0
+    shape, dtype = kv_cache_shape(config, blocks), kv_cache_dtype(config)
+    if tuple(storage.shape) != shape or storage.dtype != dtype or not storage.is_contiguous():
+        raise CacheError(
+            f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
+            f"contiguous {kv_cache_shape(config, max(blocks, 1))} of {dtype_name(dtype)}, any number of blocks",
+            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+        )
+
+
+def check_same_bytes(prefix: str, config: AttentionConfig, target: AttentionConfig) -> None:
+    """Refuse to share a cache between layers that would read its bytes differently."""
+    for name in _SHARED_FIELDS:
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours != theirs:
+            raise CacheError(
+                f"KV sharing target of layer {prefix!r} has {name} {theirs}, the layer {ours}",
+                "equal values",
+                "share the cache of an equal layer",
+            )
+
+
+def step_configs(base: AttentionConfig, device: DeviceInfo) -> tuple[dict[StepKind, str], dict[StepKind, str]]:
+    """Encode the config of every kind of step that metadata can ask of a layer.
+
+    Done once at binding, so that compiled code looks up a finished string.
+
+    Returns:
+        Encoded configs of what the backend accepts, and reasons for what it refuses.
+    """
+    accepted: dict[StepKind, str] = {}
+    refused: dict[StepKind, str] = {}
+    for causality in ("causal", "bidirectional", "per_request"):
+        for tree in (False, True):
+            for ranges in (False, True):
+                kind = (causality, tree, ranges)
+                mm_prefix = "none"
+                if ranges:
+                    mm_prefix = "full" if base.mm_prefix == "none" else base.mm_prefix
+                try:
+                    config = base.replace(causality=causality, tree_bias=tree, mm_prefix=mm_prefix)
+                except ConfigError as error:
+                    refused[kind] = str(error)
+                    continue
+                explanation = selector.explain(config, device)
+                if explanation.chosen is None:
+                    refused[kind] = str(explanation)
+                else:
+                    accepted[kind] = config.encode()
+    return accepted, refused
