@@ -35,7 +35,7 @@ demo:
 	$(RUN) -m vattn demo $(DEMO_ARGS)
 
 doctor:
-	$(INSTALL) demo safetensors
+	$(INSTALL) demo
 	$(RUN) -m vattn doctor
 
 test:

@@ -58,12 +58,17 @@ if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; th
     exit 0
 fi
 
-if [ ! -x "$VENV/bin/python" ]; then
+remake=
+if [ -x "$VENV/bin/python" ] && ls "$VENV"/vattn-*.stamp >/dev/null 2>&1 &&
+    ! "$VENV/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')"; then
+    remake=--clear
+fi
+if [ -n "$remake" ] || [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
         fail "'$PYTHON' has no venv module. Install it (Debian and Ubuntu: apt install python3-venv), or use an" \
             "interpreter that already has torch: make PYTHON=/path/to/python3 VENV=none"
     echo "vattn: making $VENV with Python $version"
-    "$PYTHON" -m venv "$VENV"
+    "$PYTHON" -m venv $remake "$VENV"
 fi
 
 # A user-wide pip configuration may ask for --user installs or for prompts; neither works here.

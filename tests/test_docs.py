@@ -1,0 +1,78 @@
+"""Everything that the documentation claims in code is run: Markdown blocks, docstrings, the support table, the links."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import linecache
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = sorted(path for path in (ROOT / "vattn").rglob("*.py") if ">>> " in path.read_text())
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Return the `python` blocks of a page with the line each starts at."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=relative)
+def test_code_blocks_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for line, block in python_blocks(page):
+        name = f"{relative(page)}:{line + 1}"
+        linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
+        capsys.readouterr()
+        exec(compile(block, name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        for expected in re.findall(r"^ *print\(.*\)  # prints (.+)$", block, re.MULTILINE):
+            assert expected in printed, f"{name} says it prints {expected!r}, it printed {printed!r}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_examples_in_docstrings(source: Path) -> None:
+    module = importlib.import_module(".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    torch.manual_seed(0)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_support_table_is_up_to_date() -> None:
+    from vattn import doctor
+
+    assert (ROOT / "docs" / "support.md").read_text() == doctor.support_table(), (
+        "run: python -m vattn doctor --support-table > docs/support.md"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{relative(page)} links to {target}"
+
+
+def test_public_names_are_documented() -> None:
+    import vattn
+
+    undocumented = [
+        name for name in vattn.__all__ if callable(getattr(vattn, name)) and not getattr(vattn, name).__doc__
+    ]
+    assert undocumented == []
