@@ -1,4 +1,4 @@
-"""What one step's batch looks like: `AttentionMetadata`, and the builder that fills it into fixed buffers.
+"""What one step's batch looks like: `AttentionMetadata`, the key of what a graph capture bakes in, and `check`.
 
 Compiled code reads tensors only. The integers beside them are for people and for the host; a test asserts that nothing
 compiled reads one.
@@ -6,16 +6,63 @@ compiled reads one.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from vattn.errors import MetadataError
 
-@dataclass
+TENSOR_FIELDS = (
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "positions",
+    "causal",
+    "tree_bias",
+    "tree_id",
+    "mm_ranges",
+)
+"""Fields of `AttentionMetadata` that hold a tensor, or may."""
+
+
+class CaptureKey(NamedTuple):
+    """Everything about a step's metadata that a CUDA-graph capture bakes in; lengths and tables are not among it.
+
+    Attributes:
+        num_reqs, num_tokens: padded sizes.
+        table_width: columns of the block table.
+        causal: `"layer"` (each layer's own rule), `"bidirectional"` or `"per_request"` (a tensor of flags).
+        optional: names and shapes of the optional tensors that are present.
+        plans: names and shapes of the schedules.
+        buffers: addresses of all tensors, in the order of the fields.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    table_width: int
+    causal: str
+    optional: tuple[tuple[str, tuple[int, ...]], ...]
+    plans: tuple[tuple[str, tuple[int, ...]], ...]
+    buffers: tuple[int, ...]
+
+    def differences(self, other: CaptureKey) -> list[str]:
+        """Return one line per field in which `other` contradicts this key, e.g. `"num_reqs 4, captured 8"`."""
+        found = []
+        for name, captured, came in zip(self._fields, self, other, strict=True):
+            if captured != came:
+                found.append("buffers moved" if name == "buffers" else f"{name} {came!r}, captured {captured!r}")
+        return found
+
+
+@dataclass(eq=False)
 class AttentionMetadata:
     """Describe the requests of one step: the five tensors, optional mask tensors, and host integers.
 
-    Padding: padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1; rows of padding come out zero.
+    Padding: padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1; their output is zero.
 
     Attributes:
         query_start_loc: int32 `[B + 1]`, where each request's new tokens start; padded requests repeat the last value.
@@ -30,8 +77,8 @@ class AttentionMetadata:
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
         max_query_len, max_seq_len: over the real requests.
-        num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up to
-            the builder's `decode_threshold`) and some cached ones.
+        num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
+            to the builder's `decode_threshold`) and some cached ones.
     """
 
     query_start_loc: Tensor
@@ -52,3 +99,170 @@ class AttentionMetadata:
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     num_decode_tokens: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are present by name; schedules as `plans.<key>`."""
+        found = {name: getattr(self, name) for name in TENSOR_FIELDS}
+        found.update({f"plans.{key}": plan for key, plan in self.plans.items()})
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def capture_key(self) -> CaptureKey:
+        """Return what a CUDA graph captured with this metadata bakes in. Host work only, no sync."""
+        flags = self.causal
+        kind = "per_request" if isinstance(flags, Tensor) else ("layer" if flags else "bidirectional")
+        extras = ((name, getattr(self, name)) for name in ("positions", "tree_bias", "tree_id", "mm_ranges"))
+        return CaptureKey(
+            num_reqs=self.seq_lens.shape[0],
+            num_tokens=self.slot_mapping.shape[0],
+            table_width=self.block_table.shape[1],
+            causal=kind,
+            optional=tuple((name, tuple(value.shape)) for name, value in extras if value is not None),
+            plans=tuple((name, tuple(plan.shape)) for name, plan in self.plans.items()),
+            buffers=tuple(tensor.data_ptr() for tensor in self.tensors().values()),
+        )
+
+    def mark_dynamic(self) -> None:
+        """Tell Dynamo, where it is loaded, that batch sizes vary, so that no size of this step is compiled in."""
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return
+        for name, tensor in self.tensors().items():
+            dynamo.maybe_mark_dynamic(tensor, [0, 1, 2] if name == "tree_bias" else 0)
+
+    def check(self, block_size: int, num_blocks: int | None = None) -> None:
+        """Test what only a device sync can tell; for tests and debugging.
+
+        Args:
+            block_size: tokens per cache block.
+            num_blocks: blocks of the cache; `None` leaves the upper bound of block ids and slots untested.
+
+        Raises:
+            MetadataError: offsets fall, a length is shorter than its query, a used block id or a slot is out of range,
+                two tokens share a slot, a padding row has a slot, or a tree id names no tree.
+        """
+        host = {name: tensor.cpu() for name, tensor in self.tensors().items() if not name.startswith("plans.")}
+        _check_shapes(host)
+        _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
+        check_block_table(host["block_table"], host["seq_lens"].long(), block_size, num_blocks)
+        check_slots(host["slot_mapping"], block_size, num_blocks)
+        real = int(host["query_start_loc"][-1])
+        if bool((host["slot_mapping"][real:] >= 0).any()):
+            raise MetadataError(
+                f"padding row {real + int((host['slot_mapping'][real:] >= 0).nonzero()[0])} has a slot",
+                "slot -1 for every row from query_start_loc[-1] on",
+                "pad slot_mapping with -1",
+            )
+        if "tree_id" in host:
+            trees = host["tree_bias"].shape[0] if "tree_bias" in host else 0
+            check_tree_ids(host["tree_id"], trees)
+
+
+_DTYPES = {"slot_mapping": torch.int64, "positions": torch.int64, "tree_bias": torch.float32}
+
+
+def _check_shapes(host: dict[str, Tensor]) -> None:
+    num_reqs, num_tokens = host["seq_lens"].shape[0], host["slot_mapping"].shape[0]
+    first = {"query_start_loc": num_reqs + 1, "slot_mapping": num_tokens, "positions": num_tokens}
+    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3}
+    for name, tensor in host.items():
+        dtype = _DTYPES.get(name, torch.int32)
+        rows = tensor.shape[0] if name == "tree_bias" else first.get(name, num_reqs)
+        if tensor.dtype != dtype or tensor.dim() != dims.get(name, 1) or tensor.shape[0] != rows:
+            raise MetadataError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}",
+                f"{dtype} of {dims.get(name, 1)} dimensions, {rows} rows",
+                "make the metadata with AttentionMetadataBuilder",
+            )
+
+
+def _check_lengths(starts: Tensor, seq_lens: Tensor, num_actual_tokens: int) -> None:
+    query_lens = starts.diff()
+    if int(starts[0]) != 0 or bool((query_lens < 0).any()):
+        raise MetadataError(
+            f"query_start_loc {starts.tolist()}",
+            "offsets that start at 0 and never fall",
+            "pass cumulative query lengths",
+        )
+    if num_actual_tokens and int(starts[-1]) != num_actual_tokens:
+        raise MetadataError(
+            f"query_start_loc ends at {int(starts[-1])} with num_actual_tokens={num_actual_tokens}",
+            "the same number of tokens",
+            "set both from the query lengths",
+        )
+    check_seq_lens(query_lens, seq_lens)
+
+
+def check_seq_lens(query_lens: Tensor, seq_lens: Tensor) -> None:
+    """Raise MetadataError for a negative length or a sequence shorter than its query. Host int64 `[B]` each."""
+    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        if bool((lengths < 0).any()):
+            row = int((lengths < 0).nonzero()[0])
+            raise MetadataError(f"{name}[{row}]={int(lengths[row])}", "lengths >= 0", "check the scheduler's counts")
+    short = seq_lens < query_lens
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
+        raise MetadataError(
+            f"request {row}: seq_len {int(seq_lens[row])} is shorter than its query_len {int(query_lens[row])}",
+            "seq_len >= query_len, since it counts the new tokens too",
+            "pass cached plus new tokens as seq_len",
+        )
+
+
+def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_blocks: int | None) -> None:
+    """Raise MetadataError for a host table that is too narrow for a length or has a used entry out of range."""
+    needed = (seq_lens + (block_size - 1)) // block_size
+    if bool((needed > table.shape[1]).any()):
+        row = int(needed.argmax())
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
+    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
+    wrong = used & ((table < 0) if num_blocks is None else (table < 0) | (table >= num_blocks))
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise MetadataError(
+            f"request {row}: entry {column} of the block table is block {int(table[row, column])}",
+            "block ids >= 0" if num_blocks is None else f"block ids from 0 to {num_blocks - 1}",
+            "check the block allocator, or pass the cache's real num_blocks",
+        )
+
+
+def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int) -> MetadataError:
+    """Return the error of a request whose row of the block table has too few blocks."""
+    return MetadataError(
+        f"request {row}: seq_len {seq_len} needs {needed} blocks of {block_size} tokens, its block table has {width}",
+        f"at least {needed} blocks",
+        "allocate the missing blocks before building the step",
+    )
+
+
+def check_slots(slots: Tensor, block_size: int, num_blocks: int | None) -> None:
+    """Raise MetadataError for a host slot outside the cache (below -1, or past the end) or given twice."""
+    wrong = slots < -1
+    if num_blocks is not None:
+        wrong |= slots >= num_blocks * block_size
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise MetadataError(
+            f"slot_mapping[{row}]={int(slots[row])}",
+            "-1 or a slot >= 0" if num_blocks is None else f"-1 to {num_blocks * block_size - 1}",
+            "use block * block_size + offset, and -1 for tokens that are not stored",
+        )
+    written = slots[slots >= 0].sort().values
+    twice = written[1:][written[1:] == written[:-1]]
+    if twice.numel():
+        raise MetadataError(
+            f"slot {int(twice[0])} is given to two tokens",
+            "slots that differ",
+            "copy a shared block before writing to it, and check the block tables for a block given twice",
+        )
+
+
+def check_tree_ids(tree_id: Tensor, trees: int) -> None:
+    """Raise MetadataError for a host tree id that names no tree."""
+    wrong = (tree_id < -1) | (tree_id >= trees)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise MetadataError(
+            f"tree_id[{row}]={int(tree_id[row])} with {trees} trees",
+            "-1 (none)" if trees == 0 else f"-1 (none) or 0 to {trees - 1}",
+            "give tree_bias one matrix per tree",
+        )

@@ -1,0 +1,337 @@
+"""`AttentionMetadataBuilder`: turn a scheduler's host numbers into metadata at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vattn.backends import selector
+from vattn.config import AttentionConfig
+from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.step_input import Lengths, Limits, Step, read_step
+
+_ALIGNMENT = 64
+"""Rows of the small buffers start on multiples of this many elements, so that kernels may assume aligned addresses."""
+
+
+class _Buffers:
+    """One set of buffers for a whole capacity: on the device, or pinned on the host for staging."""
+
+    def __init__(self, limits: Limits, device: torch.device, pinned: bool) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        requests = _round_up(limits.num_reqs + 1)
+        self.requests = zeros(4, requests)
+        self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id = self.requests.unbind()
+        self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
+        self.block_table = zeros(limits.num_reqs, limits.table_width)
+        self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
+        self.tree_bias = zeros(limits.trees * limits.tree_size**2, dtype=torch.float32)
+
+
+class AttentionMetadataBuilder:
+    """Make `AttentionMetadata` in buffers whose addresses never change.
+
+    Args:
+        max_num_reqs, max_num_tokens, max_seq_len: capacity of one step; the block table has
+            `ceil(max_seq_len / block_size)` columns.
+        block_size: tokens per cache block.
+        device: where the metadata lives.
+        layers: a model, or layers, or configs, whose bound backends get a schedule (`plans`) once a step.
+        num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
+            untested.
+        decode_threshold: longest query that still counts as a decode.
+        max_mm_ranges: multimodal ranges per request.
+        max_trees, max_tree_size: tree biases of one step, and the side of the largest.
+
+    Raises:
+        ConfigError: a capacity below one, or layers of another block size.
+        CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
+
+    A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
+    returns the same buffers, so it also rewrites the metadata that earlier calls returned. On CUDA it enqueues copies
+    on the current stream and does not wait for the device.
+
+    Example:
+        >>> import vattn
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64, block_size=16)
+        >>> step = builder.build(query_lens=[3, 1], seq_lens=[3, 18], block_tables=[[1], [2, 5]])
+        >>> step.slot_mapping.tolist(), step.positions.tolist()
+        ([16, 17, 18, 81], [0, 1, 2, 17])
+        >>> step.num_prefills, step.num_decodes
+        (1, 1)
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        block_size: int = 16,
+        device: torch.device | str = "cpu",
+        *,
+        layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
+        num_blocks: int | None = None,
+        decode_threshold: int = 1,
+        max_mm_ranges: int = 0,
+        max_trees: int = 0,
+        max_tree_size: int = 0,
+    ) -> None:
+        sizes = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        for name, size in {**sizes, "block_size": block_size, "decode_threshold": decode_threshold}.items():
+            if size < 1:
+                raise ConfigError(f"{name}={size}", f"{name} >= 1", f"give the builder the largest {name} of any step")
+        self.max_num_reqs, self.max_num_tokens, self.max_seq_len = max(2, max_num_reqs), max_num_tokens, max_seq_len
+        self.block_size, self.decode_threshold = block_size, decode_threshold
+        self.device = torch.device(device)
+        self.num_blocks = num_blocks
+        self.table_width = -(-max_seq_len // block_size)
+        self._configs = self._find_configs(layers)
+        self._limits = Limits(
+            num_reqs=self.max_num_reqs,
+            num_tokens=max_num_tokens,
+            seq_len=max_seq_len,
+            block_size=block_size,
+            num_blocks=self.num_blocks,
+            mm_ranges=max_mm_ranges,
+            trees=max_trees,
+            tree_size=max_tree_size,
+        )
+        # Buffers made in inference mode could not be rewritten outside of it.
+        with torch.inference_mode(False):
+            self._allocate()
+
+    def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
+        found: dict[str, AttentionConfig] = {}
+        for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
+            config = layer if isinstance(layer, AttentionConfig) else getattr(layer, "config", None)
+            if config is None and hasattr(layer, "bind_kv_cache"):
+                raise CacheNotBoundError(
+                    f"layer {getattr(layer, 'prefix', '')!r} has no KV cache, so its backend is not known yet",
+                    "layers with a bound cache",
+                    "call vattn.allocate_kv_cache(model, num_blocks=...) before making the builder",
+                )
+            if not isinstance(config, AttentionConfig):
+                continue
+            if config.block_size != self.block_size:
+                raise ConfigError(
+                    f"a layer has block_size={config.block_size}, the builder {self.block_size}",
+                    "one block size",
+                    "pass block_size= of the layers' CacheConfig",
+                )
+            backend = selector.choose(config, self.device)
+            if backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
+                found.setdefault(backend.plan_key(config), config)
+            if self.num_blocks is None and isinstance(layer, nn.Module):
+                self.num_blocks = _blocks_of(layer, config)
+        return found
+
+    def _allocate(self) -> None:
+        self._buffers = _Buffers(self._limits, self.device, pinned=False)
+        self._plans = {key: self._new_plan(config) for key, config in self._configs.items()}
+        self._staging = [self._buffers]
+        self._copied: list[torch.cuda.Event | None] = [None]
+        if self.device.type == "cuda":
+            # Two sets in turn: the host fills one while the device may still be reading the other.
+            self._staging = [_Buffers(self._limits, torch.device("cpu"), pinned=True) for _ in range(2)]
+            self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
+
+    def _new_plan(self, config: AttentionConfig) -> Tensor:
+        shape = self._plan_shape(config, self.max_num_tokens, self.max_num_reqs)
+        return torch.zeros(torch.Size(shape).numel(), dtype=torch.int32, device=self.device)
+
+    def _plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
+        backend = selector.choose(config, self.device)
+        return backend.plan_shape(config, num_tokens, num_reqs, self.table_width)
+
+    def build(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths,
+        block_tables: Sequence[Sequence[int]] | Tensor,
+        *,
+        slot_mapping: Lengths | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+        causal: bool | Lengths = True,
+        tree_bias: Tensor | None = None,
+        tree_id: Lengths | None = None,
+        mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None = None,
+        capture_key: CaptureKey | None = None,
+    ) -> AttentionMetadata:
+        """Check a step, copy it into the buffers and return views of them.
+
+        Args:
+            query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
+            block_tables: block ids of each request, in order; rows may be longer than needed.
+            slot_mapping: one slot per token; default from the tables: token i of a request goes to position
+                `seq_len - query_len + i`.
+            num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
+            causal: `True` (each layer's own rule), `False` (bidirectional), or one flag per request.
+            tree_bias, tree_id: fp32 `[trees, n, n]`, and per request which one it uses, -1 for none. Both or neither.
+            mm_ranges: per request its `(start, end)` ranges of absolute positions, both inclusive.
+            capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
+
+        Raises:
+            MetadataError: values that contradict each other, the capacity or the cache; no buffer was touched.
+            GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+        """
+        step = read_step(
+            self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
+        )
+        num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        if capture_key is not None:
+            num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
+            num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
+            _refuse_overflow(num_reqs, num_tokens, capture_key)
+        padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
+        padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
+        metadata = self._views(step, padded_reqs, padded_tokens)
+        if capture_key is not None:
+            refuse_contradiction(capture_key, metadata.capture_key())
+        self._write(step, padded_reqs, padded_tokens)
+        for key, schedule in metadata.plans.items():
+            config = self._configs[key].encode()
+            torch.ops.vattn.plan(metadata.query_start_loc, metadata.seq_lens, schedule, config)
+        metadata.mark_dynamic()
+        return metadata
+
+    def check(self, metadata: AttentionMetadata) -> None:
+        """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
+        metadata.check(self.block_size, self.num_blocks)
+
+    def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
+        """Describe the step by views of the device buffers; writes nothing."""
+        to, plans = self._buffers, {}
+        for key, config in self._configs.items():
+            shape = self._plan_shape(config, num_tokens, num_reqs)
+            plans[key] = _alias(self._plans[key][: torch.Size(shape).numel()].view(shape))
+        bias = step.tree_bias
+        queries, lengths = step.query_lens, step.seq_lens
+        decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
+        decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
+        real_tokens = step.positions.shape[0]
+        return AttentionMetadata(
+            query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),
+            seq_lens=_alias(to.seq_lens[:num_reqs]),
+            block_table=_alias(to.block_table[:num_reqs]),
+            slot_mapping=_alias(to.slot_mapping[:num_tokens]),
+            positions=_alias(to.positions[:num_tokens]),
+            causal=step.causal if isinstance(step.causal, bool) else _alias(to.causal_flags[:num_reqs]),
+            tree_bias=None if bias is None else _alias(to.tree_bias[: bias.numel()].view(bias.shape)),
+            tree_id=None if bias is None else _alias(to.tree_id[:num_reqs]),
+            mm_ranges=None if step.mm_ranges is None else _alias(to.mm_ranges[:num_reqs]),
+            plans=plans,
+            num_reqs=queries.shape[0],
+            num_actual_tokens=real_tokens,
+            max_query_len=int(queries.max()) if len(queries) else 0,
+            max_seq_len=int(lengths.max()) if len(lengths) else 0,
+            num_prefills=len(queries) - decodes,
+            num_prefill_tokens=real_tokens - decode_tokens,
+            num_decodes=decodes,
+            num_decode_tokens=decode_tokens,
+        )
+
+    def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:
+        """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""
+        self._turn = (self._turn + 1) % len(self._staging)
+        staging, copied = self._staging[self._turn], self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        _fill(staging, step, num_reqs, num_tokens)
+        if copied is None:
+            return
+        for source, target in self._pairs(staging, step, num_reqs, num_tokens):
+            target.copy_(source, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self.device))
+
+    def _pairs(self, staging: _Buffers, step: Step, num_reqs: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the contiguous pieces of a step: staged, and where they go."""
+        to = self._buffers
+        yield staging.requests, to.requests
+        yield staging.slot_mapping[:num_tokens], to.slot_mapping[:num_tokens]
+        yield staging.positions[:num_tokens], to.positions[:num_tokens]
+        yield staging.block_table[:num_reqs], to.block_table[:num_reqs]
+        if step.mm_ranges is not None:
+            yield staging.mm_ranges[:num_reqs], to.mm_ranges[:num_reqs]
+        if step.tree_bias is not None:
+            size = step.tree_bias.numel()
+            yield staging.tree_bias[:size], to.tree_bias[:size]
+
+
+def _fill(to: _Buffers, step: Step, num_reqs: int, num_tokens: int) -> None:
+    real_reqs, real_tokens = step.query_lens.shape[0], step.positions.shape[0]
+    to.query_start_loc[0] = 0
+    to.query_start_loc[1 : real_reqs + 1] = step.query_lens.cumsum(0)
+    to.query_start_loc[real_reqs + 1 : num_reqs + 1] = real_tokens
+    to.seq_lens[:real_reqs] = step.seq_lens
+    to.seq_lens[real_reqs:num_reqs] = 0
+    to.slot_mapping[:real_tokens] = step.slots
+    to.slot_mapping[real_tokens:num_tokens] = -1
+    to.positions[:real_tokens] = step.positions
+    to.positions[real_tokens:num_tokens] = 0
+    columns = min(step.table.shape[1], to.block_table.shape[1])
+    to.block_table[:num_reqs] = 0
+    to.block_table[:real_reqs, :columns] = step.table[:, :columns]
+    if isinstance(step.causal, Tensor):
+        to.causal_flags[:num_reqs] = 1
+        to.causal_flags[:real_reqs] = step.causal
+    if step.tree_bias is not None and step.tree_id is not None:
+        to.tree_bias[: step.tree_bias.numel()] = step.tree_bias.reshape(-1)
+        to.tree_id[:num_reqs] = -1
+        to.tree_id[:real_reqs] = step.tree_id
+    if step.mm_ranges is not None:
+        to.mm_ranges[:num_reqs] = 0
+        to.mm_ranges[:real_reqs, : step.mm_ranges.shape[1]] = step.mm_ranges
+
+
+def refuse_contradiction(captured: CaptureKey, came: CaptureKey) -> None:
+    """Raise GraphContractError, naming every difference, if a step cannot replay a capture."""
+    if captured != came:
+        raise GraphContractError(
+            "the step contradicts the captured graph: " + "; ".join(captured.differences(came)),
+            "the sizes, optional tensors and buffers of the capture",
+            "build the step with the builder and the capture_key of the capture, or capture this kind of step too",
+        )
+
+
+def _refuse_overflow(num_reqs: int, num_tokens: int, key: CaptureKey) -> None:
+    for name, count, limit in (("requests", num_reqs, key.num_reqs), ("tokens", num_tokens, key.num_tokens)):
+        if count > limit:
+            raise GraphContractError(
+                f"a step of {count} {name} for a graph captured with {limit}",
+                f"at most {limit} {name}",
+                "replay a larger graph, or run this step without one",
+            )
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def _alias(view: Tensor) -> Tensor:
+    # A plain tensor over the same memory: Dynamo would also trace and guard the base of a view.
+    return view.data
+
+
+def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
+    cache = getattr(layer, "kv_cache", None)
+    if not isinstance(cache, Tensor):
+        return None
+    return cache.shape[1 if config.head_size == config.head_size_v else 0]
+
+
+def _padded(what: str, real: int, asked: int | None, default: int, limit: int) -> int:
+    size = default if asked is None else asked
+    if size < real or size > limit or (what == "requests" and size < 2):
+        raise MetadataError(
+            f"{real} {what} padded to {size}",
+            f"{max(real, 2) if what == 'requests' else real} to {limit} {what}",
+            "pad to a size between the real one and the builder's capacity",
+        )
+    return size

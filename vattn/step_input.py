@@ -1,0 +1,204 @@
+"""Read one step's host numbers: check them against each other and a builder's capacity, and lay them out as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vattn.errors import MetadataError
+from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, too_narrow
+
+Lengths = Sequence[int] | Tensor
+"""Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A builder's capacity and what it knows about the cache."""
+
+    num_reqs: int
+    num_tokens: int
+    seq_len: int
+    block_size: int
+    num_blocks: int | None
+    mm_ranges: int
+    trees: int
+    tree_size: int
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the block table."""
+        return -(-self.seq_len // self.block_size)
+
+
+@dataclass
+class Step:
+    """One step's host values, checked: int64 CPU tensors, without padding."""
+
+    query_lens: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+    causal: bool | Tensor
+    tree_bias: Tensor | None
+    tree_id: Tensor | None
+    mm_ranges: Tensor | None
+
+
+def read_step(
+    limits: Limits,
+    query_lens: Lengths,
+    seq_lens: Lengths,
+    block_tables: Sequence[Sequence[int]] | Tensor,
+    slot_mapping: Lengths | None,
+    causal: bool | Lengths,
+    tree_bias: Tensor | None,
+    tree_id: Lengths | None,
+    mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
+) -> Step:
+    """Check a step and compute its positions and slots; the arguments are those of `AttentionMetadataBuilder.build`.
+
+    Raises:
+        MetadataError: values that contradict each other, the capacity or the cache.
+    """
+    queries, lengths = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
+    num_reqs = queries.shape[0]
+    _check_count("seq_lens", lengths.shape[0], num_reqs)
+    _check_count("block_tables", len(block_tables), num_reqs)
+    check_seq_lens(queries, lengths)
+    num_tokens = int(queries.sum())
+    _check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
+    _check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
+    _check_capacity("positions in one request", max(lengths.tolist(), default=0), limits.seq_len, "max_seq_len")
+
+    table = _table(block_tables, lengths, limits.block_size)
+    check_block_table(table, lengths, limits.block_size, limits.num_blocks)
+    request = torch.repeat_interleave(torch.arange(num_reqs), queries)
+    first = queries.cumsum(0) - queries
+    positions = torch.arange(num_tokens) + (lengths - queries - first)[request]
+    if slot_mapping is None:
+        slots = table[request, positions // limits.block_size] * limits.block_size + positions % limits.block_size
+    else:
+        slots = _given_slots(slot_mapping, num_tokens)
+    check_slots(slots, limits.block_size, limits.num_blocks)
+    flags = causal if isinstance(causal, bool) else _flags(causal, num_reqs)
+    bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
+    ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
+    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges)
+
+
+def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
+    slots = _integers("slot_mapping", slot_mapping)
+    if slots.shape[0] != num_tokens:
+        raise MetadataError(
+            f"slot_mapping has {slots.shape[0]} entries, the query_lens sum to {num_tokens}",
+            "one slot per new token",
+            "pass -1 for tokens that are not stored, or leave slot_mapping out",
+        )
+    return slots
+
+
+def _flags(causal: Lengths, num_reqs: int) -> Tensor:
+    flags = _integers("causal", causal.long() if isinstance(causal, Tensor) else [int(flag) for flag in causal])
+    _check_count("causal", flags.shape[0], num_reqs)
+    return flags != 0
+
+
+def _trees(
+    limits: Limits, bias: Tensor | None, tree_id: Lengths | None, num_reqs: int
+) -> tuple[Tensor | None, Tensor | None]:
+    if bias is None and tree_id is None:
+        return None, None
+    if bias is None or tree_id is None:
+        raise MetadataError(
+            f"tree_bias {'missing' if bias is None else 'given'}, tree_id {'missing' if tree_id is None else 'given'}",
+            "both or neither",
+            "pass tree_id=[-1 or the index of a bias, ...] with tree_bias",
+        )
+    square = bias.dim() == 3 and bias.shape[1] == bias.shape[2]
+    if not square or bias.shape[0] > limits.trees or bias.shape[1] > limits.tree_size:
+        raise MetadataError(
+            f"tree_bias has shape {tuple(bias.shape)}",
+            f"[trees, n, n] with at most {limits.trees} trees and n at most {limits.tree_size}",
+            "give the builder max_trees= and max_tree_size=",
+        )
+    ids = _integers("tree_id", tree_id)
+    _check_count("tree_id", ids.shape[0], num_reqs)
+    check_tree_ids(ids, bias.shape[0])
+    return bias, ids
+
+
+def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor, num_reqs: int) -> Tensor:
+    _check_count("mm_ranges", len(ranges), num_reqs)
+    if not isinstance(ranges, Tensor):
+        most = max((len(row) for row in ranges), default=0)
+        rows = [[tuple(pair) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
+        ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+    if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
+        raise MetadataError(
+            f"mm_ranges is {ranges.dtype} of shape {tuple(ranges.shape)} on {ranges.device}",
+            "host integers [requests, ranges, 2]",
+            "pass one list of (start, end) pairs per request",
+        )
+    if ranges.shape[1] > limits.mm_ranges:
+        raise MetadataError(
+            f"{ranges.shape[1]} multimodal ranges in one request",
+            f"at most {limits.mm_ranges}",
+            "give the builder max_mm_ranges=",
+        )
+    return ranges.long()
+
+
+def _integers(name: str, values: Lengths) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
+    if tensor.device.type != "cpu":
+        raise MetadataError(
+            f"{name} is on {tensor.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
+        )
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise MetadataError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}", "a flat sequence of ints", "pass a list of ints"
+        )
+    return tensor.long()
+
+
+def _table(tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+    """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest."""
+    if isinstance(tables, Tensor):
+        if tables.dim() != 2 or tables.is_floating_point() or tables.device.type != "cpu":
+            raise MetadataError(
+                f"block_tables is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
+                "an integer tensor [requests, blocks] on the host, or one list per request",
+                "pass block_tables.cpu()",
+            )
+        return tables.long()
+    widths = torch.tensor([len(row) for row in tables], dtype=torch.int64)
+    needed = (seq_lens + (block_size - 1)) // block_size
+    short = widths < needed
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, int(widths[row]))
+    width = int(widths.max()) if len(tables) else 0
+    table = torch.zeros((len(tables), width), dtype=torch.int64)
+    flat = [block for row in tables for block in row]
+    if flat:
+        table[torch.arange(width) < widths.unsqueeze(1)] = _integers("block_tables", flat)
+    return table
+
+
+def _check_count(name: str, count: int, num_reqs: int) -> None:
+    if count != num_reqs:
+        raise MetadataError(
+            f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}"
+        )
+
+
+def _check_capacity(what: str, count: int, limit: int, name: str) -> None:
+    if count > limit:
+        raise MetadataError(
+            f"a step of {count} {what}", f"at most {limit}", f"make the builder with {name}={count} or more"
+        )
