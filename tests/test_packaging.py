@@ -119,23 +119,10 @@ def test_old_or_missing_python_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_its_type_marker(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    options = ["--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("vattn-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     source = {p.relative_to(ROOT).as_posix() for p in (ROOT / "vattn").rglob("*.py")}
     assert source | {"vattn/py.typed"} <= set(names)
-    assert {name.split("/")[0] for name in names} == {
-        "vattn",
-        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
-    }
+    assert {name.split("/")[0] for name in names} == {"vattn", f"vattn-{vattn.__version__}.dist-info"}

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vattn.backends.base import DeviceInfo
 
 DESCRIPTION = "Paged attention for torch.compile."
 
@@ -75,12 +79,10 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     for name in ("--sinks", "--tree-bias", "--lse", "--context-parallel", "--batch-invariant"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--backend", default="auto", help="a backend by name (default: auto)")
-    parser.add_argument(
-        "--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU that is not here (default: the best here)"
-    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU elsewhere (default: cuda or cpu)")
 
 
-def _device(name: str | None) -> object:
+def _device(name: str | None) -> DeviceInfo:
     import torch
 
     from vattn.backends.base import DeviceInfo

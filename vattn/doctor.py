@@ -40,7 +40,7 @@ def devices() -> list[DeviceInfo]:
 
 
 def plain_request(backend: Backend) -> AttentionConfig:
-    """Return the plainest request that a backend's capabilities name, so that only packages and devices can refuse it."""
+    """Return the plainest request that a backend can run, so that only packages and devices can refuse it."""
     can = backend.capabilities
     dtype = can.dtypes[0]
     cache = dtype if dtype in can.kv_cache_dtypes else can.kv_cache_dtypes[0]
@@ -66,9 +66,8 @@ def unusable(backend: Backend, device: DeviceInfo) -> str | None:
 
 
 def _torch_rows() -> list[tuple[str, str]]:
-    compiler = next(
-        filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))), None
-    )
+    candidates = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    compiler = next((path for path in map(shutil.which, candidates) if path), None)
     interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
     rows = [
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -100,7 +99,7 @@ def _package_rows() -> list[tuple[str, str, str]]:
 
 
 def _backend_rows() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in selector.backend_names():
         backend = selector.get_backend(name)
         package = backend.capabilities.package
@@ -195,8 +194,8 @@ def support_table() -> str:
     lines = [
         "# What each backend accepts",
         "",
-        "Generated from the backends' capabilities by `python -m vattn doctor --support-table`; a test keeps it up to date.",
-        "A request outside this table is refused with the reason; `vattn.explain(...)` gives the answer for one request.",
+        "Generated from the backends' capabilities by `python -m vattn doctor --support-table`; a test compares.",
+        "A request outside it is refused with the reason; `vattn.explain(...)` answers for one request.",
         "",
         "| | " + " | ".join(backend.name for backend in backends) + " |",
         "|---" * (len(backends) + 1) + "|",
@@ -213,7 +212,7 @@ def support_table() -> str:
     row("package", ("torch alone" if c.package is None else _requirement(c.package) for c in can))
     row(
         "lowest compute capability",
-        ("any" if c.minimum_capability == (0, 0) else _sm(c.minimum_capability) for c in can),
+        (_sm(c.minimum_capability) for c in can),
     )
     row("CUDA graphs", (c.cuda_graphs for c in can))
     row("garbage in unused memory is harmless", ("yes" if c.garbage_safe else "no" for c in can))
@@ -238,7 +237,7 @@ def _limits(backend: Backend) -> list[str]:
 
 
 def _sm(capability: tuple[int, int]) -> str:
-    return f"sm_{capability[0]}{capability[1]}"
+    return "any" if capability == (0, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
 def _requirement(package: Package) -> str:
