@@ -8,6 +8,7 @@ cached.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -97,6 +98,8 @@ class AttentionConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _canonical(field.name, str(field.type), getattr(self, field.name)))
         self._check_sizes()
         self._check_names()
         self._check_mask()
@@ -104,7 +107,7 @@ class AttentionConfig:
     def _check_sizes(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
             value = getattr(self, name)
-            _check(isinstance(value, int) and value > 0, f"{name}={value!r}", "a positive int", f"pass {name} >= 1")
+            _check(value > 0, f"{name}={value!r}", "a positive int", f"pass {name} >= 1")
         _check(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
@@ -234,6 +237,23 @@ class AttentionConfig:
             raise ConfigError(f"config string {text!r}: {error}", "a string made by encode()") from None
 
 
+def _canonical(name: str, kind: str, value: object) -> object:
+    """Return a field's value as exactly its declared type, so that equal configs have equal strings."""
+    base = kind.split(" ")[0]
+    if value is None and kind.endswith("None"):
+        return None
+    if base == "str" and isinstance(value, str):
+        value = value.value if isinstance(value, Enum) else value
+        fits = bool(value) and not any(character.isspace() for character in value)
+    elif base == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = float(value)
+        fits = math.isfinite(value)
+    else:
+        fits = type(value).__name__ == base
+    _check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", f"pass {name} as {kind}")
+    return value
+
+
 def _parse_value(kind: str, text: str) -> object:
     if text == "None":
         return None
@@ -242,9 +262,13 @@ def _parse_value(kind: str, text: str) -> object:
             return int(text)
         if kind.startswith("float"):
             return float(text)
-    except ValueError:
-        raise ConfigError(f"config value {text!r}", f"a value of type {kind}") from None
-    return text == "True" if kind == "bool" else text
+        if kind == "bool":
+            return {"True": True, "False": False}[text]
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"config value {text!r}", f"a value of type {kind}", "pass a string made by encode()"
+        ) from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -272,7 +296,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         from vattn.formats import KV_CACHE_DTYPES
 
-        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(self.kv_cache_dtype_skip_layers))
+        skip = self.kv_cache_dtype_skip_layers
+        _check(
+            isinstance(skip, (tuple, list)),
+            f"kv_cache_dtype_skip_layers={skip!r}",
+            "a tuple of strings",
+            "write a tuple, e.g. ('0', 'sliding_window')",
+        )
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(skip))
         _check(
             isinstance(self.block_size, int) and 8 <= self.block_size <= 256 and self.block_size % 8 == 0,
             f"block_size={self.block_size!r}",
@@ -292,7 +323,12 @@ class CacheConfig:
             "kv_cache_layout='NHD'",
         )
         window = self.sliding_window
-        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for none")
+        _check(
+            window is None or (isinstance(window, int) and window >= 1),
+            f"sliding_window={window!r}",
+            "None or an int >= 1",
+            "pass None for none",
+        )
         for entry in self.kv_cache_dtype_skip_layers:
             _check(
                 entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),
