@@ -76,8 +76,8 @@ class _Chunk:
 
 
 Read = Callable[[_Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
-"""Returns fp32 keys `[L, K, D]` and values `[L, K, V]` of the positions `[first, end)` of a request, and bool `[L]`: which
-of them exist (`None`: all)."""
+"""Returns the keys `[L, K, D]` and values `[L, K, V]` at positions `[first, end)` of a request in fp32, and bool `[L]`:
+which of them exist (`None`: all)."""
 
 
 class TorchSDPABackend(Backend):

@@ -13,20 +13,49 @@ quantised ones (which `model.to(dtype)` leaves alone).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, KVFormat
 
 
-def block_bytes(config: AttentionConfig) -> int:
+class CacheGeometry(Protocol):
+    """What decides where things lie in a storage: an `AttentionConfig` or a `vattn.kv_cache.KVCacheSpec`."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+
+    @property
+    def head_size(self) -> int:
+        """Key width of one head."""
+
+    @property
+    def head_size_v(self) -> int:
+        """Value width of one head."""
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Canonical format name."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    @property
+    def kv_cache_layout(self) -> str:
+        """`"NHD"` or `"HND"`."""
+
+
+def block_bytes(config: CacheGeometry) -> int:
     """Return the bytes of one block, keys and values together."""
     width = config.head_size + config.head_size_v
     return config.block_size * config.num_kv_heads * width * KV_FORMATS[config.kv_cache_dtype].element_size
 
 
-def kv_cache_shape(config: AttentionConfig, num_blocks: int) -> tuple[int, ...]:
+def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
     """Return the shape of a layer's raw storage for `num_blocks` blocks."""
     if config.head_size != config.head_size_v:
         return num_blocks, block_bytes(config)
@@ -36,12 +65,12 @@ def kv_cache_shape(config: AttentionConfig, num_blocks: int) -> tuple[int, ...]:
     return 2, num_blocks, *rows, config.head_size
 
 
-def kv_cache_dtype(config: AttentionConfig) -> torch.dtype:
+def kv_cache_dtype(config: CacheGeometry) -> torch.dtype:
     """Return the dtype of a layer's raw storage."""
     return torch.uint8 if config.head_size != config.head_size_v else KV_FORMATS[config.kv_cache_dtype].storage_dtype
 
 
-def key_value_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Tensor]:
     """Return typed views `[num_blocks, block_size, num_kv_heads, head_size]` and `[..., head_size_v]` of a raw storage.
 
     The views share the storage's bytes; in `HND` order their block and head strides are swapped. Never a copy.
@@ -56,12 +85,12 @@ def key_value_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, 
     return key, value
 
 
-def _part(bytes_of_part: Tensor, width: int, config: AttentionConfig, fmt: KVFormat) -> Tensor:
+def _part(bytes_of_part: Tensor, width: int, config: CacheGeometry, fmt: KVFormat) -> Tensor:
     rows = (config.block_size, config.num_kv_heads)
     if config.kv_cache_layout == "HND":
         rows = rows[::-1]
     return _logical(bytes_of_part.view(fmt.value_dtype).unflatten(1, (*rows, width)), config)
 
 
-def _logical(blocks: Tensor, config: AttentionConfig) -> Tensor:
+def _logical(blocks: Tensor, config: CacheGeometry) -> Tensor:
     return blocks.transpose(1, 2) if config.kv_cache_layout == "HND" else blocks

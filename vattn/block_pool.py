@@ -1,0 +1,240 @@
+"""Which block of a KV cache belongs to whom: host bookkeeping only, no tensor and no device.
+
+A block has one reference per owner. Forked requests share blocks until one of them writes: copy on write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from vattn.errors import BlockError, ConfigError, OutOfBlocksError
+
+
+class BlockPool:
+    """Hand out the blocks `reserved .. num_blocks - 1` of a cache and count their owners.
+
+    Not safe to share between threads. Every call that raises leaves the pool as it was.
+
+    Args:
+        num_blocks: blocks of the cache, the reserved ones included.
+        reserved: first blocks that are never handed out; block 0 is the null block that padding may point to.
+
+    Raises:
+        ConfigError: no block is left to hand out.
+
+    Example:
+        >>> pool = BlockPool(8)
+        >>> prompt = pool.allocate(2)
+        >>> branch = pool.fork(prompt)
+        >>> pool.writable(branch[-1])
+        (3, True)
+        >>> pool.num_free
+        4
+    """
+
+    def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
+        if reserved < 0 or num_blocks <= reserved:
+            raise ConfigError(
+                f"a pool of {num_blocks} blocks with {reserved} reserved",
+                "reserved >= 0 and num_blocks > reserved",
+                "allocate a larger KV cache",
+            )
+        self.num_blocks, self.reserved = num_blocks, reserved
+        # Popped from the end: low ids first, and the block freed last is the one handed out next.
+        self._free = list(range(num_blocks - 1, reserved - 1, -1))
+        self._references = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - self.reserved - len(self._free)
+
+    def references(self, block_id: int) -> int:
+        """Return how many owners a block has, 0 if it is free.
+
+        Raises:
+            BlockError: the pool has no such block, or it is reserved.
+        """
+        self._check_known(block_id)
+        return self._references[block_id]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Return that many blocks with one owner each: all of them or none.
+
+        Raises:
+            OutOfBlocksError: fewer are free; the text says how many were asked for and how many are left.
+        """
+        if num_blocks < 0:
+            raise BlockError(f"{num_blocks} blocks were asked for", "0 or more", "check the length arithmetic")
+        if num_blocks > len(self._free):
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks were asked for and {len(self._free)} of "
+                f"{self.num_blocks - self.reserved} are left",
+                f"up to {len(self._free)} blocks now",
+                "free finished requests, preempt one, or allocate a larger KV cache",
+            )
+        taken = [self._free.pop() for _ in range(num_blocks)]
+        for block_id in taken:
+            self._references[block_id] = 1
+        return taken
+
+    def fork(self, block_ids: Iterable[int]) -> list[int]:
+        """Add one owner to each block, once per mention, and return the same ids.
+
+        Raises:
+            BlockError: a block is unknown or free.
+        """
+        shared = list(block_ids)
+        self._check_owned(Counter(shared), forking=True)
+        for block_id in shared:
+            self._references[block_id] += 1
+        return shared
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Take one owner from each block, once per mention; blocks without owners can be allocated again.
+
+        Raises:
+            BlockError: a block is unknown, free already, or mentioned more often than it has owners; names them all.
+        """
+        released = list(block_ids)
+        self._check_owned(Counter(released), forking=False)
+        for block_id in reversed(released):
+            self._references[block_id] -= 1
+            if not self._references[block_id]:
+                self._free.append(block_id)
+
+    def writable(self, block_id: int) -> tuple[int, bool]:
+        """Return a block that its caller alone owns, and whether the old block's bytes must be copied to it.
+
+        A shared block loses this owner and a new one takes its place in the caller's table.
+
+        Raises:
+            BlockError: the block is unknown or free.
+            OutOfBlocksError: the block is shared and no other is free.
+        """
+        self._check_owned(Counter([block_id]), forking=True)
+        if self._references[block_id] == 1:
+            return block_id, False
+        (copy,) = self.allocate(1)
+        self._references[block_id] -= 1
+        return copy, True
+
+    def check(self) -> None:
+        """Verify that free and owned blocks are disjoint and complete; for tests and for hunting leaks.
+
+        Raises:
+            BlockError: the bookkeeping contradicts itself.
+        """
+        usable = set(range(self.reserved, self.num_blocks))
+        owned = {block_id for block_id, count in enumerate(self._references) if count > 0}
+        free = set(self._free)
+        sound = (
+            len(free) == len(self._free) and not free & owned and free | owned == usable and min(self._references) >= 0
+        )
+        if not sound:
+            raise BlockError(
+                f"pool of {self.num_blocks} blocks: {len(self._free)} entries free, {len(owned)} owned",
+                f"{len(usable)} in all, none twice",
+                "report this as a bug of the pool",
+            )
+
+    def __repr__(self) -> str:
+        return f"BlockPool({self.num_used} used, {self.num_free} free, {self.reserved} reserved)"
+
+    def _check_known(self, block_id: int) -> None:
+        if not (isinstance(block_id, int) and self.reserved <= block_id < self.num_blocks):
+            raise BlockError(
+                f"block id {block_id!r} is not one that this pool hands out",
+                f"{self.reserved} to {self.num_blocks - 1}",
+                "pass ids that allocate() returned",
+            )
+
+    def _check_owned(self, mentions: Counter[int], *, forking: bool) -> None:
+        for block_id in mentions:
+            self._check_known(block_id)
+        if forking:
+            wrong = [b for b in mentions if not self._references[b]]
+            problem = "not allocated"
+        else:
+            wrong = [b for b, count in mentions.items() if count > self._references[b]]
+            problem = "freed more often than it has owners"
+        if wrong:
+            told = ", ".join(f"{b} ({self._references[b]} owners)" for b in sorted(wrong))
+            raise BlockError(f"block {problem}: {told}", "blocks that have an owner", "drop ids once they are freed")
+
+
+class BlockTable:
+    """The blocks of one request, in order, and how many tokens they hold.
+
+    Args:
+        pool: where blocks come from.
+        block_size: tokens per block, that of the cache.
+
+    Attributes:
+        blocks: ids, the row of a block table.
+        num_tokens: tokens that the request holds; position p lies in `blocks[p // block_size]`.
+
+    Example:
+        >>> pool = BlockPool(8)
+        >>> prompt = BlockTable(pool, block_size=16)
+        >>> prompt.append(20)
+        []
+        >>> branch = prompt.fork()
+        >>> branch.append(1)
+        [(2, 3)]
+        >>> prompt.blocks, branch.blocks
+        ([1, 2], [1, 3])
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size={block_size}", "a positive int", "pass the block size of the cache")
+        self.pool, self.block_size = pool, block_size
+        self.blocks: list[int] = []
+        self.num_tokens = 0
+
+    def append(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Make room for more tokens, in blocks that this request alone owns.
+
+        Returns:
+            `(source, destination)` pairs for `vattn.copy_blocks` before the tokens are written: at most one, the partly
+            filled last block if a fork shares it.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
+        """
+        if num_tokens < 0:
+            raise BlockError(f"{num_tokens} tokens to append", "0 or more", "use free() to give blocks back")
+        if not num_tokens:
+            return []
+        last = self.num_tokens // self.block_size
+        shared = self.num_tokens % self.block_size > 0 and self.pool.references(self.blocks[last]) > 1
+        total = self.num_tokens + num_tokens
+        needed = -(-total // self.block_size) - len(self.blocks)
+        fresh = self.pool.allocate(needed + shared)
+        copies: list[tuple[int, int]] = []
+        if shared:
+            replacement = fresh.pop(0)
+            copies.append((self.blocks[last], replacement))
+            self.pool.free([self.blocks[last]])
+            self.blocks[last] = replacement
+        self.blocks += fresh
+        self.num_tokens = total
+        return copies
+
+    def fork(self) -> BlockTable:
+        """Return a second request with the same tokens in the same blocks."""
+        branch = BlockTable(self.pool, self.block_size)
+        branch.blocks, branch.num_tokens = self.pool.fork(self.blocks), self.num_tokens
+        return branch
+
+    def free(self) -> None:
+        """Give all blocks back; the table is empty afterwards."""
+        self.pool.free(self.blocks)
+        self.blocks, self.num_tokens = [], 0
