@@ -1,0 +1,265 @@
+"""The metadata builder against a loop in plain Python, its errors, and that a refused step changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.metadata import AttentionMetadata
+from vattn.metadata_builder import AttentionMetadataBuilder
+
+BLOCK = 8
+
+
+def make_builder(**changes: object) -> AttentionMetadataBuilder:
+    sizes = {"max_num_reqs": 5, "max_num_tokens": 40, "max_seq_len": 64, "block_size": BLOCK, "num_blocks": 50}
+    return AttentionMetadataBuilder(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def random_step(rng: random.Random) -> tuple[list[int], list[int], list[list[int]]]:
+    """Requests with query lengths from 0 up; blocks permuted over the pool and never shared."""
+    blocks = list(range(50))
+    rng.shuffle(blocks)
+    query_lens, seq_lens, tables = [], [], []
+    for _ in range(rng.randint(0, 5)):
+        query = rng.choice([0, 1, 1, 2, 7, 8])
+        length = query + rng.choice([0, 0, 1, 7, 8, 9, 40])
+        query_lens.append(query)
+        seq_lens.append(length)
+        tables.append([blocks.pop() for _ in range(math.ceil(length / BLOCK) + rng.randint(0, 1))])
+    return query_lens, seq_lens, tables
+
+
+def loop_slots_and_positions(
+    query_lens: list[int], seq_lens: list[int], tables: list[list[int]]
+) -> tuple[list[int], list[int]]:
+    slots, positions = [], []
+    for query, length, table in zip(query_lens, seq_lens, tables, strict=True):
+        for position in range(length - query, length):
+            positions.append(position)
+            slots.append(table[position // BLOCK] * BLOCK + position % BLOCK)
+    return slots, positions
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["lists", "tensors"])
+def test_matches_a_loop(seed: int, as_tensor: bool) -> None:
+    rng = random.Random(seed)
+    builder = make_builder()
+    builder.build([8] * 5, [64] * 5, [list(range(8 * i, 8 * i + 8)) for i in range(5)])  # leaves stale values behind
+    query_lens, seq_lens, tables = random_step(rng)
+    tokens, reqs = sum(query_lens), len(query_lens)
+    padded_tokens, padded_reqs = rng.randint(tokens, 40), rng.randint(max(reqs, 2), 5)
+    given: tuple[object, ...] = (query_lens, seq_lens, tables)
+    if as_tensor:
+        width = max(map(len, tables), default=0)
+        rows = [row + [-77] * (width - len(row)) for row in tables]  # unused entries may hold garbage
+        table = torch.tensor(rows, dtype=torch.int32).reshape(reqs, width)
+        given = (torch.tensor(query_lens, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int64), table)
+    step = builder.build(*given, num_reqs_padded=padded_reqs, num_tokens_padded=padded_tokens)  # type: ignore[arg-type]
+
+    slots, positions = loop_slots_and_positions(query_lens, seq_lens, tables)
+    starts = [sum(query_lens[:i]) for i in range(reqs + 1)]
+    assert step.query_start_loc.tolist() == starts + [tokens] * (padded_reqs - reqs)
+    assert step.seq_lens.tolist() == seq_lens + [0] * (padded_reqs - reqs)
+    assert step.slot_mapping.tolist() == slots + [-1] * (padded_tokens - tokens)
+    assert step.positions is not None
+    assert step.positions.tolist() == positions + [0] * (padded_tokens - tokens)
+    for row, (length, blocks) in enumerate(zip(seq_lens, tables, strict=True)):
+        used = math.ceil(length / BLOCK)
+        assert step.block_table[row, :used].tolist() == blocks[:used]
+    assert step.block_table.shape == (padded_reqs, 8)
+    assert (step.num_reqs, step.num_actual_tokens) == (reqs, tokens)
+    assert (step.max_query_len, step.max_seq_len) == (max(query_lens, default=0), max(seq_lens, default=0))
+    builder.check(step)
+
+
+def test_dtypes_and_presence() -> None:
+    step = make_builder().build([1], [1], [[3]])
+    assert {name: tensor.dtype for name, tensor in step.tensors().items()} == {
+        "query_start_loc": torch.int32,
+        "seq_lens": torch.int32,
+        "block_table": torch.int32,
+        "slot_mapping": torch.int64,
+        "positions": torch.int64,
+    }
+    assert step.causal is True and step.tree_bias is None and step.mm_ranges is None
+
+
+def test_one_request_is_padded_to_two() -> None:
+    step = AttentionMetadataBuilder(1, 4, 16, BLOCK).build([2], [2], [[0]])
+    assert step.seq_lens.tolist() == [2, 0] and step.query_start_loc.tolist() == [0, 2, 2]
+    assert step.num_reqs == 1
+
+
+def test_buffers_keep_their_addresses() -> None:
+    builder = make_builder(max_mm_ranges=2, max_trees=1, max_tree_size=3)
+    keys = set()
+    for length in (5, 9, 60):
+        extra = {"causal": [1], "mm_ranges": [[(1, length)]], "tree_bias": torch.zeros(1, 3, 3), "tree_id": [0]}
+        step = builder.build([3], [length], [list(range(8))], num_reqs_padded=4, num_tokens_padded=8, **extra)  # type: ignore[arg-type]
+        keys.add(step.capture_key())
+    assert len(keys) == 1
+    assert builder.build([3], [5], [[0]], num_tokens_padded=8).capture_key() not in keys
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"), [(1, (3, 14, 3, 2)), (2, (2, 12, 4, 4))], ids=["threshold1", "threshold2"]
+)
+def test_prefill_decode_split(threshold: int, expected: tuple[int, int, int, int]) -> None:
+    # a prompt; a decode; a prompt of one token; two new tokens behind cached ones; nothing new; a decode
+    query_lens, seq_lens = [11, 1, 1, 2, 0, 1], [11, 9, 1, 20, 5, 2]
+    builder = make_builder(max_num_reqs=6, decode_threshold=threshold)
+    step = builder.build(query_lens, seq_lens, [[8 * i, 8 * i + 1, 8 * i + 2] for i in range(6)])
+    split = (step.num_prefills, step.num_prefill_tokens, step.num_decodes, step.num_decode_tokens)
+    assert split == expected
+
+
+def test_optional_tensors() -> None:
+    builder = make_builder(max_mm_ranges=3, max_trees=2, max_tree_size=4)
+    bias = torch.randn(2, 3, 3)
+    step = builder.build(
+        [3, 1],
+        [3, 4],
+        [[0], [1]],
+        num_reqs_padded=3,
+        causal=[0, 5],
+        tree_bias=bias,
+        tree_id=[-1, 1],
+        mm_ranges=[[(0, 1), (2, 9)], []],
+    )
+    assert isinstance(step.causal, torch.Tensor) and step.causal.tolist() == [0, 1, 1]
+    assert step.tree_bias is not None and torch.equal(step.tree_bias, bias)
+    assert step.tree_id is not None and step.tree_id.tolist() == [-1, 1, -1]
+    assert step.mm_ranges is not None
+    assert step.mm_ranges.tolist() == [[[0, 1], [2, 9], [0, 0]], [[0, 0]] * 3, [[0, 0]] * 3]
+    builder.check(step)
+    assert builder.build([1], [1], [[0]], causal=False).causal is False
+
+
+def test_given_slots_are_kept() -> None:
+    step = make_builder().build([3], [3], [[2]], slot_mapping=[-1, 399, 0])
+    assert step.slot_mapping.tolist() == [-1, 399, 0]
+
+
+GOOD = {"query_lens": [3, 1], "seq_lens": [3, 9], "block_tables": [[1], [2, 3]]}
+BAD = {
+    "negative query": ({"query_lens": [-1, 1]}, "query_lens[0]=-1"),
+    "negative length": ({"query_lens": [0, 1], "seq_lens": [-2, 9]}, "seq_lens[0]=-2"),
+    "shorter than its query": ({"seq_lens": [2, 9]}, "seq_len 2 is shorter than its query_len 3"),
+    "counts differ": ({"seq_lens": [3]}, "seq_lens describes 1 requests"),
+    "tables differ": ({"block_tables": [[1]]}, "block_tables describes 1 requests"),
+    "too many requests": (
+        {"query_lens": [1] * 6, "seq_lens": [1] * 6, "block_tables": [[i] for i in range(6)]},
+        "max_num_reqs=6",
+    ),
+    "too many tokens": ({"query_lens": [41, 0], "seq_lens": [41, 9]}, "max_num_tokens=41"),
+    "too long": ({"seq_lens": [3, 65]}, "max_seq_len=65"),
+    "narrow list": ({"seq_lens": [3, 17]}, "seq_len 17 needs 3 blocks of 8 tokens, its block table has 2"),
+    "narrow tensor": ({"seq_lens": [3, 33], "block_tables": torch.ones(2, 4, dtype=torch.int32)}, "needs 5 blocks"),
+    "block beyond the cache": ({"block_tables": [[1], [2, 50]]}, "entry 1 of the block table is block 50"),
+    "negative block": ({"block_tables": [[-1], [2, 3]]}, "block -1"),
+    "slot beyond the cache": ({"slot_mapping": [0, 1, 2, 400]}, "slot_mapping[3]=400"),
+    "slot below -1": ({"slot_mapping": [0, -2, 2, 3]}, "slot_mapping[1]=-2"),
+    "slot twice": ({"slot_mapping": [0, 7, 7, 3]}, "slot 7 is given to two tokens"),
+    "block of two requests": ({"query_lens": [3, 2], "seq_lens": [3, 3], "block_tables": [[1], [1]]}, "two tokens"),
+    "tokens and slots": ({"slot_mapping": [0, 1]}, "slot_mapping has 2 entries, the query_lens sum to 4"),
+    "floats": ({"query_lens": [3.0, 1.0]}, "flat sequence of ints"),
+    "nested": ({"query_lens": [[3], [1]]}, "flat sequence of ints"),
+    "few padded requests": ({"num_reqs_padded": 1}, "2 requests padded to 1"),
+    "many padded requests": ({"num_reqs_padded": 6}, "2 to 5 requests"),
+    "few padded tokens": ({"num_tokens_padded": 3}, "4 tokens padded to 3"),
+    "many padded tokens": ({"num_tokens_padded": 41}, "4 to 40 tokens"),
+    "flags": ({"causal": [1]}, "causal describes 1 requests"),
+    "bias alone": ({"tree_bias": torch.zeros(1, 2, 2)}, "tree_id missing"),
+    "ids alone": ({"tree_id": [0, 0]}, "tree_bias missing"),
+    "bias of no capacity": ({"tree_bias": torch.zeros(1, 5, 5), "tree_id": [0, 0]}, "max_tree_size"),
+    "bias not square": ({"tree_bias": torch.zeros(1, 2, 3), "tree_id": [0, 0]}, "(1, 2, 3)"),
+    "tree out of range": ({"tree_bias": torch.zeros(1, 2, 2), "tree_id": [0, 1]}, "tree_id[1]=1 with 1 trees"),
+    "many ranges": ({"mm_ranges": [[], [(0, 1), (2, 3)]]}, "max_mm_ranges"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_step_names_the_fault_and_touches_nothing(name: str) -> None:
+    change, text = BAD[name]
+    builder = make_builder(max_mm_ranges=1, max_trees=1, max_tree_size=4)
+    step = builder.build([5], [20], [[7, 8, 9]], causal=[0], num_tokens_padded=6)
+    before = {key: tensor.clone() for key, tensor in step.tensors().items()}
+    with pytest.raises(MetadataError) as caught:
+        builder.build(**{**GOOD, **change})  # type: ignore[arg-type]
+    assert text in str(caught.value)
+    for key, tensor in step.tensors().items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_step_that_contradicts_a_capture() -> None:
+    builder = make_builder()
+    key = builder.build([1, 1], [9, 4], [[1, 2], [3]], num_reqs_padded=4, num_tokens_padded=4).capture_key()
+    step = builder.build([1], [7], [[5]], capture_key=key)
+    assert step.capture_key() == key and step.num_reqs == 1
+    before = step.seq_lens.clone()
+    with pytest.raises(GraphContractError, match="a step of 5 requests for a graph captured with 4"):
+        builder.build([1] * 5, [1] * 5, [[i] for i in range(5)], capture_key=key)
+    with pytest.raises(GraphContractError, match="a step of 6 tokens for a graph captured with 4"):
+        builder.build([6], [6], [[0]], capture_key=key)
+    with pytest.raises(GraphContractError, match="causal 'per_request', captured 'layer'"):
+        builder.build([1], [7], [[5]], causal=[1], capture_key=key)
+    with pytest.raises(GraphContractError, match="buffers moved"):
+        make_builder().build([1], [7], [[5]], capture_key=key)
+    assert torch.equal(step.seq_lens, before)
+
+
+def test_builder_refuses_bad_capacities_and_unbound_layers() -> None:
+    with pytest.raises(ConfigError, match="max_num_tokens=0"):
+        make_builder(max_num_tokens=0)
+
+    class Unbound(torch.nn.Module):
+        config, prefix = None, "model.layers.0.attn"
+
+        def bind_kv_cache(self) -> None: ...
+
+    with pytest.raises(CacheNotBoundError, match="model.layers.0.attn"):
+        make_builder(layers=Unbound())
+
+
+def hand_made(**changes: object) -> AttentionMetadata:
+    fields: dict[str, object] = {
+        "query_start_loc": torch.tensor([0, 2, 3], dtype=torch.int32),
+        "seq_lens": torch.tensor([2, 9], dtype=torch.int32),
+        "block_table": torch.tensor([[4, -9], [2, 3]], dtype=torch.int32),
+        "slot_mapping": torch.tensor([32, 33, 24, -1]),
+    }
+    return AttentionMetadata(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+FAULTS = {
+    "falls": ({"query_start_loc": torch.tensor([0, 4, 3], dtype=torch.int32)}, "never fall"),
+    "first offset": ({"query_start_loc": torch.tensor([1, 2, 3], dtype=torch.int32)}, "start at 0"),
+    "short": ({"seq_lens": torch.tensor([1, 9], dtype=torch.int32)}, "shorter than its query_len"),
+    "narrow": ({"seq_lens": torch.tensor([2, 17], dtype=torch.int32)}, "needs 3 blocks"),
+    "block": ({"block_table": torch.tensor([[4, 0], [2, 5]], dtype=torch.int32)}, "block 5"),
+    "slot": ({"slot_mapping": torch.tensor([40, 33, 24, -1])}, "slot_mapping[0]=40"),
+    "slot twice": ({"slot_mapping": torch.tensor([33, 33, 24, -1])}, "slot 33"),
+    "padding writes": ({"slot_mapping": torch.tensor([32, 33, 24, 25])}, "padding row 3 has a slot"),
+    "tree": (
+        {"tree_bias": torch.zeros(1, 2, 2), "tree_id": torch.tensor([0, 1], dtype=torch.int32)},
+        "tree_id[1]=1 with 1 trees",
+    ),
+    "dtype": ({"seq_lens": torch.tensor([2, 9])}, "seq_lens is torch.int64"),
+    "rows": ({"seq_lens": torch.tensor([2, 9, 0], dtype=torch.int32)}, "rows"),
+    "tokens": ({"num_actual_tokens": 2}, "num_actual_tokens=2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_check_finds(name: str) -> None:
+    hand_made().check(BLOCK, num_blocks=5)
+    change, text = FAULTS[name]
+    with pytest.raises(MetadataError) as caught:
+        hand_made(**change).check(BLOCK, num_blocks=5)
+    assert text in str(caught.value)
