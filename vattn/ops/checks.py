@@ -1,0 +1,384 @@
+"""Refuse wrong tensors before anything is written: shapes, dtypes, devices, strides, presence and absence.
+
+Every eager call of an op comes through here, so a correct call costs comparisons alone: messages are built on failure,
+nothing is read from a device and no value of a tensor matters. Letters are those of `vattn.ops.arguments`.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    ScaleError,
+    ShapeError,
+    StrideError,
+    UnsupportedRequestError,
+    VattnError,
+)
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+
+_FP32 = (torch.float32,)
+_INT32 = (torch.int32,)
+_INT64 = (torch.int64,)
+_FLOATS = tuple(MODEL_DTYPES.values())
+
+_LAYOUTS = {
+    "query": "[T, num_heads, head_size]",
+    "key": "[T, num_kv_heads, head_size]",
+    "value": "[T, num_kv_heads, head_size_v]",
+    "kv_cache": "vattn.kv_cache_shape(config, num_blocks) with num_blocks >= 1",
+    "slot_mapping": "[T], one slot per row of key",
+    "query_start_loc": "[B + 1] with B = len(seq_lens)",
+    "kv_start_loc": "[B + 1] with B >= 1",
+    "seq_lens": "[B] with B >= 1",
+    "block_table": "[B, W] with W >= 1",
+    "output": "[T, num_heads, head_size_v], or head_size_v // 2 columns for NVFP4",
+    "output_block_scale": "the output format's block_scale_shape(T, num_heads * head_size_v)",
+    "lse": "[T, num_heads]",
+    "alibi_slopes": "[num_heads]",
+    "sinks": "[num_heads]",
+    "causal_flags": "[B]",
+    "bias": "[trees, n, n]",
+    "tree_id": "[B]",
+    "mm_ranges": "[B, R, 2]",
+    "output_lse": "[T, H]",
+    "prefix_output": "[T, H, V], as output",
+    "suffix_output": "[T, H, V], as output",
+    "prefix_lse": "[T, H]",
+    "suffix_lse": "[T, H]",
+    "input": "[T, N]",
+}
+"""What each tensor's shape means, for messages."""
+
+_ASKED_BY = {
+    "lse": "lse=True",
+    "alibi_slopes": "alibi='linear' or 'sqrt'",
+    "sinks": "sinks=True",
+    "causal_flags": "causality='per_request'",
+    "bias": "tree_bias=True",
+    "tree_id": "tree_bias=True",
+    "mm_ranges": "mm_prefix='full' or 'clamped'",
+    "output_block_scale": "an output_format with dynamic scales",
+    "output_scale": "an output_format with a static scale",
+    "q_scale": "query_scale='tensor' or 'head'",
+    "k_scale": "kv_scale='tensor' or 'head'",
+    "v_scale": "kv_scale='tensor' or 'head'",
+}
+"""Which config value goes with each optional tensor, for messages."""
+
+
+def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
+    """Check the arguments of `vattn::kv_cache_update`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
+    """
+    device = args.key.device
+    num_tokens, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
+    dtypes: tuple[torch.dtype, ...] = (MODEL_DTYPES[config.dtype],)
+    if config.kv_scale != "none":
+        dtypes = (*dtypes, KV_FORMATS[config.kv_cache_dtype].value_dtype)
+    _check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
+    _check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
+    _check("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    _check_kv_cache(args.kv_cache, config, device)
+    _check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
+    _check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
+
+
+def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
+    """Check the arguments of `vattn::attention`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
+        UnsupportedRequestError: an argument that is reserved.
+    """
+    device = args.query.device
+    num_reqs = _count("seq_lens", args.seq_lens, 1)
+    _check_kv_cache(args.kv_cache, config, device)
+    _check("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
+    _check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
+    if args.local_seq_lens is not None:
+        raise UnsupportedRequestError(
+            "local_seq_lens was given", "None: context parallelism is reserved and not implemented", "pass None"
+        )
+    _check_shared(args, config, num_reqs, device)
+
+
+def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+    """Check the arguments of `vattn::varlen_attention`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
+    """
+    device = args.query.device
+    if config.block_size:
+        raise ConfigError(
+            f"varlen_attention with block_size={config.block_size}", "block_size=0", "use a config without a cache"
+        )
+    num_reqs = _count("kv_start_loc", args.kv_start_loc, 2) - 1
+    num_keys, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
+    dtypes = (KV_FORMATS[config.kv_cache_dtype].value_dtype,)
+    _check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
+    _check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
+    _check("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), _INT32, device)
+    _check_shared(args, config, num_reqs, device)
+
+
+def check_plan(args: PlanArgs, config: AttentionConfig) -> None:
+    """Check the arguments of `vattn::plan`; the schedule's shape is checked by the backend that made it.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError: by kind of mistake.
+    """
+    device = args.seq_lens.device
+    num_reqs = _count("seq_lens", args.seq_lens, 1)
+    _check("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    _check("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    _check("schedule", args.schedule, tuple(args.schedule.shape), _INT32, device)
+
+
+def check_merge(args: MergeArgs) -> None:
+    """Check the arguments of `vattn::merge_attn_states`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError: by kind of mistake; StrideError also where the output shares
+            its storage with an input.
+    """
+    device, shape = args.output.device, tuple(args.output.shape)
+    if len(shape) != 3:
+        raise ShapeError(f"output has shape {shape}", "[T, H, V]", "pass three dimensions")
+    _check("output", args.output, shape, _FLOATS, device)
+    _check_rows("prefix_output", args.prefix_output, shape, _FLOATS, device)
+    _check_rows("suffix_output", args.suffix_output, shape, (args.prefix_output.dtype,), device)
+    _check_rows("prefix_lse", args.prefix_lse, shape[:2], _FP32, device)
+    _check_rows("suffix_lse", args.suffix_lse, shape[:2], _FP32, device)
+    if args.output_lse is not None:
+        _check("output_lse", args.output_lse, shape[:2], _FP32, device)
+        _check_no_alias("output_lse", args.output_lse, args)
+    _check_no_alias("output", args.output, args)
+
+
+def check_quantiser_input(name: str, input: Tensor, scale: Tensor | None = None, group_size: int | None = None) -> None:
+    """Check the input `[T, N]` of the quantising op `name`, its scale and its group size.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ScaleError: by kind of mistake.
+    """
+    if input.ndim != 2 or input.shape[1] == 0:
+        raise ShapeError(f"{name}: input has shape {tuple(input.shape)}", "[T, N] with N >= 1", "flatten the heads")
+    if input.dtype not in _FLOATS:
+        _refuse_dtype(f"{name}: input", input, _FLOATS)
+    if group_size is not None and (group_size < 1 or input.shape[1] % group_size):
+        raise ShapeError(
+            f"{name}: input has {input.shape[1]} columns for groups of {group_size}",
+            "a positive group size that divides the columns",
+            "pad the columns or choose another group size",
+        )
+    if scale is not None:
+        _check_scale("scale", scale, "tensor", 1, input.device)
+
+
+def _check_shared(
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_reqs: int, device: torch.device
+) -> None:
+    """Check what both attention ops have in common."""
+    num_tokens, num_heads = args.query.shape[0] if args.query.ndim else 0, config.num_heads
+    query_dtype = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
+    _check_rows("query", args.query, (num_tokens, num_heads, config.head_size), (query_dtype,), device)
+    _check("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    _check_outputs(args, config, num_tokens, device)
+    _check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
+    _check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
+    _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
+    _check_mask_inputs(args, config, num_reqs, device)
+    for schedule in args.plan:
+        if schedule.dtype not in (torch.int32, torch.int64):
+            _refuse_dtype("plan", schedule, (torch.int32, torch.int64))
+    if args.workspace is not None:
+        _check("workspace", args.workspace, tuple(args.workspace.shape), (args.workspace.dtype,), device)
+
+
+def _check_outputs(
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int, device: torch.device
+) -> None:
+    fmt, num_heads = OUTPUT_FORMATS[config.output_format], config.num_heads
+    dtype = MODEL_DTYPES[config.dtype] if fmt.container is None else fmt.container
+    shape = (num_tokens, num_heads, fmt.output_columns(config.head_size_v))
+    _check("output", args.output, shape, (dtype,), device)
+    _check_optional("lse", args.lse, config.lse, (num_tokens, num_heads), _FP32, device)
+    _check_scale("output_scale", args.output_scale, "tensor" if fmt.static_scale else "none", 1, device)
+    scale_shape = fmt.block_scale_shape(num_tokens, num_heads * config.head_size_v)
+    scales = args.output_block_scale
+    if scales is None or scale_shape is None or fmt.block_scale_dtype is None:
+        _check_optional("output_block_scale", scales, scale_shape is not None, (), _FP32, device)
+    elif fmt.column_major:
+        _check_column_major("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
+    else:
+        _check("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
+
+
+def _check_mask_inputs(
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_reqs: int, device: torch.device
+) -> None:
+    num_heads, bias, ranges = config.num_heads, args.bias, args.mm_ranges
+    model_dtype = (torch.float32, MODEL_DTYPES[config.dtype])
+    _check_optional("alibi_slopes", args.alibi_slopes, config.alibi != "none", (num_heads,), _FP32, device)
+    _check_optional("sinks", args.sinks, config.sinks, (num_heads,), model_dtype, device)
+    _check_optional("causal_flags", args.causal_flags, config.causality == "per_request", (num_reqs,), _INT32, device)
+    _check_optional("tree_id", args.tree_id, config.tree_bias, (num_reqs,), _INT32, device)
+    trees, size = bias.shape[:2] if bias is not None and bias.ndim == 3 else (1, 1)
+    _check_optional("bias", bias, config.tree_bias, (trees, size, size), _FP32, device)
+    count = ranges.shape[1] if ranges is not None and ranges.ndim == 3 else 1
+    _check_optional("mm_ranges", ranges, config.mm_prefix != "none", (num_reqs, count, 2), _INT32, device)
+
+
+def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.device) -> None:
+    if config.block_size == 0:
+        raise ConfigError(
+            "a paged op with block_size=0", "a positive block_size", "use varlen_attention without a cache"
+        )
+    equal = config.head_size == config.head_size_v
+    num_blocks = kv_cache.shape[0 if not equal else 1] if kv_cache.ndim == (5 if equal else 2) else 1
+    _check("kv_cache", kv_cache, kv_cache_shape(config, max(1, num_blocks)), (kv_cache_dtype(config),), device)
+    if not equal and kv_cache.storage_offset() % KV_FORMATS[config.kv_cache_dtype].element_size:
+        raise StrideError(
+            f"kv_cache starts at byte {kv_cache.storage_offset()} of its storage",
+            f"a multiple of {KV_FORMATS[config.kv_cache_dtype].element_size}, the size of one element",
+            "align the allocation that the cache is cut from",
+        )
+
+
+def _count(name: str, tensor: Tensor, least: int) -> int:
+    """Return the length of a vector that other shapes are derived from."""
+    if tensor.ndim == 1 and tensor.shape[0] >= least:
+        return tensor.shape[0]
+    raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", _LAYOUTS[name], "pass one entry per request")
+
+
+def _check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Check a tensor that must be contiguous."""
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.is_contiguous():
+        return
+    _refuse(name, tensor, shape, dtypes, device)
+    raise StrideError(
+        f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+        "contiguous memory",
+        f"allocate {name} contiguous; a copy made on the way would not be written back",
+    )
+
+
+def _check_column_major(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.t().is_contiguous():
+        return
+    _refuse(name, tensor, shape, dtypes, device)
+    raise StrideError(
+        f"{name} has strides {tensor.stride()} for shape {shape}",
+        f"column-major memory, strides (1, {shape[0]})",
+        f"allocate {name} as {shape[::-1]} and pass its transpose",
+    )
+
+
+def _check_rows(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Check a tensor whose last dimension alone must be dense."""
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.stride(-1) == 1:
+        return
+    _refuse(name, tensor, shape, dtypes, device)
+    if tensor.shape[-1] > 1 and tensor.numel():
+        raise StrideError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+            "a last dimension of stride 1",
+            f"call {name}.contiguous()",
+        )
+
+
+def _check_optional(
+    name: str,
+    tensor: Tensor | None,
+    wanted: bool,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if tensor is None:
+        if wanted:
+            _refuse_presence(name, given=False, error=ConfigError)
+        return
+    if not wanted:
+        _refuse_presence(name, given=True, error=ConfigError)
+    _check(name, tensor, shape, dtypes, device)
+
+
+def _check_scale(name: str, scale: Tensor | None, kind: str, num_kv_heads: int, device: torch.device) -> None:
+    """Check a scale of one value (`tensor`), of one value per KV head (`head`), or that there is none (`none`)."""
+    if scale is None:
+        if kind != "none":
+            _refuse_presence(name, given=False, error=ScaleError)
+        return
+    if kind == "none":
+        _refuse_presence(name, given=True, error=ScaleError)
+    right = scale.shape == (num_kv_heads,) if kind == "head" else scale.shape in ((), (1,))
+    if right and scale.dtype == torch.float32 and scale.device == device and scale.is_contiguous():
+        return
+    if not right:
+        allowed = f"shape ({num_kv_heads},), one per KV head" if kind == "head" else "one value: shape () or (1,)"
+        raise ScaleError(f"{name} has shape {tuple(scale.shape)}", allowed, "match the scale kind of the config")
+    _refuse(name, scale, tuple(scale.shape), _FP32, device)
+    raise StrideError(f"{name} has strides {scale.stride()}", "contiguous memory", f"call {name}.contiguous()")
+
+
+def _check_no_alias(name: str, output: Tensor, args: MergeArgs) -> None:
+    start = output.untyped_storage().data_ptr()
+    for part in (args.prefix_output, args.suffix_output, args.prefix_lse, args.suffix_lse):
+        if start == part.untyped_storage().data_ptr() and output.numel():
+            raise StrideError(
+                f"{name} shares its storage with an input", "a storage of its own", f"allocate {name} separately"
+            )
+
+
+def _refuse(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Raise for a wrong shape, dtype or device; return if the fault is elsewhere."""
+    if tensor.shape != shape:
+        meaning = _LAYOUTS[name]
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)}",
+            f"{shape} = {meaning}",
+            f"build {name} from the config and the lengths of this call",
+        )
+    if tensor.dtype not in dtypes:
+        _refuse_dtype(name, tensor, dtypes)
+    if tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}", f"{device}, as the other tensors", f"move {name} there once")
+
+
+def _refuse_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+    allowed = dict.fromkeys(dtype_name(dtype) for dtype in dtypes)
+    raise DtypeError(
+        f"{name} has dtype {dtype_name(tensor.dtype)}", " or ".join(allowed), f"convert {name} or change the config"
+    )
+
+
+def _refuse_presence(name: str, *, given: bool, error: type[VattnError]) -> NoReturn:
+    asked_by = _ASKED_BY[name]
+    if given:
+        raise error(f"{name} was given, but the config has no {asked_by}", "None", f"pass None or set {asked_by}")
+    layout = _LAYOUTS.get(name, "1 value or one per KV head")
+    raise error(f"{name} is missing, but the config has {asked_by}", f"a tensor: {layout}", f"pass {name}")
