@@ -28,6 +28,7 @@ def register_backend(backend: Backend) -> None:
     Raises:
         ConfigError: the name is taken.
     """
+    _load_builtin()
     if backend.name in _BACKENDS:
         raise ConfigError(f"backend name {backend.name!r} is taken", "a new name", "rename the backend")
     _BACKENDS[backend.name] = backend
