@@ -1,0 +1,372 @@
+"""Random batches full of garbage where garbage is allowed, and the error measure of the test suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops import reference
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.ops.mask_reference import visible_mask
+from vattn.quantization import decode_kv, decode_query, dequantise_output, encode_kv, encode_query
+
+GARBAGE_BYTE = 0xFF
+"""Repeated, it is NaN in every float format that vattn stores."""
+
+
+def relative_l2(got: Tensor, expected: Tensor) -> float:
+    """Return `|got - expected| / |expected|` in float64; equal infinities agree, NaN anywhere gives NaN."""
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    difference = torch.where(got == expected, 0.0, got - expected)
+    size = torch.where(expected.isinf(), 0.0, expected).norm()
+    return float(difference.norm() / size.clamp(min=1e-30)) if bool(difference.any()) or bool(size.isnan()) else 0.0
+
+
+def poisoned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return a contiguous tensor whose every byte is 0xFF: NaN in every float format."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(GARBAGE_BYTE)
+    return tensor
+
+
+def make_config(**changes: Any) -> AttentionConfig:
+    """Return a small fp32 config with some fields changed; dependent fields follow (cache dtype, scale kinds)."""
+    values: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32", **changes}
+    values.setdefault("head_size_v", values["head_size"])
+    values.setdefault("scale", values["head_size"] ** -0.5)
+    values.setdefault("kv_cache_dtype", values["dtype"])
+    if KV_FORMATS[values["kv_cache_dtype"]].quantised:
+        values.setdefault("kv_scale", "tensor")
+    if values.get("query_format", "none") != "none":
+        values.setdefault("query_scale", "tensor")
+    return AttentionConfig(**values)
+
+
+@dataclass
+class Batch:
+    """Arguments of one attention call and what they were made from.
+
+    Attributes:
+        args: `AttentionArgs` or `VarlenAttentionArgs`, complete; outputs are filled with garbage.
+        config: the config whose string is in `args`.
+        query_lens, seq_lens: of the real requests.
+        keys, values: fp32 `[s, K, *]` of each real request, as stored (after quantisation).
+        queries: fp32 `[q, H, D]` of each real request, as stored.
+    """
+
+    args: Any
+    config: AttentionConfig
+    query_lens: list[int]
+    seq_lens: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding."""
+        return sum(self.query_lens)
+
+    def with_backend(self, name: str) -> Batch:
+        """Return the same batch for another backend, with outputs of its own."""
+        config = self.config.replace(backend=name)
+        outputs = {
+            field: None if tensor is None else _like_poisoned(tensor)
+            for field, tensor in ((f, getattr(self.args, f)) for f in ("output", "output_block_scale", "lse"))
+        }
+        return replace(self, config=config, args=self.args._replace(config=config.encode(), **outputs))
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Call the op; return the output as fp32 `[T, H, V]` (dequantised) and the LSE."""
+        import vattn.ops.schemas  # noqa: F401  registers the ops
+
+        is_paged = isinstance(self.args, AttentionArgs)
+        op = torch.ops.vattn.attention if is_paged else torch.ops.vattn.varlen_attention
+        op(*self.args)
+        return self.output(), self.args.lse
+
+    def output(self) -> Tensor:
+        """Return what the output tensors hold, dequantised to fp32 `[T, H, V]`."""
+        args = self.args
+        return dequantise_output(args.output, self.config.output_format, args.output_block_scale, args.output_scale)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Return the reference's fp32 output before any rounding, and LSE."""
+        if isinstance(self.args, AttentionArgs):
+            return reference.paged_attention(self.args, self.config)
+        return reference.packed_attention(self.args, self.config)
+
+
+def _like_poisoned(tensor: Tensor) -> Tensor:
+    if tensor.ndim == 2 and not tensor.is_contiguous():
+        return poisoned_empty(tensor.shape[::-1], tensor.dtype, tensor.device).t()
+    return poisoned_empty(tensor.shape, tensor.dtype, tensor.device)
+
+
+def random_paged_batch(
+    config: AttentionConfig,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    table_width: int | None = None,
+    poison: bool = True,
+    num_padding_tokens: int = 0,
+    num_padding_reqs: int = 0,
+) -> Batch:
+    """Return a random paged batch with every tensor that the config asks for.
+
+    With `poison`, NaN fills unused blocks, unwritten tails, blocks that no row sees and padding rows of the query, and
+    unused table entries hold ids in and out of range. Blocks of a request are scattered over the cache.
+
+    Args:
+        query_lens, seq_lens: of the real requests; a query longer than its sequence is allowed.
+        table_width: columns of the block table, by default one more than needed.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    keys, values, scales = _keys_and_values(config, seq_lens, rng)
+    masks = _mask_inputs(config, seq_lens, num_padding_reqs, rng)
+    needed = [-(-length // config.block_size) for length in seq_lens]
+    num_blocks = sum(needed) + 3
+    width = max([1, *needed]) + 1 if table_width is None else table_width
+    kv_cache = torch.zeros(kv_cache_shape(config, num_blocks), dtype=kv_cache_dtype(config))
+    if poison:
+        kv_cache.view(torch.uint8).fill_(GARBAGE_BYTE)
+    table = _garbage_ids((len(seq_lens) + num_padding_reqs, width), num_blocks, rng)
+    free = torch.randperm(num_blocks, generator=rng).tolist()
+    for request, count in enumerate(needed):
+        blocks, free = torch.tensor(free[:count], dtype=torch.long), free[count:]
+        table[request, :count] = blocks[:width].int()
+        _store(kv_cache, blocks, keys[request], values[request], scales, config)
+        if poison:
+            hidden = _hidden_blocks(config, masks, request, query_lens[request], seq_lens[request])
+            for view in key_value_views(kv_cache, config):
+                _as_bytes(view)[blocks[hidden]] = GARBAGE_BYTE
+    query, queries, q_scale = _query(config, query_lens, num_padding_tokens, poison, rng)
+    args = AttentionArgs(
+        query=query,
+        kv_cache=kv_cache,
+        query_start_loc=_starts(query_lens, num_padding_reqs),
+        seq_lens=torch.tensor([*seq_lens, *[0] * num_padding_reqs], dtype=torch.int32),
+        block_table=table,
+        **_outputs(config, query.shape[0]),
+        q_scale=q_scale,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        **masks,
+        local_seq_lens=None,
+        plan=[],
+        workspace=None,
+        config=config.encode(),
+    )
+    return _to_device(Batch(args, config, list(query_lens), list(seq_lens), keys, values, queries), scales, device)
+
+
+def random_packed_batch(
+    config: AttentionConfig,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    poison: bool = True,
+    num_padding_tokens: int = 0,
+    num_padding_reqs: int = 0,
+) -> Batch:
+    """Return a random batch for `vattn::varlen_attention`; `config.block_size` must be 0. See `random_paged_batch`."""
+    rng = torch.Generator().manual_seed(seed)
+    keys, values, scales = _keys_and_values(config, kv_lens, rng)
+    masks = _mask_inputs(config, kv_lens, num_padding_reqs, rng)
+    query, queries, q_scale = _query(config, query_lens, num_padding_tokens, poison, rng)
+    fmt = config.kv_cache_dtype
+    stored = [
+        torch.cat(
+            [*(encode_kv(part, fmt, scale) for part in parts), _padding_rows(parts, fmt, num_padding_tokens, poison)]
+        )
+        for parts, scale in ((keys, scales[0]), (values, scales[1]))
+    ]
+    args = VarlenAttentionArgs(
+        query=query,
+        key=stored[0],
+        value=stored[1],
+        query_start_loc=_starts(query_lens, num_padding_reqs),
+        kv_start_loc=_starts(kv_lens, num_padding_reqs),
+        **_outputs(config, query.shape[0]),
+        q_scale=q_scale,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        **masks,
+        plan=[],
+        workspace=None,
+        config=config.encode(),
+    )
+    return _to_device(Batch(args, config, list(query_lens), list(kv_lens), keys, values, queries), scales, device)
+
+
+def _padding_rows(parts: list[Tensor], fmt: str, count: int, poison: bool) -> Tensor:
+    shape, dtype = (count, *parts[0].shape[1:]), KV_FORMATS[fmt].value_dtype
+    return poisoned_empty(shape, dtype) if poison else torch.zeros(shape, dtype=dtype)
+
+
+def _starts(lengths: Sequence[int], num_padding_reqs: int) -> Tensor:
+    return torch.tensor([0, *lengths, *[0] * num_padding_reqs]).cumsum(0).int()
+
+
+def random_scale(kind: str, num_kv_heads: int, peak: float, rng: torch.Generator) -> Tensor | None:
+    """Return a scale that is no power of two and lets values of about `peak` reach a few hundred, or `None`."""
+    if kind == "none":
+        return None
+    count = num_kv_heads if kind == "head" else 1
+    return (0.7 + torch.rand(count, generator=rng)) * peak / 300
+
+
+def _keys_and_values(
+    config: AttentionConfig, seq_lens: Sequence[int], rng: torch.Generator
+) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """Make model-dtype keys and values of every request, and their scales."""
+    heads, dtype = config.num_kv_heads, MODEL_DTYPES[config.dtype]
+    keys = [torch.randn(n, heads, config.head_size, generator=rng).to(dtype) for n in seq_lens]
+    values = [torch.randn(n, heads, config.head_size_v, generator=rng).to(dtype) for n in seq_lens]
+    return keys, values, [random_scale(config.kv_scale, heads, 4.0, rng) for _ in range(2)]
+
+
+def _store(
+    kv_cache: Tensor,
+    blocks: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scales: Sequence[Tensor | None],
+    config: AttentionConfig,
+) -> None:
+    position = torch.arange(key.shape[0])
+    slots = blocks[position // config.block_size] * config.block_size + position % config.block_size
+    update = CacheUpdateArgs(key, value, kv_cache, slots, scales[0], scales[1], config.encode())
+    reference.kv_cache_update(update, config)
+
+
+def _as_bytes(view: Tensor) -> Tensor:
+    return view.view(torch.uint8)
+
+
+def _hidden_blocks(
+    config: AttentionConfig, masks: dict[str, Any], request: int, query_len: int, seq_len: int
+) -> Tensor:
+    """Return indices of one request's blocks that no row of it sees."""
+    flags, ranges = masks["causal_flags"], masks["mm_ranges"]
+    visible = visible_mask(
+        config,
+        query_len,
+        seq_len,
+        causal=None if flags is None else bool(flags[request] != 0),
+        mm_ranges=None if ranges is None else ranges[request],
+    )
+    seen = torch.zeros(-(-seq_len // config.block_size) * config.block_size, dtype=torch.bool)
+    seen[:seq_len] = visible.any(dim=0)
+    return (~seen.view(-1, config.block_size).any(dim=1)).nonzero().flatten()
+
+
+def _garbage_ids(shape: tuple[int, int], num_blocks: int, rng: torch.Generator) -> Tensor:
+    choices = torch.tensor([-1, 0, num_blocks - 1, num_blocks, num_blocks + 12345, 2**31 - 1, -(2**31)])
+    return choices[torch.randint(len(choices), shape, generator=rng)].int()
+
+
+def _query(
+    config: AttentionConfig, query_lens: Sequence[int], num_padding_tokens: int, poison: bool, rng: torch.Generator
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Return the packed query, each request's part of it in fp32, and its scale."""
+    num_tokens, dtype = sum(query_lens), MODEL_DTYPES[config.dtype]
+    query = torch.randn(num_tokens, config.num_heads, config.head_size, generator=rng).to(dtype)
+    q_scale = random_scale(config.query_scale, config.num_kv_heads, 4.0, rng)
+    if q_scale is not None:
+        query = encode_query(query, q_scale, config.num_kv_heads)
+    queries = list(decode_query(query, q_scale, config.num_kv_heads).split(list(query_lens)))
+    shape = (num_padding_tokens, config.num_heads, config.head_size)
+    padding = poisoned_empty(shape, query.dtype) if poison else torch.zeros(shape, dtype=query.dtype)
+    return torch.cat([query, padding]), queries, q_scale
+
+
+def _outputs(config: AttentionConfig, num_tokens: int) -> dict[str, Any]:
+    """Make garbage-filled outputs, and the static output scale."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    columns = fmt.output_columns(config.head_size_v)
+    shape = fmt.block_scale_shape(num_tokens, config.num_heads * config.head_size_v)
+    scales = None
+    if shape is not None and fmt.block_scale_dtype is not None:
+        scales = poisoned_empty(shape[::-1] if fmt.column_major else shape, fmt.block_scale_dtype)
+        scales = scales.t() if fmt.column_major else scales
+    return {
+        "output": poisoned_empty((num_tokens, config.num_heads, columns), fmt.container or MODEL_DTYPES[config.dtype]),
+        "output_block_scale": scales,
+        "lse": poisoned_empty((num_tokens, config.num_heads), torch.float32) if config.lse else None,
+        "output_scale": torch.tensor([0.0113]) if fmt.static_scale else None,
+    }
+
+
+def _mask_inputs(
+    config: AttentionConfig, seq_lens: Sequence[int], num_padding_reqs: int, rng: torch.Generator
+) -> dict[str, Any]:
+    """Make the tensors that mask and bias features ask for."""
+    num_heads, num_reqs = config.num_heads, len(seq_lens) + num_padding_reqs
+    slopes = 2.0 ** -(8.0 * torch.arange(1, num_heads + 1) / num_heads) if config.alibi != "none" else None
+    flags = None
+    if config.causality == "per_request":
+        flags = torch.tensor([0, 1, 7])[torch.randint(3, (num_reqs,), generator=rng)].int()
+    bias = tree_id = None
+    if config.tree_bias:
+        bias = random_trees(2, 5, rng)
+        tree_id = torch.randint(-1, 2, (num_reqs,), generator=rng).int()
+    ranges = random_ranges([*seq_lens, *[0] * num_padding_reqs], rng) if config.mm_prefix != "none" else None
+    return {
+        "alibi_slopes": slopes,
+        "sinks": torch.randn(num_heads, generator=rng) if config.sinks else None,
+        "causal_flags": flags,
+        "bias": bias,
+        "tree_id": tree_id,
+        "mm_ranges": ranges,
+    }
+
+
+def random_trees(count: int, size: int, rng: torch.Generator) -> Tensor:
+    """Return biases `[count, size, size]`: a node sees the root, itself and random nodes before it, finite shifts."""
+    hidden = torch.rand(count, size, size, generator=rng) < 0.4
+    hidden[:, :, 0] = False
+    hidden[:, range(size), range(size)] = False
+    shifts = torch.randn(count, size, size, generator=rng)
+    return torch.where(hidden | torch.ones(size, size, dtype=torch.bool).triu(1), -torch.inf, shifts)
+
+
+def random_ranges(seq_lens: Sequence[int], rng: torch.Generator) -> Tensor:
+    """Return ranges int32 `[B, 3, 2]`: one valid in a request that is long enough, one that may be, one unused."""
+    ranges = torch.zeros(len(seq_lens), 3, 2, dtype=torch.int32)
+    for request, length in enumerate(seq_lens):
+        limit = max(2, length)
+        ranges[request, 0] = torch.randint(limit, (2,), generator=rng).sort().values
+        ranges[request, 1] = torch.randint(limit + 4, (2,), generator=rng)
+        ranges[request, 2] = 5
+    return ranges
+
+
+def _to_device(batch: Batch, scales: Sequence[Tensor | None], device: torch.device | str) -> Batch:
+    """Move the arguments, and keep keys and values as the cache stores them."""
+    fmt = batch.config.kv_cache_dtype
+
+    def stored(parts: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+        return [decode_kv(encode_kv(part, fmt, scale), fmt, scale).to(device) for part in parts]
+
+    moved = {field: value.to(device) for field, value in batch.args._asdict().items() if isinstance(value, Tensor)}
+    return replace(
+        batch,
+        args=batch.args._replace(**moved),
+        keys=stored(batch.keys, scales[0]),
+        values=stored(batch.values, scales[1]),
+        queries=[query.to(device) for query in batch.queries],
+    )
