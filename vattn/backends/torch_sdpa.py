@@ -165,7 +165,9 @@ def _to_host(lengths: Tensor) -> list[int]:
 def _is_plain(config: AttentionConfig) -> bool:
     """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
     return not (
-        config.lse
+        # Some of its kernels mask before they scale: -inf times a scale that is not positive is no mask.
+        config.scale <= 0
+        or config.lse
         or config.sinks
         or config.tree_bias
         or config.logits_soft_cap is not None
