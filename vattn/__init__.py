@@ -1,0 +1,50 @@
+"""vattn: paged attention for `torch.compile`. Needs torch alone; optional packages are imported where they are used."""
+
+from vattn import errors
+from vattn.backends.selector import explain, register_backend
+from vattn.block_pool import BlockPool
+from vattn.config import AttentionConfig, AttentionType, CacheConfig
+from vattn.context import forward_context
+from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, update_kv_cache
+from vattn.kv_cache import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    allocate_kv_cache,
+    copy_blocks,
+    swap_blocks,
+)
+from vattn.layers import Attention, QuantConfig, clip_rates, observe_clipping
+from vattn.metadata import AttentionMetadata
+from vattn.metadata_builder import AttentionMetadataBuilder
+from vattn.ops.cache_layout import kv_cache_shape
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionOutput",
+    "AttentionType",
+    "BlockPool",
+    "CacheConfig",
+    "FullAttentionSpec",
+    "KVCacheSpec",
+    "QuantConfig",
+    "SlidingWindowSpec",
+    "allocate_kv_cache",
+    "clip_rates",
+    "copy_blocks",
+    "errors",
+    "explain",
+    "forward_context",
+    "kv_cache_shape",
+    "merge_attn_states",
+    "observe_clipping",
+    "paged_attention",
+    "register_backend",
+    "swap_blocks",
+    "update_kv_cache",
+]
