@@ -70,6 +70,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     choice("--query-format", formats.QUERY_FORMATS, "none")
     choice("--query-scale", ("tensor", "head"), "tensor", "scales of an FP8 query")
     choice("--output-format", tuple(formats.OUTPUT_FORMATS), "none")
+    choice("--attn-type", tuple(kind.value for kind in config.AttentionType), "decoder")
     choice("--causality", config.CAUSALITIES, "causal")
     number("--sliding-window", None, "tokens visible to the left, itself included")
     number("--chunk-lookback", None, "chunks before its own that a row sees, instead of the window")
@@ -86,11 +87,14 @@ def _device(name: str | None) -> DeviceInfo:
     import torch
 
     from vattn.backends.base import DeviceInfo
+    from vattn.errors import DeviceError
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("sm_") and name[3:].isdigit() and len(name) > 4:
         return DeviceInfo("cuda", (int(name[3:-1]), int(name[-1])), "GPU")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise DeviceError(f"device {name!r} without a usable GPU", "cpu, or a GPU by its architecture", "--device sm_90")
     return DeviceInfo.of(name)
 
 
@@ -113,7 +117,7 @@ def _explain(options: argparse.Namespace) -> int:
         if not formats.KV_FORMATS[values["kv_cache_dtype"]].quantised:
             values["kv_scale"] = "none"
         explanation = selector.explain(AttentionConfig(**values), _device(options.device))
-    except (VattnError, RuntimeError, AssertionError) as error:
+    except (VattnError, RuntimeError) as error:
         print(f"vattn: {error}", file=sys.stderr)
         return 2
     print(explanation)
