@@ -223,7 +223,7 @@ def test_builder_refuses_bad_capacities_and_unbound_layers() -> None:
 
         def bind_kv_cache(self) -> None: ...
 
-    with pytest.raises(CacheNotBoundError, match="model.layers.0.attn"):
+    with pytest.raises(CacheNotBoundError, match=r"model\.layers\.0\.attn"):
         make_builder(layers=Unbound())
 
 

@@ -32,8 +32,13 @@ def kv_cache_update(*arguments: Any) -> None:
     backend.kv_cache_update(args, config)
 
 
+def _present(plan: list[Tensor]) -> list[Tensor]:
+    return [schedule for schedule in plan if schedule.numel()]
+
+
 def attention(*arguments: Any) -> None:
     args = AttentionArgs(*arguments)
+    args = args._replace(plan=_present(args.plan))
     backend, config = _resolve(args.config, args.query.device)
     checks.check_attention(args, config)
     backend.attention(args, config)
@@ -41,6 +46,7 @@ def attention(*arguments: Any) -> None:
 
 def varlen_attention(*arguments: Any) -> None:
     args = VarlenAttentionArgs(*arguments)
+    args = args._replace(plan=_present(args.plan))
     backend, config = _resolve(args.config, args.query.device)
     checks.check_varlen_attention(args, config)
     backend.varlen_attention(args, config)

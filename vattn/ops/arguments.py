@@ -69,7 +69,8 @@ class AttentionArgs(NamedTuple):
     local_seq_lens: Tensor | None
     """int32 `[B]`: keys held by this rank under context parallelism. Reserved."""
     plan: list[Tensor]
-    """What `vattn::plan` wrote for this kind of layer; empty: the op plans for itself."""
+    """What `vattn::plan` wrote for this kind of layer; empty: the op plans for itself. Tensors of no elements count as
+    absent, since AOTInductor cannot pass an empty list."""
     workspace: Tensor | None
     """Scratch for split results; `None`: the op allocates."""
     config: str
