@@ -1,0 +1,50 @@
+"""TRITON_ATTN: the whole mask algebra and every format in Triton kernels, on CUDA and in Triton's interpreter.
+
+Nothing is read from the device and grids come from shapes, so any call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from vattn.backends.base import FEATURES, Backend, Capabilities, Package, Sizes
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+
+
+class TritonAttentionBackend(Backend):
+    """Run every feature of decoder attention in two kernels at most."""
+
+    name = "TRITON_ATTN"
+    capabilities = Capabilities(
+        devices=("cuda", "interpreter"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(KV_FORMATS),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder", "encoder", "encoder_only"),
+        head_sizes=Sizes(8, 8, 512),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
+        # FP8 is decoded and encoded in software where the hardware has none.
+        minimum_capability=(8, 0),
+        package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
+        cuda_graphs="full",
+    )
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`."""
+        from vattn.ops.triton.launch import paged_attention
+
+        paged_attention(args, config)
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`."""
+        from vattn.ops.triton.launch import packed_attention
+
+        packed_attention(args, config)
+
+    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
+        """Run `vattn::kv_cache_update`."""
+        from vattn.ops.triton.launch import update_kv_cache
+
+        update_kv_cache(args, config)

@@ -1,0 +1,298 @@
+"""The attention kernel: prefill, decode and everything between, over a paged cache or packed keys.
+
+One program runs one tile of query rows of one KV head: rows are (token, head of the group) pairs. Tiles are numbered
+so that request b starts at tile `query_start_loc[b] // BLOCK_Q + b`; then the grid is an upper bound from shapes and
+each program finds its request by counting. The padding rows are one more request, whose tiles write zeros. With splits
+each program runs a share of the keys and writes a normalised partial; `reduce.py` merges them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.ops.triton.codec import cast, decode, dot
+from vattn.ops.triton.epilogue import store_rows
+from vattn.ops.triton.mask import LN2, LOG2E, full_range, key_range, modify_scores, visible
+
+SEARCH = tl.constexpr(256)
+"""Requests or block ids that one program looks at in one step."""
+
+
+@triton.jit
+def find_request(tile, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
+    """Return the request (`num_reqs` for padding) that a tile belongs to."""
+    count = 0
+    for base in range(0, num_reqs + 1, SEARCH):
+        b = base + tl.arange(0, SEARCH)
+        inside = b <= num_reqs
+        first = tl.load(query_start_loc + b, mask=inside, other=0) // BLOCK_Q + b
+        count += tl.sum((inside & (first <= tile)).to(tl.int32))
+    return count - 1
+
+
+@triton.jit
+def load_query(query, mask, scale, COMPUTE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return query rows as COMPUTE and what their scores must be multiplied by, `[rows]`."""
+    q = tl.load(query, mask=mask, other=0)
+    factor = tl.full([q.shape[0]], 1.0, tl.float32) * scale
+    if FORMAT == "bfloat16" and COMPUTE == tl.float16:
+        # A power of two per row brings bf16 into the range of fp16.
+        q = q.to(tl.float32)
+        bits = tl.max(tl.abs(q), axis=1).to(tl.uint32, bitcast=True) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 0x01000000), 0x7E000000)
+        q = q * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+        factor = factor * bits.to(tl.float32, bitcast=True)
+        q = q.to(COMPUTE)
+    else:
+        q = decode(q, FORMAT, COMPUTE, NATIVE_FP8)
+    return q, factor
+
+
+@triton.jit
+def look_up(table, k, low, high, num_blocks, kv_start,
+            PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Return the block of each key (its row for packed keys), -1 for keys that may not be read."""
+    inside = (k >= low) & (k < high)
+    if PAGED:
+        block = tl.load(table + k // BLOCK_SIZE, mask=inside, other=-1)
+        return tl.where((block >= 0) & (block < num_blocks), block, -1)
+    else:
+        return tl.where(inside, kv_start + k, -1)
+
+
+@triton.jit
+def any_invalid_block(table, low, high, num_blocks, BLOCK_SIZE: tl.constexpr):
+    """Return how many blocks that hold keys [low, high) have an id outside the cache."""
+    bad = 0
+    last = tl.cdiv(high, BLOCK_SIZE)
+    for base in range(low // BLOCK_SIZE, last, SEARCH):
+        column = base + tl.arange(0, SEARCH)
+        block = tl.load(table + column, mask=column < last, other=0)
+        bad += tl.sum(((block < 0) | (block >= num_blocks)).to(tl.int32))
+    return bad
+
+
+@triton.jit
+def load_tile(
+    pointer, block, k, columns, mask, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return stored rows `[keys, columns]`; rows that are masked come back zero."""
+    if PAGED:
+        row = block.to(tl.int64) * STRIDE_BLOCK + (k % BLOCK_SIZE) * STRIDE_ROW
+    else:
+        row = block.to(tl.int64) * STRIDE_ROW
+    return tl.load(pointer + row[:, None] + columns[None, :], mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def softmax_step(s, v, acc, m, total):
+    """Fold scores (times log2 e) and values of one tile into the running sums."""
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    # A row that has seen nothing yet keeps its sums at zero instead of exp2(-inf + inf).
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
+    return acc, m_new, total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_reqs", "num_blocks", "table_width", "table_stride", "num_trees", "bias_size", "num_ranges",
+        "num_splits",
+    ],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "kv_start_loc"],
+)  # fmt: skip
+def attention_kernel(
+    query, key, value, query_start_loc, seq_lens, block_table, kv_start_loc, output, lse,
+    q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks, causal_flags, bias, tree_id, mm_ranges,
+    num_tokens, num_reqs, num_blocks, table_width, table_stride, num_trees, bias_size, num_ranges, num_splits,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_os, stride_lt, stride_lh,
+    scale, soft_cap,
+    GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
+    Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
+    CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
+
+    Without splits `output` gets rows in the model dtype or as static FP8 and `lse` (or `None`) natural logs; with
+    splits they get fp32 partials and base-2 logs by split.
+    """
+    PAGED: tl.constexpr = block_table is not None
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    CHUNKS: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
+    # Later tiles of a request see more keys: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // CHUNKS
+    chunk = tl.program_id(1) % CHUNKS
+    split = tl.program_id(2)
+
+    request = find_request(tile, query_start_loc, num_reqs, BLOCK_Q)
+    q_begin = tl.load(query_start_loc + request)
+    q_end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
+    q_end = tl.minimum(tl.where(request == num_reqs, num_tokens, q_end), num_tokens)
+    first = (tile - (q_begin // BLOCK_Q + request)) * BLOCK_Q
+    if q_begin + first >= q_end:
+        return
+    m_index = tl.arange(0, BLOCK_M)
+    token = q_begin + first + m_index // GROUP_TILE
+    in_group = chunk * GROUP_TILE + m_index % GROUP_TILE
+    head = kv_head * GROUP + in_group
+    row_valid = (token < q_end) & (m_index < BLOCK_Q * GROUP_TILE) & (in_group < GROUP)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_V)
+    out_offsets = token.to(tl.int64) * stride_ot + head * stride_oh + split * stride_os
+    lse_offsets = token.to(tl.int64) * stride_lt + head * stride_lh + split
+    out_mask = row_valid[:, None] & (dv < V)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if request == num_reqs:
+        if not SPLIT:
+            tl.store(output + out_offsets[:, None] + dv[None, :], acc.to(output.dtype.element_ty), mask=out_mask)
+            if lse is not None:
+                tl.store(lse + lse_offsets, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_valid)
+        return
+
+    # Positions, and the keys that this tile may see.
+    kv_start = 0
+    if PAGED:
+        seq_len = tl.load(seq_lens + request)
+        table = block_table + request.to(tl.int64) * table_stride
+    else:
+        kv_start = tl.load(kv_start_loc + request)
+        seq_len = tl.load(kv_start_loc + request + 1) - kv_start
+        table = block_table
+    query_len = tl.load(query_start_loc + request + 1) - q_begin
+    causal = 1
+    if CAUSALITY == "per_request":
+        causal = tl.load(causal_flags + request)
+    q_first = seq_len - query_len + first
+    q_last = tl.minimum(q_first + BLOCK_Q, seq_len - query_len + (q_end - q_begin)) - 1
+    q_pos = q_first + m_index // GROUP_TILE
+    low, high = key_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
+    if PAGED:
+        high = tl.minimum(high, table_width * BLOCK_SIZE)
+
+    # Scales and per-row values.
+    factor = scale
+    if q_scale is not None:
+        factor = factor * tl.load(q_scale + (kv_head if PER_HEAD_Q else 0))
+    out_factor = 1.0
+    if k_scale is not None:
+        factor = factor * tl.load(k_scale + (kv_head if PER_HEAD_KV else 0))
+        out_factor = tl.load(v_scale + (kv_head if PER_HEAD_KV else 0))
+    q_offsets = token.to(tl.int64) * stride_qt + head * stride_qh
+    q, row_factor = load_query(query + q_offsets[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], factor,
+                               COMPUTE, Q_FORMAT, NATIVE_FP8)  # fmt: skip
+    MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
+    if not MODIFIED:
+        row_factor = row_factor * LOG2E
+    slope = 0.0
+    if ALIBI != "none":
+        slope = tl.load(alibi_slopes + head, mask=row_valid, other=0.0)[:, None]
+    tree_bias = bias
+    tree_size = 0
+    if bias is not None:
+        tree = tl.load(tree_id + request)
+        in_range = (tree >= 0) & (tree < num_trees)
+        tree_size = tl.where(in_range, bias_size, 0)
+        tree_bias = bias + tl.where(in_range, tree, 0).to(tl.int64) * bias_size * bias_size
+    ranges = mm_ranges
+    if MM != "none":
+        ranges = mm_ranges + request.to(tl.int64) * num_ranges * 2
+
+    key += kv_head.to(tl.int64) * K_HEAD
+    value += kv_head.to(tl.int64) * V_HEAD
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    n = tl.arange(0, TILE)
+    first_tile = low // TILE
+    last_tile = tl.cdiv(high, TILE)
+    full_begin = last_tile
+    full_end = last_tile
+    if SPLIT:
+        share = tl.cdiv(last_tile - first_tile, num_splits)
+        first_tile += split * share
+        last_tile = tl.minimum(first_tile + share, last_tile)
+        full_begin = last_tile
+        full_end = last_tile
+
+    if FULL_LOOP:
+        # Tiles that every row sees whole need no mask.
+        full_low, full_high = full_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
+        begin = tl.maximum(tl.cdiv(full_low, TILE), first_tile)
+        end = tl.minimum(full_high, high) // TILE
+        usable = begin < end
+        if PAGED:
+            limit = tl.where(usable, end, begin) * TILE
+            bad = any_invalid_block(table, begin * TILE, limit, num_blocks, BLOCK_SIZE)
+            usable = usable & (bad == 0)
+        full_begin = tl.where(usable, begin, last_tile)
+        full_end = tl.where(usable, end, last_tile)
+        block = look_up(table, full_begin * TILE + n, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+        for j in tl.range(full_begin, full_end, num_stages=STAGES):
+            k = j * TILE + n
+            here = block
+            # One tile ahead, so that the gather below never waits for its addresses.
+            block = look_up(table, k + TILE, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+            readable = here >= 0
+            k_tile = load_tile(key, here, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+            v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+            s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), tl.zeros([BLOCK_M, TILE], tl.float32))
+            s = s * row_factor[:, None]
+            if MODIFIED:
+                s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
+                                  query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
+            acc, m, total = softmax_step(s, decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8), acc, m, total)
+
+    # The tiles before and after the full ones, as one loop.
+    before = full_begin - first_tile
+    gap = full_end - full_begin
+    steps = tl.maximum(last_tile - first_tile - gap, 0)
+    start = tl.where(before > 0, first_tile, full_end)
+    block = look_up(table, start * TILE + n, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+    for j in tl.range(0, steps, num_stages=STAGES):
+        k = (first_tile + j + tl.where(j >= before, gap, 0)) * TILE + n
+        k_next = (first_tile + j + 1 + tl.where(j + 1 >= before, gap, 0)) * TILE + n
+        here = block
+        block = look_up(table, k_next, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+        readable = here >= 0
+        sees = visible(q_pos[:, None], k[None, :], seq_len, causal, ranges, num_ranges,
+                       CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
+        if MM != "none":
+            # Between ranges lie keys that no row sees and that may hold NaN.
+            readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
+        k_tile = load_tile(key, here, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+        v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+        s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), tl.zeros([BLOCK_M, TILE], tl.float32))
+        s = s * row_factor[:, None]
+        if MODIFIED:
+            s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
+                              query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
+        s = tl.where(sees, s, float("-inf"))
+        acc, m, total = softmax_step(s, decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8), acc, m, total)
+
+    if sinks is not None and not SPLIT:
+        sink = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        total = total * alpha + tl.exp2(sink - m_safe)
+        acc = acc * alpha[:, None]
+        m = m_new
+    seen = total > 0.0
+    log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    acc = acc * tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
+    if SPLIT:
+        tl.store(lse + lse_offsets, log, mask=row_valid)
+        out_mask = out_mask & seen[:, None]
+    elif lse is not None:
+        tl.store(lse + lse_offsets, log * LN2, mask=row_valid)
+    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT)

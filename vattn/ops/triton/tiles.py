@@ -1,0 +1,144 @@
+"""Host-side choices of one attention launch, from shapes and the device alone: no length is ever read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a launch must know about its device.
+
+    Attributes:
+        processors: multiprocessors.
+        shared_bytes: shared memory that one program can have.
+        native_fp8: whether the hardware converts FP8.
+        interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
+    """
+
+    processors: int
+    shared_bytes: int
+    native_fp8: bool
+    interpreted: bool = False
+
+    @staticmethod
+    @lru_cache
+    def of(device: torch.device) -> Limits:
+        """Describe a torch device."""
+        if device.type != "cuda":
+            return Limits(4, 1 << 16, False, True)
+        properties: Any = torch.cuda.get_device_properties(device)
+        if torch.version.hip is not None:
+            return Limits(properties.multi_processor_count, 1 << 16, False)
+        native = (properties.major, properties.minor) >= (8, 9)
+        return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin, native)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one launch is cut.
+
+    Attributes:
+        block_m: query rows of a program, (token, head) pairs.
+        group_tile: heads of a group that share a program.
+        tile: keys of one step.
+        num_splits: programs that share the keys of a tile of rows.
+        full_loop: run tiles that need no mask in a loop of their own.
+        num_warps, num_stages: launch options.
+    """
+
+    block_m: int
+    group_tile: int
+    tile: int
+    num_splits: int
+    full_loop: bool
+    num_warps: int
+    num_stages: int
+
+    @property
+    def block_q(self) -> int:
+        """Query tokens of a program."""
+        return self.block_m // self.group_tile
+
+
+def compute_dtype(config: AttentionConfig) -> torch.dtype:
+    """Return the dtype in which keys and values are multiplied.
+
+    FP8 caches of 16-bit models use fp16, which holds every FP8 value and is the cheapest to convert to; bf16 queries
+    are brought into its range row by row.
+    """
+    model, stored = config.dtype, config.kv_cache_dtype
+    if "float32" in (model, stored):
+        return torch.float32
+    if KV_FORMATS[stored].quantised or stored == "float16":
+        return torch.float16
+    return torch.bfloat16 if model == "bfloat16" else torch.float32
+
+
+def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits) -> Tiles:
+    """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each."""
+    wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
+    item = compute_dtype(config).itemsize
+    rows = -(-num_tokens // max(num_reqs, 1)) * config.group_size
+    block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, limits))
+    group_tile = min(config.group_size, block_m)
+    tile = _keys_of_a_step(wide, item, limits)
+    num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
+    full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none"
+    num_warps = 8 if block_m >= 128 or (block_m >= 64 and wide >= 256) or wide >= 512 else 4
+    num_stages = _stages(config, wide, item, block_m, tile, limits)
+    return Tiles(block_m, group_tile, tile, num_splits, full_loop, num_warps, num_stages)
+
+
+def _most_rows(wide: int, item: int, limits: Limits) -> int:
+    """The fp32 accumulator `[rows, wide]` must stay in registers."""
+    if limits.interpreted:
+        return 32
+    if item == 4:
+        return 32 if wide <= 128 else 16
+    return {512: 32, 256: 64}.get(wide, 128)
+
+
+def _keys_of_a_step(wide: int, item: int, limits: Limits) -> int:
+    if limits.interpreted:
+        return 16
+    tile = 64 if wide <= 128 else 32
+    if item == 4:
+        tile //= 2
+    # One stage of keys and values and the query must fit.
+    while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
+        tile //= 2
+    return tile
+
+
+def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: int, limits: Limits) -> int:
+    stored = KV_FORMATS[config.kv_cache_dtype].element_size
+    stage = 2 * tile * wide * stored
+    fixed = block_m * (wide + tile) * item + (2 * tile * wide * item if stored != item else 0)
+    return max(1, min(3, (limits.shared_bytes - fixed) // stage))
+
+
+def _choose_splits(
+    config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, block_m: int, tile: int, limits: Limits
+) -> int:
+    """Return splits such that about two programs run on each multiprocessor."""
+    heads = config.num_kv_heads * -(-config.group_size // block_m)
+    block_q = max(1, block_m // config.group_size)
+    programs = min(num_tokens, num_tokens // block_q + num_reqs) * heads
+    if config.sliding_window is not None and config.mm_prefix == "none":
+        reach = config.sliding_window + block_q
+        max_keys = min(max_keys, reach if config.causality == "causal" else 2 * reach)
+    useful = -(-max_keys // (2 * tile))
+    return max(1, min(2 * limits.processors // max(programs, 1), useful, 64))
