@@ -1,0 +1,181 @@
+"""The hand-picked requests that every backend answers: each feature alone, pairs that meet in the code, every format."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request.
+
+    Attributes:
+        changes: what differs from `tests.support.make_config()` (4 heads, 2 KV heads, head size 16, fp32, blocks of 8).
+        lens: pairs (query_len, seq_len), one per request.
+        padding: padding tokens and padding requests.
+        table: `"fit"`, `"narrow"` (too few columns for the longest request) or `"broken"` (used entries out of range).
+    """
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    lens: tuple[tuple[int, int], ...] = ()
+    padding: tuple[int, int] = (3, 2)
+    table: str = "fit"
+
+
+MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
+"""No query, decode, whole prefill, chunk of a prefill, first token, nothing, and a query longer than its sequence."""
+
+DECODES = ((1, 9), (1, 40), (1, 8), (1, 33), (1, 0))
+LONG = ((1, 150), (6, 131))
+IMAGES = ((9, 21), (20, 20), (1, 30), (4, 3))
+
+WINDOW = {"sliding_window": 5}
+TREE = {"tree_bias": True}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+FP8_HEADS = {**FP8, "kv_scale": "head"}
+FP8_QUERY = {"query_format": "fp8_e4m3"}
+SINKS = {"sinks": True}
+LSE = {"lse": True}
+ALIBI = {"alibi": "linear"}
+CAP = {"logits_soft_cap": 1.3}
+FLAGS = {"causality": "per_request"}
+BOTH_WAYS = {"causality": "bidirectional"}
+PACKED = {"block_size": 0}
+
+_SINGLE: dict[str, Row] = {
+    "plain": Row({}, MIXED),
+    "plain-no-padding": Row({}, MIXED, padding=(0, 0)),
+    "plain-decodes": Row({}, DECODES, padding=(0, 2)),
+    "plain-long": Row({}, LONG),
+    "plain-all-padding": Row({}, ((0, 0), (0, 5)), padding=(4, 1)),
+    "narrow-table": Row({}, ((2, 30), (1, 9), (20, 40)), table="narrow"),
+    "narrow-table-decodes": Row({}, DECODES, table="narrow"),
+    "broken-table": Row({}, MIXED, table="broken"),
+    "broken-table-decodes": Row({}, DECODES, table="broken"),
+    "lse": Row(LSE, MIXED),
+    "bidirectional": Row(BOTH_WAYS, MIXED),
+    "causal-flags": Row(FLAGS, MIXED),
+    "window1": Row({"sliding_window": 1}, MIXED),
+    "window5": Row(WINDOW, MIXED),
+    "window8-decodes": Row({"sliding_window": 8}, DECODES),
+    "window-longer-than-all": Row({"sliding_window": 1000}, MIXED),
+    "window37-long": Row({"sliding_window": 37}, LONG),
+    "chunk8": Row({"sliding_window": 8, "chunk_lookback": 0}, MIXED),
+    "chunk3-lookback2": Row({"sliding_window": 10, "chunk_lookback": 2}, MIXED),
+    "soft-cap": Row(CAP, MIXED),
+    "soft-cap-saturated": Row({"logits_soft_cap": 0.01, "scale": 20.0}, MIXED),
+    "alibi": Row(ALIBI, MIXED),
+    "alibi-sqrt": Row({"alibi": "sqrt"}, MIXED),
+    "sinks": Row(SINKS, MIXED),
+    "sinks-decodes": Row(SINKS, DECODES),
+    "tree": Row(TREE, MIXED),
+    "tree-decodes": Row(TREE, DECODES),
+    "mm-full": Row({"mm_prefix": "full"}, IMAGES),
+    "mm-clamped": Row({"mm_prefix": "clamped", "sliding_window": 6}, IMAGES),
+    "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
+    "packed": Row(PACKED, MIXED),
+    "scale-zero": Row({"scale": 0.0}, MIXED),
+    "scale-negative": Row({"scale": -0.7}, MIXED),
+}
+
+_PAIRS: dict[str, Row] = {
+    "window+sinks+lse": Row({**WINDOW, **SINKS, **LSE}, MIXED),
+    "window+alibi+soft-cap": Row({**WINDOW, **ALIBI, **CAP}, MIXED),
+    "window+tree": Row({**WINDOW, **TREE}, MIXED),
+    "window+flags": Row({**WINDOW, **FLAGS}, MIXED),
+    "window+bidirectional+lse": Row({**WINDOW, **BOTH_WAYS, **LSE}, MIXED),
+    "chunk+flags": Row({"sliding_window": 9, "chunk_lookback": 1, **FLAGS}, MIXED),
+    "chunk+sinks+hnd": Row({"sliding_window": 9, "chunk_lookback": 1, **SINKS, "kv_cache_layout": "HND"}, MIXED),
+    "chunk+mm-full": Row({"sliding_window": 9, "chunk_lookback": 0, "mm_prefix": "full"}, IMAGES),
+    "alibi+bidirectional": Row({**ALIBI, **BOTH_WAYS}, MIXED),
+    "alibi+flags+mm-full": Row({**ALIBI, **FLAGS, "mm_prefix": "full"}, IMAGES),
+    "alibi-sqrt+mm-full+lse": Row({"alibi": "sqrt", "mm_prefix": "full", **LSE}, IMAGES),
+    "alibi-sqrt+sinks+soft-cap": Row({"alibi": "sqrt", **SINKS, **CAP}, MIXED),
+    "alibi+tree": Row({**ALIBI, **TREE}, MIXED),
+    "mm-full+window": Row({"mm_prefix": "full", **WINDOW}, IMAGES),
+    "mm-clamped+window+flags+sinks": Row({"mm_prefix": "clamped", **WINDOW, **FLAGS, **SINKS}, IMAGES),
+    "mm-full+tree": Row({"mm_prefix": "full", **TREE}, IMAGES),
+    "mm-clamped+bidirectional+window": Row({"mm_prefix": "clamped", **WINDOW, **BOTH_WAYS}, IMAGES),
+    "tree+sinks+lse+soft-cap": Row({**TREE, **SINKS, **LSE, **CAP}, MIXED),
+    "lse+sinks-long": Row({**LSE, **SINKS}, LONG),
+    "lse+decodes": Row(LSE, DECODES),
+    "lse+soft-cap+flags": Row({**LSE, **CAP, **FLAGS}, MIXED),
+    "fp8-heads+hnd+window": Row({**FP8_HEADS, "kv_cache_layout": "HND", **WINDOW}, MIXED),
+    "fp8-heads+fp8-query-heads": Row({**FP8_HEADS, **FP8_QUERY, "query_scale": "head"}, MIXED),
+    "fp8-heads+fp8-query": Row({**FP8_HEADS, **FP8_QUERY}, MIXED),
+    "fp8+fp8-query-heads": Row({**FP8, **FP8_QUERY, "query_scale": "head"}, MIXED),
+    "fp8+tree+alibi+lse": Row({**FP8, **TREE, **ALIBI, **LSE}, MIXED),
+    "fp8+decodes+sinks": Row({**FP8, **SINKS}, DECODES),
+    "fp8-unequal-hnd": Row({**FP8_HEADS, "head_size_v": 24, "kv_cache_layout": "HND"}, MIXED),
+    "packed+window+flags+lse": Row({**PACKED, **WINDOW, **FLAGS, **LSE}, MIXED),
+    "packed+bidirectional+alibi": Row({**PACKED, **BOTH_WAYS, **ALIBI}, MIXED),
+    "packed+tree+sinks": Row({**PACKED, **TREE, **SINKS}, MIXED),
+    "packed+mm-full": Row({**PACKED, "mm_prefix": "full"}, IMAGES),
+    "packed+fp8-heads+fp8-query": Row({**PACKED, **FP8_HEADS, **FP8_QUERY}, MIXED),
+    "packed+unequal+encoder": Row({**PACKED, **BOTH_WAYS, "head_size_v": 40, "attn_type": "encoder"}, MIXED),
+    "packed+encoder-only+soft-cap": Row({**PACKED, **BOTH_WAYS, **CAP, "attn_type": "encoder_only"}, MIXED),
+    "broken-table+window+sinks+lse": Row({**WINDOW, **SINKS, **LSE}, MIXED, table="broken"),
+    "broken-table+mm-full": Row({"mm_prefix": "full"}, IMAGES, table="broken"),
+    "narrow-table+bidirectional+lse": Row({**BOTH_WAYS, **LSE}, ((2, 30), (1, 9)), table="narrow"),
+}
+
+_SIZES: dict[str, Row] = {
+    **{
+        f"heads{h}-kv{k}": Row({"num_heads": h, "num_kv_heads": k}, MIXED)
+        for h, k in ((1, 1), (3, 3), (7, 1), (6, 2), (10, 2), (33, 1))
+    },
+    **{f"head-size{d}": Row({"head_size": d}, ((1, 18), (4, 11))) for d in (8, 24, 80, 96, 128, 256, 512)},
+    **{
+        f"head-size{d}-value{v}": Row({"head_size": d, "head_size_v": v}, ((1, 18), (4, 11)))
+        for d, v in ((16, 8), (24, 56), (192, 128), (8, 16))
+    },
+    **{f"block-size{b}": Row({"block_size": b}, MIXED) for b in (16, 24, 56, 128, 256)},
+    "unequal-hnd-fp16": Row({"head_size_v": 24, "kv_cache_layout": "HND", "dtype": "float16"}, MIXED),
+}
+
+
+def _formats() -> dict[str, Row]:
+    """Every KV format with every output format; model dtypes, queries and scale kinds take turns."""
+    rows = {}
+    dtypes, queries, kinds = itertools.cycle(MODEL_DTYPES), itertools.cycle((False, False, True)), itertools.cycle("th")
+    for kv in KV_FORMATS:
+        for output in OUTPUT_FORMATS:
+            changes: dict[str, Any] = {"dtype": next(dtypes), "kv_cache_dtype": kv, "output_format": output}
+            changes.update(num_heads=6, num_kv_heads=2, head_size=64, **LSE)
+            if KV_FORMATS[kv].quantised:
+                changes["kv_scale"] = {"t": "tensor", "h": "head"}[next(kinds)]
+            if next(queries):
+                changes.update(FP8_QUERY)
+            rows[f"{changes['dtype']}-kv-{kv}-out-{output}"] = Row(changes, ((3, 9), (1, 20), (2, 1)))
+    for dtype, kv in itertools.product(MODEL_DTYPES, KV_FORMATS):
+        rows[f"{dtype}-kv-{kv}"] = Row({"dtype": dtype, "kv_cache_dtype": kv}, MIXED)
+        rows[f"{dtype}-kv-{kv}-fp8-query"] = Row({"dtype": dtype, "kv_cache_dtype": kv, **FP8_QUERY}, DECODES)
+    for output in ("fp8_static", "fp8_per_token", "fp8_group128_pow2_col", "nvfp4_swizzled"):
+        # A split over the keys ends in another kernel than one pass does.
+        rows[f"long-out-{output}"] = Row({"output_format": output, "num_heads": 8, "dtype": "bfloat16"}, LONG)
+        rows[f"sinks-window-out-{output}"] = Row({"output_format": output, "num_heads": 8, **SINKS, **WINDOW}, MIXED)
+        rows[f"packed-out-{output}"] = Row({"output_format": output, "num_heads": 8, **PACKED}, MIXED)
+    # More rows than one tile of swizzled scales.
+    rows["many-rows-out-nvfp4_swizzled"] = Row(
+        {"output_format": "nvfp4_swizzled", "num_heads": 2, "num_kv_heads": 1}, ((129, 129),), (2, 1)
+    )
+    rows["nvfp4-odd-groups"] = Row({"output_format": "nvfp4_swizzled", "num_heads": 3, "num_kv_heads": 1}, MIXED)
+    return rows
+
+
+_REFUSED: dict[str, Row] = {
+    "context-parallel": Row({"context_parallel": True}, MIXED),
+    "batch-invariant": Row({"batch_invariant": True}, MIXED),
+    "head-size12": Row({"head_size": 12}, MIXED),
+    "head-size1032": Row({"head_size": 1032}, ((1, 9),)),
+    "block-size12": Row({"block_size": 12}, MIXED),
+    "block-size512": Row({"block_size": 512}, MIXED),
+    "encoder-decoder": Row({"attn_type": "encoder_decoder"}, MIXED),
+}
+"""Refused by every backend there is today; one that learns to run a row must then be right."""
+
+ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **_formats(), **_REFUSED}

@@ -1,0 +1,87 @@
+"""Every backend against the reference on the same hand-picked rows; what a backend refuses it must refuse by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.cases import make_batch, make_cache_update
+from tests.conformance.compare import compare_cache_update, run_and_compare
+from tests.conformance.rows import ROWS
+from vattn.backends import selector
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES
+
+BACKENDS = selector.backend_names()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Name of a backend that can be used in this process."""
+    problem = selector.get_backend(request.param).problem()
+    if problem is not None:
+        pytest.skip(problem)
+    return request.param
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the rows run; tests/gpu overrides it."""
+    return "cpu"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_attention(backend: str, row: str, device: str) -> None:
+    run_and_compare(make_batch(ROWS[row], backend, device=device, seed=len(row)))
+
+
+@pytest.mark.parametrize("row", ["plain", "lse", "window5", "tree", "fp8-heads+hnd+window"])
+def test_attention_with_a_plan(backend: str, row: str, device: str) -> None:
+    batch = make_batch(ROWS[row], backend, device=device, seed=7)
+    tokens, table = batch.args.query.shape[0], batch.args.block_table
+    shape = selector.get_backend(backend).plan_shape(batch.config, tokens, *table.shape)
+    if shape:
+        schedule = torch.full(shape, -1, dtype=torch.int32, device=device)
+        torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.args.config)
+        batch.args = batch.args._replace(plan=[schedule])
+    run_and_compare(batch)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("width", [(16, 16), (24, 8)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_cache_update(backend: str, dtype: str, kv: str, width: tuple[int, int], layout: str, device: str) -> None:
+    kinds = ("tensor", "head") if KV_FORMATS[kv].quantised else ("none",)
+    for seed, kind in enumerate(kinds):
+        config = AttentionConfig(
+            6, 3, *width, 1.0, dtype, kv, 8, layout, kv_scale=kind, backend=backend
+        )  # fmt: skip
+        assert compare_cache_update(make_cache_update(config, device=device, seed=seed), config)
+
+
+def test_cache_update_of_stored_values(backend: str, device: str) -> None:
+    """Keys that are FP8 already go into an FP8 cache as they are, whatever the scale."""
+    for kv in ("fp8_e4m3", "fp8_e5m2"):
+        config = AttentionConfig(2, 2, 16, 16, 1.0, "bfloat16", kv, 8, kv_scale="tensor", backend=backend)
+        args = make_cache_update(config, device=device, seed=3)
+        stored = KV_FORMATS[kv].value_dtype
+        assert compare_cache_update(args._replace(key=args.key.to(stored), value=args.value.to(stored)), config)
+
+
+def test_a_query_with_strides_of_its_own(backend: str, device: str) -> None:
+    """The query may be a slice of what one projection gave for query, key and value."""
+    batch = make_batch(ROWS["plain"], backend, device=device, seed=5)
+    tokens, heads, width = batch.args.query.shape
+    fused = torch.full((tokens, heads + 5, width), torch.nan, device=device)
+    fused[:, 2 : 2 + heads] = batch.args.query
+    batch.args = batch.args._replace(query=fused[:, 2 : 2 + heads])
+    assert run_and_compare(batch)
+
+
+def test_requests_that_share_blocks(backend: str, device: str) -> None:
+    """A prefix in common lies in the cache once, and both tables name its blocks."""
+    batch = make_batch(ROWS["plain-long"], backend, device=device, seed=6)
+    table = batch.args.block_table
+    table[1, :5] = table[0, :5]
+    assert run_and_compare(batch)
