@@ -3,8 +3,11 @@
 from vattn import errors
 from vattn.backends.selector import explain, register_backend
 from vattn.block_pool import BlockPool
+from vattn.compilation import compile, compile_regions
 from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.context import forward_context
+from vattn.cuda_graph import CUDAGraphRunner
+from vattn.export import export_step
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, update_kv_cache
 from vattn.kv_cache import (
     FullAttentionSpec,
@@ -29,6 +32,7 @@ __all__ = [
     "AttentionOutput",
     "AttentionType",
     "BlockPool",
+    "CUDAGraphRunner",
     "CacheConfig",
     "FullAttentionSpec",
     "KVCacheSpec",
@@ -36,9 +40,12 @@ __all__ = [
     "SlidingWindowSpec",
     "allocate_kv_cache",
     "clip_rates",
+    "compile",
+    "compile_regions",
     "copy_blocks",
     "errors",
     "explain",
+    "export_step",
     "forward_context",
     "kv_cache_shape",
     "merge_attn_states",

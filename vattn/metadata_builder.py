@@ -48,6 +48,9 @@ class AttentionMetadataBuilder:
         max_mm_ranges: multimodal ranges per request.
         max_trees, max_tree_size: tree biases of one step, and the side of the largest.
 
+    Attributes:
+        backends: names of the backends that `layers` run on.
+
     Raises:
         ConfigError: a capacity below one, or layers of another block size.
         CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
@@ -90,6 +93,7 @@ class AttentionMetadataBuilder:
         self.device = torch.device(device)
         self.num_blocks = num_blocks
         self.table_width = -(-max_seq_len // block_size)
+        self.backends: set[str] = set()
         self._configs = self._find_configs(layers)
         self._limits = Limits(
             num_reqs=self.max_num_reqs,
@@ -106,16 +110,11 @@ class AttentionMetadataBuilder:
             self._allocate()
 
     def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
+        """Return one config per kind of schedule that the layers need; learn their backends and the cache size too."""
         found: dict[str, AttentionConfig] = {}
         for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
-            config = layer if isinstance(layer, AttentionConfig) else getattr(layer, "config", None)
-            if config is None and hasattr(layer, "bind_kv_cache"):
-                raise CacheNotBoundError(
-                    f"layer {getattr(layer, 'prefix', '')!r} has no KV cache, so its backend is not known yet",
-                    "layers with a bound cache",
-                    "call vattn.allocate_kv_cache(model, num_blocks=...) before making the builder",
-                )
-            if not isinstance(config, AttentionConfig):
+            config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
+            if config is None:
                 continue
             if config.block_size != self.block_size:
                 raise ConfigError(
@@ -124,6 +123,7 @@ class AttentionMetadataBuilder:
                     "pass block_size= of the layers' CacheConfig",
                 )
             backend = selector.choose(config, self.device)
+            self.backends.add(backend.name)
             if backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
                 found.setdefault(backend.plan_key(config), config)
             if self.num_blocks is None and isinstance(layer, nn.Module):
@@ -317,6 +317,20 @@ def _round_up(count: int) -> int:
 def _alias(view: Tensor) -> Tensor:
     # A plain tensor over the same memory: Dynamo would also trace and guard the base of a view.
     return view.data
+
+
+def _config_of(layer: nn.Module) -> AttentionConfig | None:
+    """Return what an attention layer's cache was bound for; `None` for a module that is no attention layer."""
+    if not hasattr(layer, "bind_kv_cache"):
+        return None
+    config = getattr(layer, "config", None)
+    if not isinstance(config, AttentionConfig):
+        raise CacheNotBoundError(
+            f"layer {getattr(layer, 'prefix', '')!r} has no KV cache, so its backend is not known yet",
+            "layers with a bound cache",
+            "call vattn.allocate_kv_cache(model, num_blocks=...) before making the builder",
+        )
+    return config
 
 
 def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
