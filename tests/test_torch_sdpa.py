@@ -177,7 +177,7 @@ def test_keys_of_blocks_outside_the_cache_are_not_seen(feature, lens, bad):
     check(batch)
 
 
-@pytest.mark.parametrize("feature", ["plain", "lse", "bidirectional", "alibi"])
+@pytest.mark.parametrize("feature", ["plain", "window", "window_bidirectional", "lse", "bidirectional", "alibi"])
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_a_narrow_block_table_hides_the_rest(feature, lens):
     check(random_paged_batch(make_config(**FEATURES[feature]), *lens, table_width=1))
@@ -208,6 +208,16 @@ def test_strided_queries_are_read_where_they_are():
     packed[:, 2:6] = batch.args.query
     batch.args = batch.args._replace(query=packed[:, 2:6])
     check(batch)
+
+
+@pytest.mark.parametrize("feature", ["plain", "lse"])
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_autocast_does_not_narrow_the_math(feature, lens):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = random_paged_batch(make_config(**FEATURES[feature]), *lens).with_backend("TORCH_SDPA")
+        batch.run()
+    expected, _ = batch.expected()
+    assert relative_l2(batch.args.output, expected) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("feature", FEATURES)

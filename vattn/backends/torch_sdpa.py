@@ -2,7 +2,8 @@
 
 Keys and values are gathered through the block table. Plain requests (causal or bidirectional, maybe with a window) go
 through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks of query rows. All
-other features are fp32 math written out, in chunks too, so that memory stays bounded. Everything accumulates in fp32.
+other features are math written out, in chunks too, so that memory stays bounded. Everything is computed in fp32, as
+precisely as `torch.set_float32_matmul_precision` asks (by default exactly), whatever autocast says.
 
 Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
 """
@@ -106,11 +107,13 @@ class TorchSDPABackend(Backend):
         requests = list(_requests(args, config, lengths, [min(length, capacity) for length in lengths]))
         result = _start_result(args, requests, config)
         decodes = [r for r in requests if r.query_len == 1 and r.num_keys == r.seq_len > 0 and _is_plain(config)]
-        if len({r.causal for r in decodes}) == 1 and len(decodes) > 1 and _is_even(decodes):
-            _plain_decodes(args, config, decodes, key_cache, value_cache, result)
-            done = {r.index for r in decodes}
-            requests = [r for r in requests if r.index not in done]
-        _run(args, config, requests, _paged_reader(args, config, key_cache, value_cache), result)
+        # Autocast would round the fp32 math to a narrower dtype.
+        with torch.autocast(args.query.device.type, enabled=False):
+            if len(decodes) > 1 and _is_even(decodes):
+                _plain_decodes(args, config, decodes, key_cache, value_cache, result)
+                done = {r.index for r in decodes}
+                requests = [r for r in requests if r.index not in done]
+            _run(args, config, requests, _paged_reader(args, config, key_cache, value_cache), result)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
@@ -123,7 +126,8 @@ class TorchSDPABackend(Backend):
             rows = slice(starts[request.index] + first, starts[request.index] + end)
             return _decode(args.key[rows], config, args.k_scale), _decode(args.value[rows], config, args.v_scale), None
 
-        _run(args, config, requests, read, _start_result(args, requests, config))
+        with torch.autocast(args.query.device.type, enabled=False):
+            _run(args, config, requests, read, _start_result(args, requests, config))
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
@@ -166,7 +170,7 @@ def _decode(stored: Tensor, config: AttentionConfig, scale: Tensor | None) -> Te
     if config.kv_cache_dtype != "fp8_e4m3" or stored.is_cuda or scale is None:
         return quantization.decode_kv(stored, config.kv_cache_dtype, scale)
     # Four times as fast as the conversion, which is not vectorised. One scale is folded into the table.
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.arange(256, dtype=torch.uint8, device=stored.device).view(torch.float8_e4m3fn).float()
     per_tensor = scale.numel() == 1
     table = codes * scale.view(1) if per_tensor else codes
     values = table.index_select(0, stored.view(torch.uint8).reshape(-1).int()).view(stored.shape)
@@ -326,7 +330,7 @@ def _plain_decodes(
     value_cache: Tensor,
     result: Tensor,
 ) -> None:
-    """Run all single-token requests in one call, padded to the longest."""
+    """Run all single-token requests in one call, padded to the longest. Causal or not makes no difference to them."""
     size, device = config.block_size, args.query.device
     window = config.sliding_window
     facts = [(r.index, r.first_row, r.seq_len, max(0, r.seq_len - (window or r.seq_len))) for r in requests]
