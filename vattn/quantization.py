@@ -316,7 +316,7 @@ def dequantise_output(
         if output_block_scale is None or output_scale is None:
             raise ScaleError(f"output_format {fmt.name} without its scales", "both scales", "pass them")
         rows = dequant_nvfp4(output.flatten(1), output_block_scale, output_scale, fmt.swizzled)
-        return rows.view(num_tokens, num_heads, -1)
+        return rows.view(num_tokens, num_heads, 2 * output.shape[2])
     scale = output_scale if fmt.static_scale else output_block_scale
     if scale is None:
         raise ScaleError(f"output_format {fmt.name} without its scale", "the scale that it was written with", "pass it")

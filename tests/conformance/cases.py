@@ -1,6 +1,8 @@
-"""Turn a row into the arguments of an op."""
+"""Turn a request into the arguments of an op."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,42 +15,50 @@ from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 
 
-def make_batch(row: Row, backend: str, *, device: str = "cpu", seed: int = 0) -> Batch:
-    """Return a random batch for a row on a backend, full of garbage wherever garbage is allowed."""
+def batch_of_row(row: Row, backend: str, *, device: str = "cpu", seed: int = 0) -> Batch:
+    """Return a random batch for a row on a backend."""
     config = make_config(**{"block_size": 8, **row.changes, "backend": backend})
-    query_lens, seq_lens = [q for q, _ in row.lens], [s for _, s in row.lens]
-    tokens, reqs = row.padding
+    return make_batch(config, row.lens, row.padding, row.table, device=device, seed=seed)
+
+
+def make_batch(
+    config: AttentionConfig,
+    lens: Sequence[tuple[int, int]],
+    padding: tuple[int, int] = (0, 0),
+    table: str = "fit",
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Batch:
+    """Return a random batch, full of garbage wherever garbage is allowed; the arguments are those of `Row`."""
+    query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
+    common = {"seed": seed, "device": device, "num_padding_tokens": padding[0], "num_padding_reqs": padding[1]}
     if config.block_size == 0:
-        return random_packed_batch(
-            config, query_lens, seq_lens, seed=seed, device=device, num_padding_tokens=tokens, num_padding_reqs=reqs
-        )
-    width = None
-    if row.table == "narrow":
-        width = max(1, max(seq_lens) // config.block_size - 1)
-    batch = random_paged_batch(
-        config,
-        query_lens,
-        seq_lens,
-        seed=seed,
-        device=device,
-        table_width=width,
-        num_padding_tokens=tokens,
-        num_padding_reqs=reqs,
-    )
-    if row.table == "broken":
+        return random_packed_batch(config, query_lens, seq_lens, **common)
+    width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" else None
+    batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
+    if table == "broken":
         break_table(batch, seed)
     return batch
 
 
 def break_table(batch: Batch, seed: int) -> None:
-    """Put ids outside the cache into a third of the table's entries, used ones included: their keys do not exist."""
+    """Put ids outside the cache into a third of the table's entries, used ones included: their keys do not exist.
+
+    A third of the tree ids, if there are any, become ids of no tree.
+    """
     rng = torch.Generator().manual_seed(seed)
-    table = batch.args.block_table
+    table, tree_id = batch.args.block_table, batch.args.tree_id
     num_blocks = batch.args.kv_cache.shape[0 if batch.args.kv_cache.ndim == 2 else 1]
-    ids = torch.tensor([-1, num_blocks, 2**31 - 1, -(2**31)])
-    broken = torch.rand(table.shape, generator=rng) < 0.34
-    garbage = ids[torch.randint(len(ids), table.shape, generator=rng)].int()
-    table.copy_(torch.where(broken, garbage, table.cpu()))
+    _overwrite_a_third(table, [-1, num_blocks, 2**31 - 1, -(2**31)], rng)
+    if tree_id is not None:
+        _overwrite_a_third(tree_id, [-2, 2, 2**31 - 1, -(2**31)], rng)
+
+
+def _overwrite_a_third(tensor: Tensor, choices: list[int], rng: torch.Generator) -> None:
+    chosen = torch.rand(tensor.shape, generator=rng) < 0.34
+    values = torch.tensor(choices)[torch.randint(len(choices), tensor.shape, generator=rng)].int()
+    tensor.copy_(torch.where(chosen, values, tensor.cpu()))
 
 
 def make_cache_update(config: AttentionConfig, *, device: str = "cpu", seed: int = 0) -> CacheUpdateArgs:

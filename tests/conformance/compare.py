@@ -124,7 +124,7 @@ def run_and_compare(batch: Batch, expected: tuple[Tensor, Tensor] | None = None)
 
 
 def compare(result: Batch, out: Tensor, lse: Tensor) -> None:
-    """Raise Mismatch if what a batch's outputs hold is not near the reference's fp32 `out [T, H, V]` and `lse [T, H]`."""
+    """Raise Mismatch if the outputs of a batch are not near the reference's fp32 `out [T, H, V]` and `lse [T, H]`."""
     config, args = result.config, result.args
     _compare_lse(args.lse, lse, config)
     fmt = OUTPUT_FORMATS[config.output_format]

@@ -1,4 +1,4 @@
-"""The hand-picked requests that every backend answers: each feature alone, pairs that meet in the code, every format."""
+"""The hand-picked requests for every backend: each feature alone, pairs that meet in the code, every format."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conformance.cases import make_batch, make_cache_update
+from tests.conformance.cases import batch_of_row, make_cache_update
 from tests.conformance.compare import compare_cache_update, run_and_compare
 from tests.conformance.rows import ROWS
 from vattn.backends import selector
@@ -32,12 +32,12 @@ def device() -> str:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_attention(backend: str, row: str, device: str) -> None:
-    run_and_compare(make_batch(ROWS[row], backend, device=device, seed=len(row)))
+    run_and_compare(batch_of_row(ROWS[row], backend, device=device, seed=len(row)))
 
 
 @pytest.mark.parametrize("row", ["plain", "lse", "window5", "tree", "fp8-heads+hnd+window"])
 def test_attention_with_a_plan(backend: str, row: str, device: str) -> None:
-    batch = make_batch(ROWS[row], backend, device=device, seed=7)
+    batch = batch_of_row(ROWS[row], backend, device=device, seed=7)
     tokens, table = batch.args.query.shape[0], batch.args.block_table
     shape = selector.get_backend(backend).plan_shape(batch.config, tokens, *table.shape)
     if shape:
@@ -71,7 +71,7 @@ def test_cache_update_of_stored_values(backend: str, device: str) -> None:
 
 def test_a_query_with_strides_of_its_own(backend: str, device: str) -> None:
     """The query may be a slice of what one projection gave for query, key and value."""
-    batch = make_batch(ROWS["plain"], backend, device=device, seed=5)
+    batch = batch_of_row(ROWS["plain"], backend, device=device, seed=5)
     tokens, heads, width = batch.args.query.shape
     fused = torch.full((tokens, heads + 5, width), torch.nan, device=device)
     fused[:, 2 : 2 + heads] = batch.args.query
@@ -81,7 +81,7 @@ def test_a_query_with_strides_of_its_own(backend: str, device: str) -> None:
 
 def test_requests_that_share_blocks(backend: str, device: str) -> None:
     """A prefix in common lies in the cache once, and both tables name its blocks."""
-    batch = make_batch(ROWS["plain-long"], backend, device=device, seed=6)
+    batch = batch_of_row(ROWS["plain-long"], backend, device=device, seed=6)
     table = batch.args.block_table
     table[1, :5] = table[0, :5]
     assert run_and_compare(batch)

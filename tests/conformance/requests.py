@@ -1,0 +1,278 @@
+"""Random requests over the whole config space, and the grid of requests of the acceptance table.
+
+A request is a config (its backend included), the lengths of a batch and a seed; its `line()` reproduces it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.conformance.cases import make_batch, make_cache_update
+from tests.support import Batch
+from vattn.backends.base import FEATURES, DeviceInfo
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.ops.arguments import CacheUpdateArgs
+
+_EXCLUSIVE = (
+    {"bidirectional", "causal_flags"},
+    {"sliding_window", "chunk_lookback"},
+    {"alibi", "alibi_sqrt"},
+    {"tree_bias", "bidirectional"},
+    {"tree_bias", "causal_flags"},
+    {"alibi_sqrt", "bidirectional"},
+    {"alibi_sqrt", "causal_flags"},
+    {"contiguous_kv", "hnd_layout"},
+)
+"""Pairs that no config can ask for: a choice between them, or a contradiction that `AttentionConfig` refuses."""
+
+PAIRS: tuple[tuple[str, str], ...] = tuple(
+    pair for pair in itertools.combinations(FEATURES, 2) if not any(set(pair) == both for both in _EXCLUSIVE)
+)
+"""Every pair of features that a config can ask for."""
+
+_SELDOM = {"context_parallel": 0.015, "batch_invariant": 0.015, "contiguous_kv": 0.12, "hnd_layout": 0.35}
+"""How often a feature is drawn, if not one time in four; nobody implements the first two."""
+
+MEDIUM = range(8, 72, 8)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large random batches are: longest sequence, most requests, and how many draws have wide heads."""
+
+    seq_len: int = 48
+    reqs: int = 5
+    wide_heads: float = 0.1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config, the lengths of one batch (see `rows.Row`) and the seed of its values."""
+
+    config: AttentionConfig
+    lens: tuple[tuple[int, int], ...]
+    padding: tuple[int, int] = (0, 0)
+    table: str = "fit"
+    seed: int = 0
+
+    def line(self, device: str) -> str:
+        """Return the shell command that runs this request alone."""
+        lens = ",".join(f"{q}:{s}" for q, s in self.lens)
+        return (
+            f"python -m tests.conformance.fuzz --device {device} --lens {lens} --padding {self.padding[0]}:"
+            f"{self.padding[1]} --table {self.table} --seed {self.seed} '{self.config.encode()}'"
+        )
+
+    def batch(self, device: str) -> Batch:
+        """Return the arguments of the attention op."""
+        return make_batch(self.config, self.lens, self.padding, self.table, device=device, seed=self.seed)
+
+    def cache_update(self, device: str) -> CacheUpdateArgs:
+        """Return the arguments of a cache update."""
+        return make_cache_update(self.config, device=device, seed=self.seed)
+
+
+def config_with(features: frozenset[str], base: AttentionConfig) -> AttentionConfig:
+    """Return a config that asks for exactly these features on top of a plain paged one."""
+    changes: dict[str, Any] = {}
+    if "bidirectional" in features or "causal_flags" in features:
+        changes["causality"] = "bidirectional" if "bidirectional" in features else "per_request"
+    if "sliding_window" in features or "chunk_lookback" in features:
+        changes["sliding_window"] = 7
+        changes["chunk_lookback"] = 1 if "chunk_lookback" in features else None
+    if "alibi" in features or "alibi_sqrt" in features:
+        changes["alibi"] = "linear" if "alibi" in features else "sqrt"
+    if "mm_prefix" in features:
+        changes["mm_prefix"] = "full"
+    if "logits_soft_cap" in features:
+        changes["logits_soft_cap"] = 2.5
+    if "unequal_head_sizes" in features:
+        changes["head_size_v"] = base.head_size + 8
+    if "kv_scale_per_head" in features:
+        fmt = base.kv_cache_dtype if KV_FORMATS[base.kv_cache_dtype].quantised else "fp8_e4m3"
+        changes.update(kv_cache_dtype=fmt, kv_scale="head")
+    if "query_scale_per_head" in features:
+        changes.update(query_format="fp8_e4m3", query_scale="head")
+    if "hnd_layout" in features:
+        changes["kv_cache_layout"] = "HND"
+    if "contiguous_kv" in features:
+        changes["block_size"] = 0
+    for name in ("sinks", "tree_bias", "lse", "context_parallel", "batch_invariant"):
+        changes[name] = name in features
+    return base.replace(**changes)
+
+
+def draw_features(rng: random.Random, required: tuple[str, ...] = ()) -> frozenset[str]:
+    """Return a random set of features that a config can ask for, the required ones among them."""
+    chosen = list(required)
+    others = [name for name in FEATURES if name not in required and rng.random() < _SELDOM.get(name, 0.25)]
+    rng.shuffle(others)
+    for name in others:
+        if not any({name, other} == both for other in chosen for both in _EXCLUSIVE):
+            chosen.append(name)
+    return frozenset(chosen)
+
+
+def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size: Size) -> AttentionConfig:
+    kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
+    widths: Any = MEDIUM if rng.random() >= size.wide_heads else (80, 96, 128, 192, 256, 512)
+    head_size = rng.choice(widths)
+    if rng.random() < 0.015:
+        head_size = rng.choice((4, 12, 20, 1032))
+    kv_format = rng.choice(list(KV_FORMATS))
+    query = rng.choice(QUERY_FORMATS)
+    return AttentionConfig(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        head_size_v=head_size,
+        scale=rng.choice((head_size**-0.5, 0.5 * head_size**-0.5, -0.1)),
+        dtype=rng.choice(("float32", "float32", "bfloat16", "float16")),
+        kv_cache_dtype=kv_format,
+        kv_scale="tensor" if KV_FORMATS[kv_format].quantised else "none",
+        query_format=query,
+        query_scale="none" if query == "none" else "tensor",
+        block_size=rng.choice((8, 8, 16, 24, 56, 256)) if rng.random() >= 0.015 else rng.choice((12, 264)),
+        attn_type=rng.choice(("encoder", "encoder_only")) if "contiguous_kv" in features else "decoder",
+        backend=backend,
+    )
+
+
+def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
+    """Vary what a feature leaves open: windows, caps, value widths, ranges and output formats."""
+    changes: dict[str, Any] = {}
+    if config.chunk_lookback is not None:
+        lookback = rng.choice((0, 1, 2))
+        changes.update(chunk_lookback=lookback, sliding_window=(lookback + 1) * rng.choice((1, 4, 8, 13)))
+    elif config.sliding_window is not None:
+        changes["sliding_window"] = rng.choice((1, 2, 5, 8, 17, 64, 5000))
+    if config.logits_soft_cap is not None:
+        changes["logits_soft_cap"] = rng.choice((0.3, 2.5, 50.0))
+    if config.mm_prefix != "none":
+        changes["mm_prefix"] = rng.choice(("full", "clamped"))
+    if config.head_size_v != config.head_size:
+        changes["head_size_v"] = rng.choice([size for size in MEDIUM if size != config.head_size])
+    config = config.replace(**changes)
+    columns = config.num_heads * config.head_size_v
+    formats = [f.name for f in OUTPUT_FORMATS.values() if f.group_size <= 0 or columns % f.group_size == 0]
+    return config.replace(output_format="none" if rng.random() < 0.4 else rng.choice(formats))
+
+
+def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (), size: Size = Size()) -> Request:
+    """Return a random request for a backend that asks for the required features at least."""
+    features = draw_features(rng, required)
+    config = _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
+    lens = tuple(_draw_lens(rng, size.seq_len) for _ in range(rng.randint(1, size.reqs)))
+    paged = config.block_size > 0
+    return Request(
+        config,
+        lens,
+        padding=(rng.choice((0, 0, 1, 3)), rng.choice((0, 0, 2))),
+        table=rng.choices(("fit", "narrow", "broken"), (8, 1, 1))[0] if paged else "fit",
+        seed=rng.randrange(1 << 30),
+    )
+
+
+def _draw_lens(rng: random.Random, longest: int) -> tuple[int, int]:
+    seq_len = rng.randint(1, longest)
+    kind = rng.choice(("decode", "decode", "prefill", "chunk", "chunk", "no query", "nothing", "query too long"))
+    return {
+        "decode": (1, seq_len),
+        "prefill": (min(seq_len, 24), min(seq_len, 24)),
+        "chunk": (rng.randint(1, min(seq_len, 9)), seq_len),
+        "no query": (0, seq_len),
+        "nothing": (0, 0),
+        "query too long": (seq_len % 4 + 2, seq_len % 3),
+    }[kind]
+
+
+def simpler(request: Request) -> Iterator[Request]:
+    """Yield requests that differ from this one by having one thing less; those that contradict themselves are left out."""
+    if request.table != "fit":
+        yield replace(request, table="fit")
+    if request.padding != (0, 0):
+        yield replace(request, padding=(0, 0))
+    for index in range(len(request.lens) if len(request.lens) > 1 else 0):
+        yield replace(request, lens=request.lens[:index] + request.lens[index + 1 :])
+    less: tuple[dict[str, Any], ...] = (
+        {"output_format": "none"},
+        {"query_format": "none", "query_scale": "none"},
+        {"kv_cache_dtype": "float32", "kv_scale": "none"},
+        {"dtype": "float32"},
+        {"causality": "causal"},
+        {"sliding_window": None, "chunk_lookback": None},
+        {"chunk_lookback": None},
+        {"logits_soft_cap": None},
+        {"alibi": "none"},
+        {"sinks": False},
+        {"tree_bias": False},
+        {"mm_prefix": "none"},
+        {"lse": False},
+        {"kv_cache_layout": "NHD"},
+        {"head_size_v": request.config.head_size},
+        {"num_heads": request.config.num_kv_heads},
+        {"num_heads": 1, "num_kv_heads": 1},
+        {"attn_type": "decoder"},
+    )
+    for changes in less:
+        if any(getattr(request.config, name) != value for name, value in changes.items()):
+            try:
+                yield replace(request, config=request.config.replace(**changes))
+            except ValueError:
+                continue
+
+
+PLAIN = AttentionConfig(8, 2, 64, 64, 0.125, "bfloat16", "bfloat16")
+"""What the grid of the acceptance table varies."""
+
+DEVICES: dict[str, DeviceInfo] = {
+    "cpu": DeviceInfo("cpu"),
+    "interpreter": DeviceInfo("cpu", triton_interpreter=True),
+    "sm_80": DeviceInfo("cuda", (8, 0), "sm_80"),
+    "sm_90": DeviceInfo("cuda", (9, 0), "sm_90"),
+    "sm_100": DeviceInfo("cuda", (10, 0), "sm_100"),
+}
+"""Where the acceptance table is taken; only data, no device is needed."""
+
+
+def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict[str, Any]:
+    """Return the grid of requests that are accepted: features, pairs, types, sizes, and outputs by what goes in."""
+    base = PLAIN.replace(backend=backend)
+
+    def accepted(configs: dict[str, AttentionConfig]) -> str:
+        return " ".join(name for name, config in configs.items() if accepts(config))
+
+    return {
+        "features": accepted({name: config_with(frozenset({name}), base) for name in FEATURES}),
+        "pairs": accepted({f"{a}+{b}": config_with(frozenset({a, b}), base) for a, b in PAIRS}),
+        "attn_types": accepted(
+            {
+                f"{kind}/{size}": base.replace(attn_type=kind, block_size=size)
+                for kind in ("decoder", "encoder", "encoder_only", "encoder_decoder")
+                for size in (0, 16)
+            }
+        ),
+        "head_sizes": accepted({str(d): base.replace(head_size=d, head_size_v=d) for d in range(8, 1025, 8)}),
+        "block_sizes": accepted({str(b): base.replace(block_size=b) for b in range(8, 257, 8)}),
+        "outputs": {name: accepted(configs) for name, configs in _format_grid(base).items()},
+    }
+
+
+def _format_grid(base: AttentionConfig) -> dict[str, dict[str, AttentionConfig]]:
+    """Return configs by model dtype, KV format and query format, then by output format."""
+    grid = {}
+    for dtype, kv, query in itertools.product(MODEL_DTYPES, KV_FORMATS, QUERY_FORMATS):
+        config = base.replace(
+            dtype=dtype,
+            kv_cache_dtype=kv,
+            kv_scale="tensor" if KV_FORMATS[kv].quantised else "none",
+            query_format=query,
+            query_scale="none" if query == "none" else "tensor",
+        )
+        grid[f"{dtype} {kv} {query}"] = {output: config.replace(output_format=output) for output in OUTPUT_FORMATS}
+    return grid
