@@ -6,10 +6,13 @@ import doctest
 import importlib
 import linecache
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from vattn.backends import selector
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +30,16 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@pytest.fixture
+def same_backends_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A page may register a backend; no other test shall meet it."""
+    selector.backend_names()
+    monkeypatch.setattr(selector, "_BACKENDS", dict(selector._BACKENDS))
+    yield
+    selector._decide.cache_clear()
+
+
+@pytest.mark.usefixtures("same_backends_afterwards")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=relative)
 def test_code_blocks_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
