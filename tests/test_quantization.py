@@ -354,7 +354,7 @@ def new_output(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor |
     return output, scales, torch.tensor([0.0113]) if fmt.static_scale else None
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 64), (7, 4, 96), (130, 8, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4, 96), (1, 2, 64), (7, 4, 96), (130, 8, 16)], ids=str)
 @pytest.mark.parametrize("name", list(OUTPUT_FORMATS))
 def test_output_formats_write_everything_and_come_back(name: str, shape: tuple[int, int, int]) -> None:
     x = torch.randn(shape).to(torch.bfloat16)

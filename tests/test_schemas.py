@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch
-from vattn.backends import dispatch
+from vattn.backends import dispatch, selector
+from vattn.backends.torch_sdpa import TorchSDPABackend
+from vattn.config import AttentionConfig
 from vattn.errors import GradientError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops import arguments, schemas
@@ -130,6 +132,22 @@ def test_opcheck_of_kv_cache_update() -> None:
     check("kv_cache_update", update_args())
     check("kv_cache_update", update_args(kv_cache_dtype="fp8_e4m3", kv_cache_layout="HND"))
     check("kv_cache_update", update_args(head_size=24, head_size_v=8))
+
+
+class _Planner(TorchSDPABackend):
+    """A backend whose schedule is the number of keys per request."""
+
+    name = "PLANNER"
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        args.schedule[: args.seq_lens.shape[0]] = args.seq_lens
+
+
+def test_opcheck_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector.backend_names()
+    monkeypatch.setitem(selector._BACKENDS, "PLANNER", _Planner())
+    config = make_config(backend="PLANNER").encode()
+    check("plan", PlanArgs(torch.tensor([0, 2, 3]).int(), torch.tensor([5, 9]).int(), torch.zeros(4).int(), config))
 
 
 def test_opcheck_of_merge_attn_states() -> None:
