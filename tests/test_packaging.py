@@ -16,6 +16,14 @@ import vattn
 ROOT = Path(__file__).parents[1]
 OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "safetensors", "hypothesis", "pytest")
 
+PUBLIC_NAMES = """
+Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType BlockPool
+CUDAGraphRunner CacheConfig FullAttentionSpec KVCacheSpec QuantConfig SlidingWindowSpec allocate_kv_cache clip_rates
+compile compile_regions copy_blocks errors explain export_step forward_context kv_cache_shape merge_attn_states
+observe_clipping paged_attention register_backend swap_blocks update_kv_cache
+""".split()
+"""What users may rely on: a name leaves this list only with a deprecation."""
+
 
 def run_python(code: str, **env: str) -> str:
     """Run code in a fresh process from the repository root and return what it prints."""
@@ -70,6 +78,11 @@ def test_version_is_that_of_the_project() -> None:
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared is not None
     assert vattn.__version__ == declared[1]
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(vattn.__all__) == sorted(PUBLIC_NAMES)
+    assert [name for name in PUBLIC_NAMES if not hasattr(vattn, name)] == []
 
 
 def test_torch_is_the_only_dependency() -> None:
