@@ -32,10 +32,13 @@ __all__ = [
 
 
 class KVCacheLayer(Protocol):
-    """What `allocate_kv_cache` looks for in a model: any module with these two methods."""
+    """What `allocate_kv_cache` looks for in a model: any module with these methods."""
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what the layer stores in a model of `dtype`, `None` for nothing of its own."""
+
+    def resolve_config(self, dtype: torch.dtype, device: torch.device | str, target: Any = None) -> Any:
+        """Raise what `bind_kv_cache` would raise for a request that no backend runs; change nothing."""
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: Any = None) -> None:
         """Take a storage; `target` is the layer that owns it when it is shared."""
@@ -199,6 +202,9 @@ def allocate_kv_cache(
     targets = _sharing_targets(modules, specs)
     block_size = _common_block_size(specs)
     count = _count_blocks(num_blocks, memory, specs)
+    for name, module in modules.items():
+        # Every refusal comes before the first binding, so that none leaves a model half bound.
+        module.resolve_config(dtype, device, modules.get(targets.get(name, "")))
     storages = {name: _zeros(spec, count, device) for name, spec in specs.items()}
     layers = []
     for name, module in modules.items():

@@ -262,6 +262,20 @@ class Attention(nn.Module):
             return FullAttentionSpec(**common)
         return SlidingWindowSpec(sliding_window=config.sliding_window, **common)
 
+    def resolve_config(
+        self, dtype: torch.dtype, device: torch.device | str, target: Attention | None = None
+    ) -> AttentionConfig:
+        """Return what binding a cache would make of the request, backend included; changes nothing.
+
+        Raises:
+            CacheError: the layer would read the target's bytes differently.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the device.
+        """
+        if target is not None:
+            check_same_bytes(self.prefix, self._request_config(dtype), target._request_config(dtype))
+        config = self._request_config(dtype, None if target is None else target.k_scale)
+        return config.replace(backend=selector.choose(config, device).name)
+
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: Attention | None = None) -> None:
         """Give the layer its raw storage and fix dtype, device and backend.
 
@@ -287,15 +301,12 @@ class Attention(nn.Module):
                     "the target's own storage",
                     "bind the target first",
                 )
-            check_same_bytes(self.prefix, self._request_config(dtype), target.config)
-        config = self._request_config(dtype, None if target is None else target.k_scale)
+        config = self.resolve_config(dtype, storage.device, target)
         check_storage(storage, config)
         device = DeviceInfo.of(storage.device)
-        backend = selector.choose(config, device)
-        config = config.replace(backend=backend.name)
         self._ops, self._refused = step_configs(config, device)
         self.config = config
-        self._plan_key = backend.plan_key(self.config)
+        self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage
         for name in _OWN_BUFFERS:
             buffer = self._buffers[name]
