@@ -1,0 +1,205 @@
+"""The fast decode path on a Hopper GPU: against the reference on odd, poisoned batches, with and without splits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
+from vattn import quantization
+from vattn.backends.base import DeviceInfo
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+"""Relative L2 error by model dtype. Rounding weights and result to it costs about 0.6 of half a unit in the last place
+each, 1.6e-3 in bf16 and 2e-4 in fp16; twice their sum, rounded up."""
+
+LSE_TOLERANCE = 2e-4
+"""Absolute; scores and sums are fp32, of a few hundred products of size 1."""
+
+RAGGED = [1, 15, 16, 17, 300, 1000, 33, 64, 129, 2, 511, 47]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the fast decode path needs an sm_90 GPU")
+
+
+def check(batch: Batch, tuning: Any = None, plan: bool = False) -> None:
+    """Run the fast path on a batch and compare output and LSE with the reference."""
+    from vattn.ops.triton import decode_fast
+
+    device = batch.args.query.device
+    assert decode_fast.refusals(batch.config, DeviceInfo.of(device)) == []
+    assert decode_fast.accepts(batch.args, batch.config)
+    args = batch.args
+    if plan:
+        shape = decode_fast.plan_shape(batch.config, args.seq_lens.shape[0], device, tuning)
+        schedule = torch.full(shape, -7, dtype=torch.int32, device=device)
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, batch.config, tuning)
+        args = args._replace(plan=[schedule])
+    decode_fast.decode(args, batch.config, tuning)
+    torch.cuda.synchronize()
+    output, lse = batch.expected()
+    assert relative_l2(batch.output(), output) < TOLERANCE[batch.config.dtype]
+    if args.lse is not None:
+        finite = lse.isfinite()
+        assert torch.equal(args.lse[~finite], lse[~finite])
+        assert (args.lse - lse)[finite].abs().max() < LSE_TOLERANCE
+
+
+def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, **changes: Any) -> Batch:
+    values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}
+    query_lens = query_lens or [1] * len(lengths)
+    tokens = len(lengths) + padding - sum(query_lens)
+    config = make_config(**values)
+    return random_paged_batch(
+        config, query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=tokens, device="cuda"
+    )
+
+
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("heads", [(3, 3), (10, 2), (14, 2), (16, 2), (32, 2), (9, 1), (20, 5)], ids=str)
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_groups(heads: tuple[int, int], head_size: int, cache: dict[str, Any]) -> None:
+    check(decode_batch(RAGGED, num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, **cache))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_scale", ["none", "tensor", "head"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_caches(dtype: str, kv_scale: str, layout: str, block_size: int) -> None:
+    cache = dtype if kv_scale == "none" else "fp8_e4m3"
+    check(
+        decode_batch(
+            RAGGED, dtype=dtype, kv_cache_dtype=cache, kv_scale=kv_scale, kv_cache_layout=layout, block_size=block_size
+        )
+    )
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 20},
+    "window of one": {"sliding_window": 1},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 100, "logits_soft_cap": 5.0, "sinks": True},
+    "fp8 query": {"query_format": "fp8_e4m3", "query_scale": "head"},
+    "no lse": {"lse": False},
+}
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, cache: dict[str, Any]) -> None:
+    check(decode_batch([*RAGGED, 5000], padding=3, **FEATURES[feature], **cache))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+def test_split_requests(cache: dict[str, Any]) -> None:
+    check(decode_batch([20011], **cache), plan=True)
+    check(decode_batch([20011, 3, 700, 64], sinks=True, logits_soft_cap=20.0, **cache), plan=True)
+    check(decode_batch([9000, 0, 17], sliding_window=4099, sinks=True, **cache), plan=True)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+def test_rows_that_are_not_one_per_request(cache: dict[str, Any]) -> None:
+    check(decode_batch([40, 700, 0, 90, 2], query_lens=[3, 1, 0, 0, 1], sinks=True, **cache))
+    check(decode_batch([40, 1, 300], query_lens=[0, 3, 0], sliding_window=33, padding=2, **cache), plan=True)
+
+
+def test_more_requests_than_ctas() -> None:
+    lengths = [(37 * i) % 211 for i in range(700)]
+    check(decode_batch(lengths, num_heads=4, num_kv_heads=2, head_size=64, sinks=True), plan=True)
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group128", "nvfp4"])
+def test_quantised_output(name: str) -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([3000, 5, 77], output_format=name, **FP8)
+    decode_fast.decode(batch.args, batch.config)
+    plain = batch.config.replace(output_format="none")
+    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
+    decode_fast.decode(batch.args._replace(output=output, output_block_scale=None, config=plain.encode()), plain)
+    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype, "cuda")
+    scales = None if batch.args.output_block_scale is None else torch.empty_like(batch.args.output_block_scale)
+    quantization.quantise_output(output, name, expected, scales, batch.args.output_scale)
+    assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_tunings(heads: int, unroll: int, cache: dict[str, Any]) -> None:
+    from vattn.ops.triton.decode_fast import Tuning
+
+    batch = decode_batch([*RAGGED, 4000], num_heads=32, num_kv_heads=8, **cache)
+    check(batch, Tuning(heads, 3, unroll=unroll))
+
+
+def test_assembly_decodes_every_code_like_the_plain_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([256], num_heads=2, num_kv_heads=2, **FP8)
+    codes = torch.arange(256, device="cuda").to(torch.uint8)
+    cache = batch.args.kv_cache
+    finite = codes[(codes & 0x7F) != 0x7F]
+    cache[:] = finite[torch.arange(cache.numel(), device="cuda") * 7 % finite.numel()].view(cache.shape)
+    results = []
+    constants = decode_fast.decode_constants
+    for assembly in (True, False):
+        monkeypatch.setattr(
+            decode_fast, "decode_constants", lambda *a, chosen=assembly: {**constants(*a), "ASSEMBLY": chosen}
+        )
+        decode_fast.decode(batch.args, batch.config)
+        results.append(batch.args.output.clone())
+    assert relative_l2(results[0], results[1]) < 1e-3
+    assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
+
+
+def test_replays_follow_the_lengths() -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([900, 17, 300, 64], **FP8)
+    args = batch.args
+    shape = decode_fast.plan_shape(batch.config, 4, args.query.device)
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+    args = args._replace(plan=[schedule])
+
+    def step() -> None:
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, batch.config)
+        decode_fast.decode(args, batch.config)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([33, 17, 299, 1], [900, 16, 0, 63]):
+        args.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        args.output.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        torch.cuda.synchronize()
+        output, lse = batch.expected()
+        assert relative_l2(args.output, output) < TOLERANCE["bfloat16"]
+        finite = lse.isfinite()
+        assert (args.lse - lse)[finite].abs().max() < LSE_TOLERANCE
+
+
+def test_refusals_name_what_is_missing() -> None:
+    from vattn.ops.triton import decode_fast
+
+    device = DeviceInfo.of("cuda")
+    config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
+    text = " ".join(decode_fast.refusals(config, device))
+    assert "head_size 80" in text and "alibi" in text and "block_size 24" in text
+    other = dataclasses.replace(device, capability=(8, 0))
+    assert decode_fast.refusals(make_config(head_size=128, dtype="bfloat16"), other)

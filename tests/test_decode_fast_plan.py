@@ -1,0 +1,106 @@
+"""The schedule of the fast decode path, in Triton's interpreter: every visible tile of every row exactly once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+TILE = 16
+
+
+def make_plan(
+    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, requests: int = 32
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Run the kernel; return items and split requests."""
+    from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
+
+    num_reqs = len(seq_lens)
+    waves = -(-num_reqs // ctas)
+    max_items = (waves + WAVE_CHOICES.value - 1) * ctas
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    schedule = torch.full((1 + max_items + num_reqs, 8), -99, dtype=torch.int32)
+    plan_kernel[(1,)](
+        starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, num_reqs, ctas, waves, max_items,
+        WINDOW=window, REQUESTS=requests,
+    )  # fmt: skip
+    num_items, num_splits = schedule[0, :2].tolist()
+    assert 0 <= num_items <= max_items
+    return schedule[1 : 1 + num_items, :7].tolist(), schedule[1 + max_items :][:num_splits, :3].tolist()
+
+
+def check_plan(query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0) -> list[list[int]]:
+    items, splits = make_plan(query_lens, seq_lens, ctas, window)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+    tiles: dict[int, list[tuple[int, int]]] = {}
+    slots: dict[int, list[int]] = {}
+    for request, first_row, num_rows, seq_len, begin, end, slot in items:
+        if request < 0:
+            assert (num_rows, seq_len, begin, end, slot) == (1, 0, 0, 0, -1)
+            assert first_row >= starts[-1]
+        else:
+            assert (first_row, num_rows, seq_len) == (starts[request], query_lens[request], seq_lens[request])
+        for row in range(first_row, first_row + num_rows):
+            tiles.setdefault(row, []).append((begin, end))
+            slots.setdefault(row, []).append(slot)
+    assert sorted(tiles) == list(range(len(seq_lens))), "every row of the query is written, padding included"
+    split_of = {row: list(range(first, first + count)) for row, first, count in splits}
+    for row, ranges in tiles.items():
+        ranges.sort()
+        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "chunks meet"
+        if len(ranges) > 1:
+            assert sorted(slots[row]) == split_of.pop(row)
+        else:
+            assert slots[row] == [-1]
+        if row >= starts[-1]:
+            continue
+        request = next(r for r in range(len(seq_lens)) if starts[r] <= row < starts[r + 1])
+        if query_lens[request] == 1:
+            first = max(seq_lens[request] - window, 0) // TILE if window else 0
+            assert (ranges[0][0], ranges[-1][1]) == (first, -(-seq_lens[request] // TILE)) or not seq_lens[request]
+        else:
+            assert ranges == [(0, -(-seq_lens[request] // TILE))]
+    assert not split_of
+    used = [slot for slot in (s for row in slots.values() for s in row) if slot >= 0]
+    assert len(used) == len(set(used)), "no slot is used twice"
+    return items
+
+
+@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize("ctas", [1, 5, 132])
+def test_every_tile_once(ctas: int, window: int) -> None:
+    rng = random.Random(ctas + window)
+    for _ in range(6):
+        batch = rng.choice([1, 2, 7, 40])
+        seq_lens = [rng.choice([0, 1, 16, 17, rng.randrange(3000)]) for _ in range(batch)]
+        query_lens = [1] * batch
+        for _ in range(rng.randrange(3)):
+            giver, taker = rng.randrange(batch), rng.randrange(batch)
+            if query_lens[giver]:
+                query_lens[giver] -= 1
+                query_lens[taker] += rng.randrange(2)
+        check_plan(query_lens, seq_lens, ctas, window)
+
+
+def test_equal_lengths_split_equally() -> None:
+    items = check_plan([1] * 32, [8192] * 32, 132)
+    assert len(items) == 128
+    assert {end - begin for *_, begin, end, _ in items} == {128}
+
+
+def test_a_full_card_is_not_split() -> None:
+    assert len(check_plan([1] * 40, [1024] * 40, 40)) == 40
+
+
+def test_a_long_request_among_short_ones_is_spread() -> None:
+    lengths = [131072, *[512 + 56 * i for i in range(63)]]
+    items = check_plan([1] * 64, lengths, 132)
+    longest = max(end - begin for *_, begin, end, _ in items)
+    assert longest < 1.5 * sum(-(-n // TILE) for n in lengths) / 132
+
+
+def test_one_short_request_uses_a_tile_per_cta() -> None:
+    assert len(check_plan([1], [1000], 132)) == 63

@@ -1,0 +1,266 @@
+"""The fast decode path of TRITON_ATTN on Hopper: who may use it, its schedule, and the launches.
+
+Shapes choose it: as many query rows as requests, the shape of a decode step. The op reads no length on the host, so equal
+counts do not prove one row per request; the schedule, made on the device, is right for any split of the rows: requests
+of one row are spread over CTAs, a request of several rows is walked by one CTA row after row (slow, but right), requests
+without rows take care of the rows of padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vattn.backends.base import DeviceInfo, Sizes, requested_features
+from vattn.config import AttentionConfig
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import key_value_views
+from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK, LOG2E, TILE_TOKENS, decode_kernel, reduce_kernel
+from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
+
+HEAD_SIZES = Sizes(values=(64, 128, 256))
+BLOCK_SIZES = Sizes(step=16, low=16, high=256)
+MAX_GROUP_SIZE = 16
+DTYPES = ("float16", "bfloat16")
+QUANTISED_CACHES = ("fp8_e4m3",)
+FEATURES = frozenset(
+    {"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "query_scale_per_head", "lse", "hnd_layout"}
+)
+CAPABILITY = (9, 0)
+
+_TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
+_SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the main kernel is cut.
+
+    Attributes:
+        heads: KV heads of one CTA, which is also its number of warps.
+        stages: stages of the loop; one less are buffers in shared memory.
+        unroll: tiles per turn of the loop, 1 or 2.
+        ctas: CTAs per multiprocessor that the schedule counts on.
+        max_registers: limit per thread, `None` for the compiler's choice.
+    """
+
+    heads: int
+    stages: int
+    unroll: int = 1
+    ctas: int = 2
+    max_registers: int | None = None
+
+
+def choose_tuning(config: AttentionConfig, num_reqs: int) -> Tuning:
+    """Return the tuning for a batch of this many requests."""
+    heads = heads_per_cta(config.num_kv_heads, 4)
+    ctas = 2 * 4 // heads
+    stages = 3 if heads == 4 else 4
+    return Tuning(heads, stages, ctas=ctas)
+
+
+def heads_per_cta(num_kv_heads: int, most: int) -> int:
+    """Return the power of two up to `most` that wastes the fewest heads in its last CTA."""
+    sizes = [size for size in (8, 4, 2, 1) if size <= most]
+    return min(sizes, key=lambda size: (-num_kv_heads % size, -size))
+
+
+def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    """Return why the fast path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
+    found = []
+    if device.type != "cuda" or device.capability != CAPABILITY:
+        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
+    if config.dtype not in DTYPES:
+        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
+    if config.head_size not in HEAD_SIZES:
+        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
+    if config.block_size not in BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.group_size > MAX_GROUP_SIZE:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
+    if config.attn_type != "decoder":
+        found.append(f"attn_type {config.attn_type} (runs decoder)")
+    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    return found
+
+
+def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
+    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and not _refusals(config, args.query.device)
+
+
+@lru_cache(maxsize=4096)
+def _refusals(config: AttentionConfig, device: torch.device) -> tuple[str, ...]:
+    return tuple(refusals(config, DeviceInfo.of(device)))
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Sizes of the schedule and of the scratch for partial results.
+
+    Attributes:
+        ctas: items that run at a time.
+        waves: waves that one item per request takes.
+        max_items: rows of items in the schedule; also the most partial results.
+    """
+
+    ctas: int
+    waves: int
+    max_items: int
+
+
+def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device) -> Sizing:
+    """Return the sizes for a batch of this many requests."""
+    groups = -(-config.num_kv_heads // tuning.heads)
+    ctas = max(1, _multiprocessors(device) * tuning.ctas // groups)
+    waves = -(-num_reqs // ctas)
+    return Sizing(ctas, waves, (waves + WAVE_CHOICES.value - 1) * ctas)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_shape(config: AttentionConfig, num_reqs: int, device: torch.device, tuning: Tuning | None = None) -> tuple[int, int]:
+    """Return the shape of the int32 schedule of a decode step."""
+    tuning = tuning or choose_tuning(config, num_reqs)
+    return 1 + sizing(config, num_reqs, tuning, device).max_items + num_reqs, 8
+
+
+def plan_key(config: AttentionConfig) -> str:
+    """Return what two layers must have in common to share a schedule."""
+    return f"decode_fast kv_heads={config.num_kv_heads} window={config.sliding_window}"
+
+
+def plan(
+    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig, tuning: Tuning | None = None
+) -> None:
+    """Fill the schedule of a decode step on the device."""
+    num_reqs = seq_lens.shape[0]
+    sizes = sizing(config, num_reqs, tuning or choose_tuning(config, num_reqs), seq_lens.device)
+    plan_kernel[(1,)](
+        query_start_loc, seq_lens, schedule, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
+        WINDOW=config.sliding_window or 0, REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
+    )  # fmt: skip
+
+
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the shapes would choose."""
+    num_reqs, device = args.seq_lens.shape[0], args.query.device
+    tuning = tuning or choose_tuning(config, num_reqs)
+    sizes = sizing(config, num_reqs, tuning, device)
+    shape = plan_shape(config, num_reqs, device, tuning)
+    schedule = next((s for s in args.plan if s.shape == shape), None)
+    if schedule is None:
+        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output = args.output
+    if fmt.group_size:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+    partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items, device)
+    common = _common_arguments(args, config, output)
+    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
+    parts = 4 if num_reqs <= 4 else 1
+    programs = min(num_reqs * config.num_heads * parts, 8 * _multiprocessors(device))
+    reduce_kernel[(programs,)](
+        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
+        COLUMNS=config.head_size // parts, SPLITS=128 if num_reqs <= 4 else 32, num_warps=4, launch_pdl=True, **common,
+    )  # fmt: skip
+    if fmt.group_size:
+        from vattn.ops.triton.launch import _launch_finish
+
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+def _scratch(
+    workspace: Tensor | None, config: AttentionConfig, slots: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 room for partial results `[slots, H, D]` and their maxima and sums `[slots, H, 2]`."""
+    values, stats = slots * config.num_heads * config.head_size, slots * config.num_heads * 2
+    need = 4 * (values + stats)
+    if workspace is None or workspace.numel() * workspace.itemsize < need or workspace.data_ptr() % 16:
+        workspace = torch.empty(need, dtype=torch.uint8, device=device)
+    room = workspace.view(-1).view(torch.uint8)[:need].view(torch.float32)
+    return room[:values], room[values:]
+
+
+def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> dict[str, Any]:
+    """Return what the main kernel and the reduction both take."""
+    return {
+        "sinks": args.sinks, "v_scale": args.v_scale, "output_scale": args.output_scale,
+        "output": output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, "lse": args.lse,
+        "output_stride": output.stride(0), "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
+        "HEAD_SIZE": config.head_size, "KV_SCALE": _SCALE_KINDS[config.kv_scale],
+        "MODEL": _TRITON_DTYPES[config.dtype],
+        "OUTPUT": "fp8_static" if config.output_format == "fp8_static" else "none",
+    }  # fmt: skip
+
+
+def _boxes(cache: Tensor, heads: int, quantised: bool) -> TensorDescriptor:
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]` whose box is a tile of `heads` heads.
+
+    An FP8 cache is seen as int16 pairs of columns.
+    """
+    if quantised:
+        cache = cache.view(torch.int16)
+    blocks, block_size, num_heads, width = cache.shape
+    by_block, by_token, by_head, _ = cache.stride()
+    return TensorDescriptor(
+        cache, [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1],
+        [1, heads, TILE_TOKENS.value, width],
+    )  # fmt: skip
+
+
+def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what the main kernel is specialised for, the reduction's constants aside."""
+    quantised = config.kv_cache_dtype in QUANTISED_CACHES
+    return {
+        "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
+        "FP8": quantised, "ASSEMBLY": True, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
+        "SOFT_CAP": config.logits_soft_cap is not None,
+        "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype],
+        "UNROLL": tuning.unroll, "STAGES": tuning.stages,
+    }  # fmt: skip
+
+
+def _launch_decode(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    tuning: Tuning,
+    sizes: Sizing,
+    schedule: Tensor,
+    partial_output: Tensor,
+    partial_stats: Tensor,
+    common: dict[str, Any],
+) -> None:
+    key, value = key_value_views(args.kv_cache, config)
+    quantised = config.kv_cache_dtype in QUANTISED_CACHES
+    log2_e = LOG2E.value
+    score_scale, soft_cap = config.scale * log2_e, 1.0
+    if config.logits_soft_cap is not None:
+        score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
+    if quantised:
+        score_scale /= FP16_QUERY_SHRINK.value
+    groups = -(-config.num_kv_heads // tuning.heads)
+    items = min(sizes.ctas, args.seq_lens.shape[0] * args.block_table.shape[1] * config.block_size // TILE_TOKENS.value)
+    decode_kernel[(max(1, items) * groups,)](
+        query=args.query, key_boxes=_boxes(key, tuning.heads, quantised),
+        value_boxes=_boxes(value, tuning.heads, quantised), block_table=args.block_table, schedule=schedule,
+        partial_output=partial_output, partial_stats=partial_stats, q_scale=args.q_scale, k_scale=args.k_scale,
+        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
+        table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
+        score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads, num_stages=tuning.stages,
+        maxnreg=tuning.max_registers, **common, **decode_constants(config, tuning),
+    )  # fmt: skip

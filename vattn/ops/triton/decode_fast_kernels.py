@@ -1,0 +1,450 @@
+"""Device code of the fast decode path for Hopper: split attention over a paged cache, and the reduction of the splits.
+
+One CTA works on a chunk of one request and a few KV heads. Its warps are the batch dimension of every `tl.dot`, so a warp
+owns a head and the loop exchanges nothing between warps. A tile is 16 tokens of one block: one tensor-map box brings the
+keys of all heads of the CTA, another the values, whatever the cache's layout.
+
+Scores are `Q K^T` with the query rows padded to 16. Rows 0 to 7 are kept, and the output is accumulated transposed,
+`O^T += V^T P^T`: the layout in which the scores come out of the tensor cores is the one in which `P^T` goes back in, so
+no value moves between threads. Groups of more than 8 query heads per KV head keep both halves.
+
+An FP8 cache is read as int16, two columns at a time. `unpack_keys` and `unpack_values` turn the pairs into fp16 within a
+thread; the columns come out in a permuted order, which the query load and the output store follow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.ops.triton.epilogue import store_rows
+from vattn.ops.triton.mask import LN2, LOG2E
+
+TILE_TOKENS = tl.constexpr(16)
+QUERY_ROWS = tl.constexpr(8)
+ITEM_FIELDS = tl.constexpr(8)
+SPLIT_FIELDS = tl.constexpr(8)
+
+# The running maximum starts here instead of at -inf, so that the difference of two maxima is never NaN.
+LOWEST_MAXIMUM = tl.constexpr(-1.0e30)
+
+# FP16 queries against an FP8 cache are scaled down by this power of two: |q| up to 2**20 stays finite.
+FP16_QUERY_SHRINK = tl.constexpr(0.0625)
+
+
+@triton.jit
+def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
+    """Turn int16 pairs of e4m3 codes `[..., W]` into two fp16 tensors `[..., W]` that hold all `2 W` columns.
+
+    With ASSEMBLY, column j of the first result is column `4 (j // 2) + j % 2` and of the second that plus 2; without,
+    the first holds the even columns and the second the odd ones.
+    """
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return decode_low_byte(pairs), decode_low_byte(pairs >> 8)
+
+
+@triton.jit
+def unpack_values(pairs, ASSEMBLY: tl.constexpr):
+    """Turn int16 pairs of e4m3 codes `[..., W]` into fp16 tensors of the even and of the odd columns."""
+    if ASSEMBLY:
+        # A register holds one pair of each of two tokens; the permutation sorts its bytes by column.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return decode_low_byte(pairs), decode_low_byte(pairs >> 8)
+
+
+@triton.jit
+def decode_low_byte(pairs):
+    """Return the e4m3 value of the low byte of each int16, as fp16."""
+    return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def load_query(query, rows, columns, row_mask, SHRINK: tl.constexpr, DTYPE: tl.constexpr):
+    """Load query rows `[heads, 16, columns]` as the dtype of the dot; padded rows are zero."""
+    loaded = tl.load(query + rows + columns[None, None, :], mask=row_mask, other=0.0)
+    if SHRINK:
+        return (loaded.to(tl.float32) * FP16_QUERY_SHRINK).to(DTYPE)
+    else:
+        return loaded.to(DTYPE)
+
+
+@triton.jit
+def split_rows(scores, HEADS: tl.constexpr):
+    """Split scores `[heads, 16, 16]` into rows 0 to 7 and rows 8 to 15, each `[heads, 8, 16]`, within each thread."""
+    halves = scores.reshape(HEADS, 2, QUERY_ROWS, TILE_TOKENS).permute(0, 2, 3, 1)
+    return halves.split()
+
+
+@triton.jit
+def tile_scores(
+    keys, query_a, query_b, factor, soft_cap, visible, HEADS: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of one tile in units of log2 e, rows 0 to 7 and rows 8 to 15; hidden keys are -inf."""
+    if FP8:
+        keys_a, keys_b = unpack_keys(keys, ASSEMBLY)
+        scores = tl.dot(query_a, keys_a.permute(0, 2, 1))
+        scores = tl.dot(query_b, keys_b.permute(0, 2, 1), scores)
+    else:
+        scores = tl.dot(query_a, keys.permute(0, 2, 1))
+    low, high = split_rows(scores, HEADS)
+    return (
+        finish_scores(low, factor, soft_cap, visible, SOFT_CAP),
+        finish_scores(high, factor, soft_cap, visible, SOFT_CAP),
+    )
+
+
+@triton.jit
+def finish_scores(scores, factor, soft_cap, visible, SOFT_CAP: tl.constexpr):
+    scores = scores * factor
+    if SOFT_CAP:
+        # factor makes this score / cap * 2 log2(e); tanh(x) = 1 - 2 / (exp(2x) + 1)
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    return tl.where(visible[None, None, :], scores, float("-inf"))
+
+
+@triton.jit
+def multiply_values(values, weights, acc_a, acc_b, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the accumulators plus `V^T P^T`."""
+    if FP8:
+        values_a, values_b = unpack_values(values, ASSEMBLY)
+        acc_a = tl.dot(values_a.permute(0, 2, 1), weights, acc_a)
+        acc_b = tl.dot(values_b.permute(0, 2, 1), weights, acc_b)
+    else:
+        acc_a = tl.dot(values.permute(0, 2, 1), weights, acc_a)
+    return acc_a, acc_b
+
+
+@triton.jit
+def add_values(
+    weights, values, first_token, begin, end, visible, acc_a, acc_b, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add `V^T P^T` of one tile to the transposed accumulators `[heads, W, 8]`. Values of hidden tokens count as zero.
+
+    Zeroing them costs a trip through shared memory, so tiles without hidden tokens take another branch.
+    """
+    weights = weights.to(DTYPE).permute(0, 2, 1)
+    if (first_token < begin) | (first_token + TILE_TOKENS > end):
+        kept = tl.where(visible[None, :, None], values, 0)
+        acc_a, acc_b = multiply_values(kept, weights, acc_a, acc_b, FP8, ASSEMBLY)
+    else:
+        acc_a, acc_b = multiply_values(values, weights, acc_a, acc_b, FP8, ASSEMBLY)
+    return acc_a, acc_b
+
+
+@triton.jit
+def attend_tiles(
+    maximum, total, acc_a, acc_b, scores_0, scores_1, values_0, values_1, token_0, begin, end_0, end_1,
+    visible_0, visible_1, UNROLL: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Take one or two tiles into the online softmax of eight query rows.
+
+    `total` `[heads, 8, 16]` keeps one partial sum per column of the tile; it is added up once, after the loop.
+    """
+    peak = tl.max(scores_0, 2)
+    if UNROLL == 2:
+        peak = tl.maximum(peak, tl.max(scores_1, 2))
+    new_maximum = tl.maximum(maximum, peak)
+    decay = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores_0 - new_maximum[:, :, None])
+    total = total * decay[:, :, None] + weights
+    acc_a = acc_a * decay[:, None, :]
+    if FP8:
+        acc_b = acc_b * decay[:, None, :]
+    acc_a, acc_b = add_values(
+        weights, values_0, token_0, begin, end_0, visible_0, acc_a, acc_b, FP8, ASSEMBLY, DTYPE
+    )
+    if UNROLL == 2:
+        weights = tl.exp2(scores_1 - new_maximum[:, :, None])
+        total += weights
+        acc_a, acc_b = add_values(
+            weights, values_1, token_0 + TILE_TOKENS, begin, end_1, visible_1, acc_a, acc_b, FP8, ASSEMBLY, DTYPE
+        )
+    return new_maximum, total, acc_a, acc_b
+
+
+@triton.jit
+def visible_end(page, num_blocks, end):
+    """Return where visible keys end inside a tile of this block: 0, before every token, for a block id out of range."""
+    return tl.where((page >= 0) & (page < num_blocks), end, 0)
+
+
+@triton.jit
+def finish_rows(
+    maximum, total, acc_a, acc_b, row, slot, is_padding, head0, value_factor, sinks, output_scale, output, lse,
+    partial_output, partial_stats, output_stride, FIRST: tl.constexpr, HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Write query rows FIRST to FIRST + 7 of each head: the result, or a partial one when the request is split."""
+    kv_head = head0 + tl.arange(0, HEADS)
+    in_group = FIRST + tl.arange(0, QUERY_ROWS)
+    head = kv_head[:, None] * GROUP + in_group[None, :]
+    mask = (kv_head < NUM_KV_HEADS)[:, None] & (in_group < GROUP)[None, :]
+    STEP: tl.constexpr = 2 if FP8 else 1
+    columns = head[:, None, :] * HEAD_SIZE + STEP * tl.arange(0, WIDTH)[None, :, None]
+    total = tl.sum(total, 2)
+    if slot >= 0:
+        stats = partial_stats + (slot.to(tl.int64) * NUM_HEADS + head) * 2
+        tl.store(stats, maximum, mask=mask)
+        tl.store(stats + 1, total, mask=mask)
+        partial = partial_output + slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
+        store_columns(partial + columns, acc_a, acc_b, mask, None, FP8, MODEL, "partial")
+    else:
+        decay = tl.full(maximum.shape, 1.0, tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
+            sink = tl.where(is_padding, float("-inf"), sink)
+            with_sink = tl.maximum(maximum, sink)
+            decay = tl.exp2(maximum - with_sink)
+            total = total * decay + tl.exp2(sink - with_sink)
+            maximum = with_sink
+        norm = decay * value_factor[:, None] / tl.where(total == 0.0, 1.0, total)
+        acc_a = acc_a * norm[:, None, :]
+        if FP8:
+            acc_b = acc_b * norm[:, None, :]
+        start = output + row.to(tl.int64) * output_stride
+        store_columns(start + columns, acc_a, acc_b, mask, output_scale, FP8, MODEL, OUTPUT)
+        if lse is not None:
+            log = LN2 * (maximum + tl.log2(total))
+            tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, log, mask=mask)
+
+
+@triton.jit
+def store_columns(
+    pointers, even, odd, mask, output_scale, FP8: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr
+):
+    """Store transposed results `[heads, W, 8]`: all columns, or the even and the odd ones of an FP8 cache's values."""
+    store_rows(pointers, even, mask[:, None, :], output_scale, MODEL, OUTPUT)
+    if FP8:
+        store_rows(pointers + 1, odd, mask[:, None, :], output_scale, MODEL, OUTPUT)
+
+
+@triton.jit
+def decode_kernel(
+    query, key_boxes, value_boxes, block_table, schedule, output, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale,
+    query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
+    QUERY_SCALE: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
+
+    An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go to
+    `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
+    QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
+    head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
+    kv_head = head0 + tl.arange(0, HEADS)
+    kv_head_mask = kv_head < NUM_KV_HEADS
+    in_group = tl.arange(0, 2 * QUERY_ROWS)
+    query_mask = kv_head_mask[:, None, None] & (in_group < GROUP)[None, :, None]
+    column = tl.arange(0, WIDTH)
+    if FP8 and ASSEMBLY:
+        column_a = 4 * (column // 2) + column % 2
+        column_b = column_a + 2
+    elif FP8:
+        column_a = 2 * column
+        column_b = column_a + 1
+    else:
+        column_a = column
+        column_b = column
+    score_factor = tl.full([HEADS], 1.0, tl.float32) * score_scale
+    value_factor = tl.full([HEADS], 1.0, tl.float32)
+    if QUERY_SCALE == 1:
+        score_factor *= tl.load(q_scale)
+    if QUERY_SCALE == 2:
+        score_factor *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0)
+    if KV_SCALE == 1:
+        score_factor *= tl.load(k_scale)
+        value_factor *= tl.load(v_scale)
+    if KV_SCALE == 2:
+        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0)
+        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0)
+    factor = score_factor[:, None, None]
+
+    num_items = tl.load(schedule)
+    for item in range(tl.program_id(0) // HEAD_GROUPS, num_items, tl.num_programs(0) // HEAD_GROUPS):
+        record = schedule + (item + 1) * ITEM_FIELDS
+        request = tl.load(record)
+        first_row = tl.load(record + 1)
+        num_rows = tl.load(record + 2)
+        seq_len = tl.load(record + 3)
+        item_begin = tl.load(record + 4)
+        item_end = tl.load(record + 5)
+        slot = tl.load(record + 6)
+        table = block_table + request.to(tl.int64) * table_stride
+        for row_of_request in range(0, num_rows):
+            row = first_row + row_of_request
+            end = seq_len - num_rows + 1 + row_of_request
+            begin = tl.maximum(end - WINDOW, 0) if WINDOW else 0
+            first_tile = tl.maximum(item_begin, begin // TILE_TOKENS)
+            last_tile = tl.minimum(item_end, (end + TILE_TOKENS - 1) // TILE_TOKENS)
+            last_tile = tl.minimum(last_tile, table_width * TILES_PER_BLOCK)
+            has_keys = first_tile < last_tile
+            page_0 = tl.load(table + first_tile // TILES_PER_BLOCK, mask=has_keys, other=-1)
+            page_1 = page_0
+            if UNROLL == 2:
+                page_1 = tl.load(
+                    table + tl.minimum(first_tile + 1, last_tile - 1) // TILES_PER_BLOCK, mask=has_keys, other=-1
+                )
+            rows = row.to(tl.int64) * query_stride + (
+                kv_head[:, None, None] * GROUP + in_group[None, :, None]
+            ) * query_head_stride
+            query_a = load_query(query, rows, column_a, query_mask, FP8, DTYPE)
+            query_b = query_a
+            if FP8:
+                query_b = load_query(query, rows, column_b, query_mask, FP8, DTYPE)
+
+            low_maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
+            low_total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
+            low_a = tl.zeros([HEADS, WIDTH, QUERY_ROWS], tl.float32)
+            low_b = low_a
+            if GROUP > 8:
+                high_maximum = low_maximum
+                high_total = low_total
+                high_a = low_a
+                high_b = low_a
+            for tile in tl.range(first_tile, last_tile, UNROLL, num_stages=STAGES):
+                next_0 = tl.load(table + tl.minimum(tile + UNROLL, last_tile - 1) // TILES_PER_BLOCK)
+                token_0 = tile * TILE_TOKENS
+                inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
+                keys = key_boxes.load([page_0, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                values_0 = value_boxes.load([page_0, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                end_0 = visible_end(page_0, num_blocks, end)
+                token = token_0 + tl.arange(0, TILE_TOKENS)
+                visible_0 = (token >= begin) & (token < end_0)
+                low_0, high_0 = tile_scores(
+                    keys, query_a, query_b, factor, soft_cap, visible_0, HEADS, FP8, ASSEMBLY, SOFT_CAP
+                )
+                low_1, high_1, values_1, end_1, visible_1 = low_0, high_0, values_0, end_0, visible_0
+                if UNROLL == 2:
+                    next_1 = tl.load(table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK)
+                    inside = ((tile + 1) % TILES_PER_BLOCK) * TILE_TOKENS
+                    keys = key_boxes.load([page_1, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                    values_1 = value_boxes.load([page_1, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                    end_1 = visible_end(page_1, num_blocks, tl.minimum(end, last_tile * TILE_TOKENS))
+                    visible_1 = (token + TILE_TOKENS >= begin) & (token + TILE_TOKENS < end_1)
+                    low_1, high_1 = tile_scores(
+                        keys, query_a, query_b, factor, soft_cap, visible_1, HEADS, FP8, ASSEMBLY, SOFT_CAP
+                    )
+                    page_1 = next_1
+                page_0 = next_0
+                low_maximum, low_total, low_a, low_b = attend_tiles(
+                    low_maximum, low_total, low_a, low_b, low_0, low_1, values_0, values_1, token_0, begin, end_0, end_1,
+                    visible_0, visible_1, UNROLL, FP8, ASSEMBLY, DTYPE,
+                )  # fmt: skip
+                if GROUP > 8:
+                    high_maximum, high_total, high_a, high_b = attend_tiles(
+                        high_maximum, high_total, high_a, high_b, high_0, high_1, values_0, values_1, token_0, begin,
+                        end_0, end_1, visible_0, visible_1, UNROLL, FP8, ASSEMBLY, DTYPE,
+                    )  # fmt: skip
+            finish_rows(
+                low_maximum, low_total, low_a, low_b, row, slot, request < 0, head0, value_factor, sinks, output_scale,
+                output, lse, partial_output, partial_stats, output_stride, 0, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP,
+                HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
+            )  # fmt: skip
+            if GROUP > 8:
+                finish_rows(
+                    high_maximum, high_total, high_a, high_b, row, slot, request < 0, head0, value_factor, sinks,
+                    output_scale, output, lse, partial_output, partial_stats, output_stride, 8, HEADS, NUM_HEADS,
+                    NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
+                )  # fmt: skip
+
+
+@triton.jit
+def reduce_kernel(
+    schedule, sinks, v_scale, output_scale, output, lse, partial_output, partial_stats, output_stride, max_items,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, KV_SCALE: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head)."""
+    num_splits = tl.load(schedule + 1)
+    tl.extra.cuda.gdc_wait()
+    PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
+    splits = schedule + (max_items + 1) * ITEM_FIELDS
+    for work in range(tl.program_id(0), num_splits * (NUM_HEADS * PARTS), tl.num_programs(0)):
+        column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+        head = (work // PARTS) % NUM_HEADS
+        record = splits + (work // (PARTS * NUM_HEADS)) * SPLIT_FIELDS
+        row = tl.load(record)
+        first_slot = tl.load(record + 1)
+        end_slot = first_slot + tl.load(record + 2)
+        maximum = tl.full([], LOWEST_MAXIMUM, tl.float32)
+        total = tl.zeros([], tl.float32)
+        acc = tl.zeros([COLUMNS], tl.float32)
+        for start in tl.range(first_slot, end_slot, SPLITS):
+            slot = start + tl.arange(0, SPLITS)
+            present = slot < end_slot
+            partial = slot.to(tl.int64) * NUM_HEADS + head
+            part_maximum = tl.load(partial_stats + partial * 2, mask=present, other=LOWEST_MAXIMUM)
+            part_total = tl.load(partial_stats + partial * 2 + 1, mask=present, other=0.0)
+            part = tl.load(
+                partial_output + partial[:, None] * HEAD_SIZE + column[None, :], mask=present[:, None], other=0.0
+            )
+            new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+            weight = tl.exp2(part_maximum - new_maximum)
+            decay = tl.exp2(maximum - new_maximum)
+            total = total * decay + tl.sum(part_total * weight, 0)
+            acc = acc * decay + tl.sum(part * weight[:, None], 0)
+            maximum = new_maximum
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            new_maximum = tl.maximum(maximum, sink)
+            decay = tl.exp2(maximum - new_maximum)
+            total = total * decay + tl.exp2(sink - new_maximum)
+            acc = acc * decay
+            maximum = new_maximum
+        norm = 1.0 / tl.where(total == 0.0, 1.0, total)
+        if KV_SCALE == 1:
+            norm *= tl.load(v_scale)
+        if KV_SCALE == 2:
+            norm *= tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS))
+        pointers = output + row.to(tl.int64) * output_stride + head * HEAD_SIZE + column
+        store_rows(pointers, acc * norm, column < HEAD_SIZE, output_scale, MODEL, OUTPUT)
+        if lse is not None:
+            if work % PARTS == 0:
+                tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, LN2 * (maximum + tl.log2(total)))
