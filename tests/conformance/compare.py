@@ -46,7 +46,7 @@ class Mismatch(AssertionError):
 
 def _raw(tensor: Tensor) -> Tensor:
     """Copy a tensor's elements as bytes."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
 
 
 def snapshot(args: tuple, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
@@ -254,11 +254,13 @@ def compare_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> bool
     if reasons:
         check_refused(args, reasons)
         return False
-    expected = CacheUpdateArgs(*(t.detach().cpu().clone() if isinstance(t, Tensor) else t for t in args))
-    reference.kv_cache_update(expected, config)
+    expected = CacheUpdateArgs(
+        *(t.detach().cpu().clone() if isinstance(t, Tensor) and not t.is_meta else t for t in args)
+    )
     before = snapshot(args, tuple(name for name in args._fields if name != "kv_cache"))
     call(args)
     check_unchanged(before, args)
+    reference.kv_cache_update(expected, config)
     views = zip(key_value_views(args.kv_cache.cpu(), config), key_value_views(expected.kv_cache, config), strict=True)
     for name, (got, want) in zip(("keys", "values"), views, strict=True):
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]

@@ -192,7 +192,7 @@ def _draw_lens(rng: random.Random, longest: int) -> tuple[int, int]:
 
 
 def simpler(request: Request) -> Iterator[Request]:
-    """Yield requests that differ from this one by having one thing less; those that contradict themselves are left out."""
+    """Yield requests that have one thing less than this one, except those that contradict themselves."""
     if request.table != "fit":
         yield replace(request, table="fit")
     if request.padding != (0, 0):
@@ -240,26 +240,32 @@ DEVICES: dict[str, DeviceInfo] = {
 """Where the acceptance table is taken; only data, no device is needed."""
 
 
-def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict[str, Any]:
-    """Return the grid of requests that are accepted: features, pairs, types, sizes, and outputs by what goes in."""
+def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict[str, dict[str, str]]:
+    """Return which requests of a grid are accepted, as section -> line -> names."""
     base = PLAIN.replace(backend=backend)
-
-    def accepted(configs: dict[str, AttentionConfig]) -> str:
-        return " ".join(name for name, config in configs.items() if accepts(config))
-
-    return {
-        "features": accepted({name: config_with(frozenset({name}), base) for name in FEATURES}),
-        "pairs": accepted({f"{a}+{b}": config_with(frozenset({a, b}), base) for a, b in PAIRS}),
-        "attn_types": accepted(
-            {
-                f"{kind}/{size}": base.replace(attn_type=kind, block_size=size)
-                for kind in ("decoder", "encoder", "encoder_only", "encoder_decoder")
-                for size in (0, 16)
+    grids: dict[str, dict[str, dict[str, AttentionConfig]]] = {
+        "features": {"alone": {name: config_with(frozenset({name}), base) for name in FEATURES}},
+        "pairs": {
+            first: {b: config_with(frozenset({a, b}), base) for a, b in PAIRS if a == first}
+            for first in dict.fromkeys(a for a, _ in PAIRS)
+        },
+        "attn_types": {
+            kind: {
+                place: base.replace(attn_type=kind, block_size=size) for place, size in (("paged", 16), ("packed", 0))
             }
-        ),
-        "head_sizes": accepted({str(d): base.replace(head_size=d, head_size_v=d) for d in range(8, 1025, 8)}),
-        "block_sizes": accepted({str(b): base.replace(block_size=b) for b in range(8, 257, 8)}),
-        "outputs": {name: accepted(configs) for name, configs in _format_grid(base).items()},
+            for kind in ("decoder", "encoder", "encoder_only", "encoder_decoder")
+        },
+        "sizes": {
+            "head_size": {str(d): base.replace(head_size=d, head_size_v=d) for d in range(8, 1025, 8)},
+            "block_size": {str(b): base.replace(block_size=b) for b in range(8, 257, 8)},
+        },
+        "outputs": _format_grid(base),
+    }
+    return {
+        section: {
+            line: " ".join(name for name, config in row.items() if accepts(config)) for line, row in lines.items()
+        }
+        for section, lines in grids.items()
     }
 
 
@@ -274,5 +280,6 @@ def _format_grid(base: AttentionConfig) -> dict[str, dict[str, AttentionConfig]]
             query_format=query,
             query_scale="none" if query == "none" else "tensor",
         )
-        grid[f"{dtype} {kv} {query}"] = {output: config.replace(output_format=output) for output in OUTPUT_FORMATS}
+        line = f"{dtype}, kv {kv}, query {query}"
+        grid[line] = {output: config.replace(output_format=output) for output in OUTPUT_FORMATS}
     return grid

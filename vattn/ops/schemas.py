@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.errors import GradientError
+from vattn.errors import DeviceError, GradientError
 
 SCHEMA_VERSION = 1
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
@@ -138,12 +138,32 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
+def _shape_function(name: str) -> Callable[..., Any]:
+    """Return an op's shape function, which refuses real tensors among meta tensors.
+
+    PyTorch runs it instead of the op as soon as one argument is on meta: a call with both would do nothing, in silence.
+    """
+    fake = _FAKES[name]
+
+    def checked(*args: Any) -> Any:
+        devices = {tensor.device.type for tensor in _tensors(args)}
+        if "meta" in devices and len(devices) > 1:
+            raise DeviceError(
+                f"vattn::{name} got tensors on {' and '.join(sorted(devices))}",
+                "all on one device",
+                "give the meta tensors real memory, or move the others to meta",
+            )
+        return fake(*args)
+
+    return checked
+
+
 def _register() -> None:
     for name, schema in {**MUTATING_OPS, **QUANTISING_OPS}.items():
         library.define(name + schema)
         for key in _DEVICE_KEYS:
             library.impl(name, _device_kernel(name), key)
-        torch.library.register_fake(f"vattn::{name}", _FAKES[name], lib=library)
+        torch.library.register_fake(f"vattn::{name}", _shape_function(name), lib=library)
         library.impl(name, _autograd_guard(name), "Autograd")
 
 

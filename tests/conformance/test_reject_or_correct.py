@@ -1,0 +1,161 @@
+"""Random requests: every backend refuses by name or equals the reference, and refusing is no way to pass.
+
+`VATTN_FUZZ_SEED` chooses the requests, `VATTN_FUZZ_EXAMPLES` how many; a failure prints the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.conformance.compare import OUTPUTS, check_unchanged, compare_cache_update, run_and_compare, snapshot
+from tests.conformance.fuzz import count, failure_of, fuzz_examples, fuzz_seed, run_fuzz
+from tests.conformance.make_acceptance import accepted_by, load_table
+from tests.conformance.mutations import mutate
+from tests.conformance.requests import DEVICES, Request, Size, draw_request
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
+from vattn.config import AttentionConfig
+from vattn.errors import VattnError
+
+TABLE = load_table()
+BACKENDS = selector.backend_names()
+
+MINIMUM_SHARE = 0.85
+"""Of the drawn requests a backend accepts at least this share; the rest are sizes, types and features nobody runs."""
+
+EXAMPLES = {"TORCH_SDPA": 400, "TRITON_ATTN": 60}
+"""Examples of a push: half a minute of one core at most. The interpreter takes about half a second for each."""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Name of a backend that can be used in this process."""
+    problem = selector.get_backend(request.param).problem()
+    if problem is not None:
+        pytest.skip(problem)
+    return request.param
+
+
+@pytest.fixture
+def device() -> str:
+    """Where requests run; tests/gpu overrides it."""
+    return "cpu"
+
+
+def device_kind(device: str) -> str:
+    """Return the device's name in the acceptance table."""
+    info = DeviceInfo.of(device)
+    if info.type != "cuda":
+        return "interpreter" if info.triton_interpreter else "cpu"
+    known = [name for name, other in DEVICES.items() if other.type == "cuda" and other.capability <= info.capability]
+    return known[-1]
+
+
+def must_accept(backend: str, device: str) -> list[tuple[str, str]]:
+    """Return the pairs of features that the table lists for a backend."""
+    pairs = TABLE[backend][device_kind(device)]["pairs"]
+    return [(first, second) for first, others in pairs.items() for second in others.split()]
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_accepts_what_the_table_lists(backend: str, kind: str) -> None:
+    listed, found = TABLE[backend].get(kind, {}), accepted_by(backend, DEVICES[kind])
+    for section, lines in found.items():
+        for line, names in lines.items():
+            before, now = set(listed.get(section, {}).get(line, "").split()), set(names.split())
+            assert not before - now, f"{backend} on {kind} refuses {section} {line}: {sorted(before - now)}"
+            assert not now - before, (
+                f"{backend} on {kind} has learned {section} {line}: {sorted(now - before)}; "
+                "run python -m tests.conformance.make_acceptance"
+            )
+
+
+def test_the_table_lists_every_backend() -> None:
+    assert list(TABLE) == list(BACKENDS)
+    assert all(len(must_accept(name, "cpu")) > 100 for name in BACKENDS if device_kind("cpu") in TABLE[name])
+
+
+def test_most_drawn_requests_are_accepted_with_every_listed_pair(backend: str, device: str) -> None:
+    """Drawing is cheap: this counts many requests without running them."""
+    counts: Counter[str] = Counter()
+    rng, reasons = random.Random(fuzz_seed()), selector.get_backend(backend).reasons
+    info = DeviceInfo.of(device)
+    for _ in range(4000):
+        request = draw_request(rng, backend)
+        count(request, not reasons(request.config, info), counts)
+    assert counts["accepted"] >= MINIMUM_SHARE * counts["requests"]
+    seldom = [(a, b, counts[f"{a}+{b}"]) for a, b in must_accept(backend, device) if counts[f"{a}+{b}"] < 20]
+    assert not seldom, "pairs of features that were accepted fewer than 20 times in 4000"
+
+
+def check_fuzz(backend: str, device: str, examples: int, size: Size = Size()) -> None:
+    """Run the fuzz with every listed pair in turn; too few acceptances fail too."""
+    pairs = must_accept(backend, device)
+    counts = run_fuzz(backend, device, examples, size, pairs)
+    print(f"{backend} on {device}, seed {fuzz_seed()}: {counts['accepted']} of {counts['requests']} accepted")
+    # Three standard deviations below the share of the long run.
+    least = MINIMUM_SHARE * examples - 3 * (examples * MINIMUM_SHARE * (1 - MINIMUM_SHARE)) ** 0.5
+    assert counts["accepted"] >= least
+    rounds = examples // len(pairs)
+    refused = [pair for pair in pairs if counts["+".join(pair)] < rounds / 2]
+    assert not refused, f"pairs of features accepted fewer than {rounds / 2} times though {rounds} required them"
+
+
+def test_refused_or_equal_to_the_reference(backend: str, device: str) -> None:
+    check_fuzz(backend, device, fuzz_examples(EXAMPLES.get(backend, 60)))
+
+
+@pytest.mark.slow
+def test_thousands_are_refused_or_equal_to_the_reference(backend: str, device: str) -> None:
+    check_fuzz(backend, device, fuzz_examples({"TORCH_SDPA": 10000}.get(backend, 2000)), Size(seq_len=90, reqs=8))
+
+
+def check_bad_input(request: Request, device: str, seed: int, cache_update: bool) -> str:
+    """Get one argument wrong: the op raises an error of ours and writes nothing, or it is right for what it was given.
+
+    Returns:
+        The name of the error's class, `""` if there was none.
+    """
+    rng = random.Random(seed)
+    batch = request.batch(device)
+    what, args = mutate(request.cache_update(device) if cache_update else batch.args, rng)
+    written = ("kv_cache",) if cache_update else ("kv_cache", *OUTPUTS)
+    before = snapshot(args, written)
+    failed = None
+    try:
+        if cache_update:
+            compare_cache_update(args, AttentionConfig.parse(args.config))
+        else:
+            AttentionConfig.parse(args.config)
+            batch.args = args
+            run_and_compare(batch)
+    except VattnError as error:
+        failed = error
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}\n{request.line(device)}") from error
+    if failed is None:
+        return ""
+    assert failed.got, what
+    assert failed.allowed, f"{what}: {failed}"
+    problem = failure_of(lambda: check_unchanged(before, args))
+    assert problem is None, f"{what}: {failed}, but {problem}\n{request.line(device)}"
+    return type(failed).__name__
+
+
+@pytest.mark.parametrize("op", ["attention", "kv_cache_update"])
+def test_bad_input_is_refused_and_nothing_is_written(backend: str, op: str, device: str) -> None:
+    rng = random.Random(fuzz_seed())
+    classes: Counter[str] = Counter()
+    examples = 400 if backend == "TORCH_SDPA" else 150
+    for seed in range(examples):
+        request = draw_request(rng, backend, size=Size(seq_len=20, reqs=3, wide_heads=0.0))
+        if selector.get_backend(backend).reasons(request.config, DeviceInfo.of(device)):
+            continue
+        if op == "kv_cache_update" and request.config.block_size == 0:
+            continue
+        classes[check_bad_input(request, device, seed, op == "kv_cache_update")] += 1
+    expected = {"ShapeError", "DtypeError", "StrideError", "DeviceError", "ScaleError", "GradientError", "ConfigError"}
+    assert expected <= set(classes), classes
