@@ -2,7 +2,7 @@
 
 As a command it runs the one request that a failure printed:
 
-    python -m tests.conformance.fuzz --device cpu --lens 1:9,3:5 --padding 3:2 --table fit --seed 7 'vattn1 num_heads=4 ...'
+    python -m tests.conformance.fuzz --device cpu --lens 1:9,3:5 --padding 3:2 --table fit --seed 7 'vattn1 ...'
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tests.conformance.compare import compare_cache_update, refusal, run_and_compare
-from tests.conformance.requests import PAIRS, Request, Size, draw_request, simpler
+from tests.conformance.requests import PAIRS, SMALL, Request, Size, draw_request, simpler
 from vattn.backends.base import requested_features
 from vattn.config import AttentionConfig
 from vattn.errors import VattnError
@@ -66,7 +66,7 @@ def run_fuzz(
     backend: str,
     device: str,
     examples: int,
-    size: Size = Size(),
+    size: Size = SMALL,
     pairs: Sequence[tuple[str, ...]] = PAIRS,
     attempts: int = 40,
 ) -> Counter[str]:

@@ -50,6 +50,9 @@ class Size:
     wide_heads: float = 0.1
 
 
+SMALL = Size()
+
+
 @dataclass(frozen=True)
 class Request:
     """A config, the lengths of one batch (see `rows.Row`) and the seed of its values."""
@@ -163,7 +166,7 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
     return config.replace(output_format="none" if rng.random() < 0.4 else rng.choice(formats))
 
 
-def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (), size: Size = Size()) -> Request:
+def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (), size: Size = SMALL) -> Request:
     """Return a random request for a backend that asks for the required features at least."""
     features = draw_features(rng, required)
     config = _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))

@@ -14,7 +14,7 @@ from tests.conformance.compare import OUTPUTS, check_unchanged, compare_cache_up
 from tests.conformance.fuzz import count, failure_of, fuzz_examples, fuzz_seed, run_fuzz
 from tests.conformance.make_acceptance import accepted_by, load_table
 from tests.conformance.mutations import mutate
-from tests.conformance.requests import DEVICES, Request, Size, draw_request
+from tests.conformance.requests import DEVICES, SMALL, Request, Size, draw_request
 from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
@@ -91,7 +91,7 @@ def test_most_drawn_requests_are_accepted_with_every_listed_pair(backend: str, d
     assert not seldom, "pairs of features that were accepted fewer than 20 times in 4000"
 
 
-def check_fuzz(backend: str, device: str, examples: int, size: Size = Size()) -> None:
+def check_fuzz(backend: str, device: str, examples: int, size: Size = SMALL) -> None:
     """Run the fuzz with every listed pair in turn; too few acceptances fail too."""
     pairs = must_accept(backend, device)
     counts = run_fuzz(backend, device, examples, size, pairs)
