@@ -6,9 +6,9 @@ import hashlib
 import json
 
 import torch
-from toy_models import make_builder, make_model, make_step
 
 import vattn
+from tests.compile.toy_models import make_builder, make_model, make_step
 
 
 def main() -> None:

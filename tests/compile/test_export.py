@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 
 import vattn
+from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 from vattn.errors import CacheNotBoundError, MetadataError
 
 STEPS = [[1] * 3, [1] * 9, [4, 3], [1, 1], [300]]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 
 import vattn
+from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 from vattn.errors import ConfigError
 
 TOKEN_COUNTS = [[1], [2], [7], [64], [300], [1, 1], [3, 4], [30, 34], [100] * 3]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 
 import vattn
+from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 
 TOLERANCE = 2e-5  # fp32 sums over 32 columns in another order, through a softmax
 
@@ -88,15 +88,18 @@ def test_equal_regions_are_compiled_once(num_layers: int) -> None:
 
 
 def run_process(folder: Path) -> dict[str, Any]:
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     # Workers and precompiled headers cost more than they save on one small graph.
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     environment["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     done = subprocess.run(
-        [sys.executable, str(here / "first_act.py")], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "tests.compile.first_act"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -41,15 +41,18 @@ class Model(nn.Module):
         return x @ self.embed.weight.t()
 
 
-def make_model(num_layers: int = 2, **attention: Any) -> Model:
+def make_model(
+    num_layers: int = 2, *, device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 32, **attention: Any
+) -> Model:
     torch.manual_seed(0)
-    model = Model(num_layers, **attention).eval().requires_grad_(False)
+    model = Model(num_layers, width, **attention).eval().requires_grad_(False).to(device, dtype)
     vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS)
     return model
 
 
 def make_builder(model: nn.Module, **options: Any) -> vattn.AttentionMetadataBuilder:
-    return vattn.AttentionMetadataBuilder(16, 512, 512, BLOCK, layers=model, **options)
+    device = next(model.parameters()).device
+    return vattn.AttentionMetadataBuilder(16, 512, 512, BLOCK, device, layers=model, **options)
 
 
 def make_step(
@@ -62,7 +65,7 @@ def make_step(
         needed = -(-length // BLOCK)
         tables.append(list(range(next_block, next_block + needed)))
         next_block += needed
-    ids = torch.arange(sum(query_lens)) * 7 % VOCAB
+    ids = torch.arange(sum(query_lens), device=builder.device) * 7 % VOCAB
     return ids, builder.build(list(query_lens), seq_lens, tables, **options)
 
 
@@ -71,7 +74,7 @@ def fill_caches(model: Model) -> None:
     for layer in model.layers:
         cache = layer.attn.kv_cache
         values = torch.randn(cache.shape, generator=torch.Generator().manual_seed(1))
-        cache.copy_(values if cache.is_floating_point() else (values.abs() * 16).to(cache.dtype))
+        cache.copy_(values if cache.is_floating_point() else (values.abs() * 16).to(cache.dtype))  # FP8 codes
 
 
 def caches(model: Model) -> list[Tensor]:
