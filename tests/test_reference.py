@@ -350,6 +350,7 @@ def test_alibi_by_hand() -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "window", "chunk", "mm_full", "bidirectional", "fp8", "unequal", "fp8_query"]
 )
+@pytest.mark.usefixtures("poisoned_allocations")
 def test_garbage_never_reaches_a_result(name: str) -> None:
     config = combine(name)
     assert config is not None

@@ -69,7 +69,7 @@ def _within_window(q: Tensor, k: Tensor, window: int, causal: bool) -> Tensor:
 def _within_chunks(q: Tensor, k: Tensor, chunk_size: int, lookback: int, causal: bool) -> Tensor:
     """A row sees its own chunk and `lookback` chunks before it; a bidirectional one as many after it."""
     distance = q // chunk_size - k // chunk_size
-    return (distance >= 0) & (distance <= lookback) if causal else distance.abs() <= lookback
+    return distance <= lookback if causal else distance.abs() <= lookback
 
 
 def _within_same_range(q: Tensor, k: Tensor, mm_ranges: Tensor, config: AttentionConfig) -> Tensor:
