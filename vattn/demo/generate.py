@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn.block_pool import BlockPool, BlockTable
 from vattn.context import forward_context
+from vattn.cuda_graph import CUDAGraphRunner
 from vattn.errors import OutOfBlocksError
 from vattn.kv_cache import KVCacheAllocation
 from vattn.metadata import AttentionMetadata
@@ -137,7 +139,7 @@ class Scheduler:
 
 
 class Generator:
-    """Run a model over the scheduler's steps.
+    """Run a model over the scheduler's steps; steps that only decode go through CUDA graphs where there are some.
 
     Args:
         model: takes `(input_ids [T], positions [T], logits_indices [B])`, returns logits `[B, vocab_size]`.
@@ -146,6 +148,10 @@ class Generator:
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step.
         max_seq_len: longest request, prompt and output.
+        graph_sizes: batch sizes to capture; empty for none.
+
+    Attributes:
+        graphs: the runner of the captured sizes; its `report` says what was captured or why nothing was.
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Generator:
         max_num_reqs: int = 8,
         token_budget: int = 256,
         max_seq_len: int = 1024,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.forward = model if forward is None else forward
         self.device = cache.device
@@ -164,20 +171,26 @@ class Generator:
         self.builder = AttentionMetadataBuilder(
             max_num_reqs, max(2, token_budget), max_seq_len, cache.block_size, cache.device, layers=model
         )
+        self.graphs: CUDAGraphRunner | None = None
+        if graph_sizes:
+            self.graphs = CUDAGraphRunner(
+                self.forward, graph_sizes, self.builder, self._sample_inputs, output_rows="requests"
+            )
         self.num_steps = 0
+
+    def _sample_inputs(self, metadata: AttentionMetadata) -> list[Tensor]:
+        return model_inputs([0] * metadata.slot_mapping.shape[0], metadata)
 
     def step(self) -> list[Request]:
         """Compute one step and return the requests that it finished."""
         plan = self.scheduler.schedule()
         ids = [token for request, new in plan for token in request.tokens[request.cached - new : request.cached]]
-        ids += [0] * (2 - len(ids))  # One token would compile a graph of its own.
-        metadata = self.builder.build(
-            query_lens=[new for _, new in plan],
-            seq_lens=[request.cached for request, _ in plan],
-            block_tables=[request.table.blocks for request, _ in plan if request.table is not None],
-            num_tokens_padded=len(ids),
-        )
-        logits = self.run(torch.tensor(ids), metadata).cpu()
+        lengths = {
+            "query_lens": [new for _, new in plan],
+            "seq_lens": [request.cached for request, _ in plan],
+            "block_tables": [request.table.blocks for request, _ in plan if request.table is not None],
+        }
+        logits = self._run(ids, lengths, decode=len(ids) == len(plan)).cpu()
         self.num_steps += 1
         finished = []
         for row, (request, _) in enumerate(plan):
@@ -188,11 +201,17 @@ class Generator:
                     finished.append(request)
         return finished
 
-    def run(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    @torch.no_grad()
+    def _run(self, ids: list[int], lengths: dict[str, Any], decode: bool) -> Tensor:
         """Return the logits of each request's last token."""
-        with forward_context(metadata), torch.inference_mode():
-            last = (metadata.query_start_loc[1:] - 1).clamp(min=0)
-            return self.forward(input_ids.to(self.device), metadata.positions, last)
+        if decode and self.graphs is not None and self.graphs.key_for(len(ids), len(ids)) is not None:
+            metadata = self.graphs.build(**lengths)
+            return self.graphs(*model_inputs(ids, metadata), metadata=metadata)
+        # One token would compile a graph of its own.
+        ids = ids + [0] * (2 - len(ids))
+        metadata = self.builder.build(**lengths, num_tokens_padded=len(ids))
+        with forward_context(metadata):
+            return self.forward(*model_inputs(ids, metadata))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[list[Request]]:
         """Run requests to their end; yields after every step what it finished."""
@@ -200,3 +219,10 @@ class Generator:
             self.scheduler.add(request)
         while self.scheduler.waiting or self.scheduler.running:
             yield self.step()
+
+
+def model_inputs(ids: Sequence[int], metadata: AttentionMetadata) -> list[Tensor]:
+    """Return what the model takes for a step: token ids, positions, and the row of each request's last token."""
+    assert metadata.positions is not None
+    last = (metadata.query_start_loc[1:] - 1).clamp(min=0).long()
+    return [torch.tensor(ids).to(last.device), metadata.positions, last]

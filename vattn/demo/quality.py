@@ -13,10 +13,19 @@ from vattn.context import forward_context
 from vattn.kv_cache import KVCacheAllocation
 from vattn.metadata_builder import AttentionMetadataBuilder
 
+CONTEXT, CHUNK, NUM_REQS = 1024, 128, 8
+"""Tokens of one block of text, of which one step takes a chunk, for this many blocks at once."""
 
-def blocks_needed(block_size: int, context: int, num_reqs: int) -> int:
+
+def blocks_needed(block_size: int) -> int:
     """Return how many cache blocks `bits_per_byte` uses, the null block included."""
-    return 1 + num_reqs * -(-context // block_size)
+    return 1 + NUM_REQS * -(-CONTEXT // block_size)
+
+
+def num_steps(length: int) -> int:
+    """Return how many steps `bits_per_byte` takes for a text of this many bytes."""
+    full, rest = divmod(length, NUM_REQS * CONTEXT)
+    return full * (CONTEXT // CHUNK) + -(-min(rest, CONTEXT) // CHUNK)
 
 
 def bits_per_byte(
@@ -25,34 +34,30 @@ def bits_per_byte(
     text: bytes,
     *,
     forward: Callable[..., Tensor] | None = None,
-    context: int = 1024,
-    chunk: int = 128,
-    num_reqs: int = 8,
     progress: Callable[[], None] = lambda: None,
 ) -> float:
-    """Return the mean bits per byte of `text`, byte 0 before it, in blocks of `context` that do not see one another.
+    """Return the mean bits per byte of `text`, byte 0 before it, in blocks of `CONTEXT` that do not see one another.
 
     Each block is a request and is fed in chunks, so that most keys and values are read back from the cache, in whatever
     format it has.
 
     Args:
         cache: what `vattn.allocate_kv_cache(model, ...)` returned, of at least `blocks_needed(...)` blocks.
-        chunk: tokens of one request per step.
-        num_reqs: blocks of text in one batch.
+        forward: the model's compiled form; default the model as it is.
         progress: called after each step.
     """
     forward = model if forward is None else forward
-    width = -(-context // cache.block_size)
+    width = -(-CONTEXT // cache.block_size)
     builder = AttentionMetadataBuilder(
-        num_reqs, num_reqs * chunk, context, cache.block_size, cache.device, layers=model
+        NUM_REQS, NUM_REQS * CHUNK, CONTEXT, cache.block_size, cache.device, layers=model
     )
     ids = torch.tensor(list(b"\0" + text))
-    pieces = [ids[start : start + context + 1] for start in range(0, len(text), context)]
+    pieces = [ids[start : start + CONTEXT + 1] for start in range(0, len(text), CONTEXT)]
     nats = 0.0
-    for first in range(0, len(pieces), num_reqs):
-        batch = pieces[first : first + num_reqs]
-        for start in range(0, context, chunk):
-            now = [(row, piece[start : start + chunk + 1]) for row, piece in enumerate(batch) if len(piece) > start + 1]
+    for first in range(0, len(pieces), NUM_REQS):
+        batch = pieces[first : first + NUM_REQS]
+        for start in range(0, CONTEXT, CHUNK):
+            now = [(row, piece[start : start + CHUNK + 1]) for row, piece in enumerate(batch) if len(piece) > start + 1]
             if not now:
                 break
             metadata = builder.build(
