@@ -94,7 +94,7 @@ def _device(name: str | None) -> DeviceInfo:
     if name.startswith("sm_") and name[3:].isdigit() and len(name) > 4:
         return DeviceInfo("cuda", (int(name[3:-1]), int(name[-1])), "GPU")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r} without a usable GPU", "cpu, or a GPU by its architecture", "--device sm_90")
+        raise DeviceError(f"no usable GPU for device {name!r}", "cpu, or a GPU by its architecture", "--device sm_90")
     return DeviceInfo.of(name)
 
 
