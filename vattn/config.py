@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -17,6 +18,9 @@ from vattn.errors import ConfigError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, SCALE_KINDS
 
 CONFIG_VERSION = 1
+
+NOTE_MARK = " # "
+"""What follows it in a config string is a note of the compiler passes; it asks for nothing and `parse` skips it."""
 
 
 class AttentionType(str, Enum):
@@ -213,12 +217,12 @@ class AttentionConfig:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(text: str) -> AttentionConfig:
-        """Read what `encode` wrote.
+        """Read what `encode` wrote, without a note behind it.
 
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        head, *pairs = text.split(" ")
+        head, *pairs = text.partition(NOTE_MARK)[0].split(" ")
         _check(
             head == f"vattn{CONFIG_VERSION}",
             f"config string starts with {head!r}",
@@ -245,9 +249,11 @@ def _canonical(name: str, kind: str, value: object) -> object:
     if base == "str" and isinstance(value, str):
         value = value.value if isinstance(value, Enum) else value
         fits = bool(value) and not any(character.isspace() for character in value)
-    elif base == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif base == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
         fits = math.isfinite(value)
+    elif base == "int" and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value, fits = int(value), True
     else:
         fits = type(value).__name__ == base
     _check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", f"pass {name} as {kind}")

@@ -17,6 +17,7 @@ from vattn.errors import (
     CacheNotBoundError,
     ConfigError,
     DtypeError,
+    GradientError,
     ScaleError,
     ShapeError,
     UnsupportedRequestError,
@@ -38,6 +39,8 @@ from vattn.layers.request import (
 )
 from vattn.layers.scales import QuantConfig, count_clipped, first_scale, make_scale, quantise_query
 from vattn.metadata import AttentionMetadata
+from vattn.ops import checks
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
@@ -147,18 +150,18 @@ class Attention(nn.Module):
             "num_kv_heads": self.num_kv_heads,
             "head_size": head_size,
             "head_size_v": self.head_size_v,
-            "scale": float(scale),
+            "scale": scale,
             "block_size": self.cache_config.block_size,
             "kv_cache_layout": self.cache_config.kv_cache_layout,
             "query_format": self.quant_config.query_format,
             "output_format": self.quant_config.output_format,
             "sliding_window": window,
             "chunk_lookback": None if lookback == -1 else lookback,
-            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+            "logits_soft_cap": logits_soft_cap,
             "alibi": alibi_kind(alibi_slopes, use_alibi_sqrt),
             "sinks": options["sinks"] is not None,
             "mm_prefix": options["mm_prefix"],
-            "batch_invariant": bool(options["batch_invariant"]),
+            "batch_invariant": options["batch_invariant"],
             "backend": self.attn_backend,
         }
         self._cache_dtype = self._choose_cache_dtype(window)
@@ -174,7 +177,9 @@ class Attention(nn.Module):
         skipped = ("sliding_window" in skip and window is not None) or (index is not None and str(index) in skip)
         return "auto" if skipped else self.cache_config.cache_dtype
 
-    def _register_tensors(self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | None) -> None:
+    def _register_tensors(
+        self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None
+    ) -> None:
         heads = self.num_heads
         slopes = None
         if alibi_slopes is not None:
@@ -182,6 +187,7 @@ class Attention(nn.Module):
             check_per_head("alibi_slopes", slopes, heads)
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if sinks is not None:
+            sinks = torch.as_tensor(sinks)
             check_per_head("sinks", sinks, heads)
         if isinstance(sinks, nn.Parameter):
             self.sinks: Tensor | None = sinks
@@ -209,8 +215,9 @@ class Attention(nn.Module):
                 "the same granularity for both",
                 "repeat the single value for every KV head",
             )
-        self.register_buffer("k_scale", k_scale)
-        self.register_buffer("v_scale", v_scale)
+        # A state dict holds scales once: a shared layer's entry would overwrite its target's when it is loaded.
+        self.register_buffer("k_scale", k_scale, persistent=not shared)
+        self.register_buffer("v_scale", v_scale, persistent=not shared)
         q_scale = query_scale(
             quant.q_scale,
             prefix=self.prefix,
@@ -223,7 +230,9 @@ class Attention(nn.Module):
         self.register_buffer(
             "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
         )
-        ready = torch.zeros(1, dtype=torch.int32) if self.calculate_kv_scales else None
+        # Of k_scale, v_scale and q_scale: 1 once it is calculated, or given.
+        query_ready = int(q_scale is None or quant.q_scale is not None)
+        ready = torch.tensor([0, 0, query_ready], dtype=torch.int32) if self.calculate_kv_scales else None
         self.register_buffer("scales_ready", ready)
         counts = torch.zeros((2, 2), dtype=torch.int64) if quantised else None
         self.register_buffer("clip_counts", counts, persistent=False)
@@ -294,13 +303,12 @@ class Attention(nn.Module):
                 f"target layer {self.kv_sharing_target_layer_name!r}",
                 "use vattn.allocate_kv_cache, which finds it",
             )
-        if target is not None:
-            if target.config is None or storage is not target.kv_cache:
-                raise CacheError(
-                    f"KV sharing target of layer {self.prefix!r} is not bound to this storage",
-                    "the target's own storage",
-                    "bind the target first",
-                )
+        if target is not None and (target.config is None or storage is not target.kv_cache):
+            raise CacheError(
+                f"KV sharing target of layer {self.prefix!r} is not bound to this storage",
+                "the target's own storage",
+                "bind the target first",
+            )
         config = self.resolve_config(dtype, storage.device, target)
         check_storage(storage, config)
         device = DeviceInfo.of(storage.device)
@@ -351,6 +359,8 @@ class Attention(nn.Module):
                 "pass key and value, or None for both",
             )
         output, block_scale = self._new_output(query)
+        if output_shape is not None:
+            _check_output_shape(output, output_shape)
         if metadata is None:
             output.zero_()
             if block_scale is not None:
@@ -370,11 +380,52 @@ class Attention(nn.Module):
             )
         op_config = self._op_config(metadata)
         if key is not None and value is not None:
+            key = _split_heads("key", key, self.num_kv_heads, self.head_size)
+            value = _split_heads("value", value, self.num_kv_heads, self.head_size_v)
+        if not torch.compiler.is_compiling():
+            self._check_step(query, key, value, metadata, output, block_scale, op_config)
+        if key is not None and value is not None:
             self._write_cache(query, key, value, metadata, op_config)
         if self.q_scale is not None:
             query = quantise_query(query, self.q_scale, self.num_kv_heads)
-        self._attend(query, metadata, output, block_scale, op_config)
+        torch.ops.vattn.attention(*self._attention_args(query, metadata, output, block_scale, op_config))
         return self._shaped(output, block_scale, output_shape)
+
+    def _check_step(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        block_scale: Tensor | None,
+        op_config: str,
+    ) -> None:
+        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        if key is not None and key.shape[0] != query.shape[0]:
+            raise ShapeError(
+                f"key has {key.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
+                "the same tokens for query, key and value",
+                "check what was projected",
+            )
+        inputs = (query, key, value, self.sinks)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            raise GradientError(
+                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
+                "inference only; attention has no backward",
+                "call the model under torch.no_grad() or torch.inference_mode()",
+            )
+        config = AttentionConfig.parse(op_config)
+        if key is not None and value is not None:
+            assert self.kv_cache is not None
+            update = CacheUpdateArgs(
+                key, value, self.kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale, op_config
+            )
+            checks.check_kv_cache_update(update, config)
+        if self.q_scale is not None:
+            query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
+        args = self._attention_args(query, metadata, output, block_scale, op_config)
+        checks.check_attention(AttentionArgs(*args), config)
 
     def _op_config(self, metadata: AttentionMetadata) -> str:
         if isinstance(metadata.causal, Tensor):
@@ -394,8 +445,6 @@ class Attention(nn.Module):
     def _write_cache(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, op_config: str
     ) -> None:
-        key = _split_heads("key", key, self.num_kv_heads, self.head_size)
-        value = _split_heads("value", value, self.num_kv_heads, self.head_size_v)
         if self.calculate_kv_scales:
             self._calculate_scales(query, key, value, metadata.slot_mapping)
         if self.observing and self.clip_counts is not None and self.config is not None:
@@ -410,22 +459,25 @@ class Attention(nn.Module):
     def _calculate_scales(self, query: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Set the scales from the first step that has a real token, before anything of it is written."""
         assert self.config is not None
-        real, ready = slot_mapping >= 0, self.scales_ready
+        real, ready = slot_mapping >= 0, self.scales_ready.split(1)
         largest = KV_FORMATS[self.config.kv_cache_dtype].max_value
-        new_k = first_scale(key, real, self.k_scale, ready, largest)
-        new_v = first_scale(value, real, self.v_scale, ready, largest)
+        new_k, k_ready = first_scale(key, real, self.k_scale, ready[0], largest)
+        new_v, v_ready = first_scale(value, real, self.v_scale, ready[1], largest)
+        q_ready = ready[2]
         if self.q_scale is not None and self.quant_config.q_scale is None:
-            self.q_scale.copy_(first_scale(query, real, self.q_scale, ready, FP8_E4M3_MAX))
+            new_q, q_ready = first_scale(query, real, self.q_scale, q_ready, FP8_E4M3_MAX)
+            self.q_scale.copy_(new_q)
         self.k_scale.copy_(new_k)
         self.v_scale.copy_(new_v)
-        ready.copy_(torch.maximum(ready, real.any().to(ready.dtype)))
+        self.scales_ready.copy_(torch.cat((k_ready, v_ready, q_ready)))
 
-    def _attend(
+    def _attention_args(
         self, query: Tensor, metadata: AttentionMetadata, output: Tensor, block_scale: Tensor | None, op_config: str
-    ) -> None:
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `vattn::attention` in the schema's order."""
         plan = metadata.plans.get(self._plan_key)
         tree = metadata.tree_bias is not None
-        torch.ops.vattn.attention(
+        return (
             query,
             self.kv_cache,
             metadata.query_start_loc,
@@ -500,6 +552,18 @@ class Attention(nn.Module):
 
 def _given(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
+
+
+def _check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:
+    size = 1
+    for length in shape:
+        size *= length
+    if size != output.numel():
+        raise ShapeError(
+            f"output_shape={tuple(shape)} for {output.numel()} elements",
+            f"a shape of {tuple(output.shape)}'s size, without -1",
+            "leave it out for [tokens, num_heads * head_size_v]",
+        )
 
 
 def _split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:

@@ -87,20 +87,28 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
     return scale
 
 
-def first_scale(values: Tensor, real: Tensor, old: Tensor, ready: Tensor, max_value: float) -> Tensor:
+def first_scale(values: Tensor, real: Tensor, old: Tensor, ready: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     """Return the scale from the real rows of `values` if none is ready, else `old`. On the device, without a sync.
 
+    Rows of zeros decide nothing: they are stored as zeros under any scale, so the next step may still decide.
+
     Args:
-        values: `[T, heads, width]`; rows of padding may hold anything.
+        values: `[T, heads, width]`; rows of padding may hold anything. Infinities and NaN do not count.
         real: bool `[T]`, rows that count.
         old: fp32 `[1]`.
         ready: int32 `[1]`, 0 while no scale was calculated.
         max_value: largest stored magnitude.
+
+    Returns:
+        The scale, and int32 `[1]`: whether one is calculated now.
     """
-    largest = torch.where(real[:, None, None], values.detach().abs().float(), 0.0).amax()
+    if values.shape[0] == 0:
+        return old, ready
+    sizes = values.detach().abs().float()
+    largest = torch.where(real[:, None, None] & torch.isfinite(sizes), sizes, 0.0).amax()
     scale = largest * (HEADROOM / max_value)
-    usable = (ready == 0) & torch.isfinite(scale) & (scale > 0)
-    return torch.where(usable, scale, old)
+    usable = (ready == 0) & (scale > 0)
+    return torch.where(usable, scale, old), torch.where(usable, torch.ones_like(ready), ready)
 
 
 def quantise_query(query: Tensor, q_scale: Tensor, num_kv_heads: int) -> Tensor:
@@ -128,7 +136,7 @@ def observe_clipping(model: nn.Module) -> Iterator[None]:
 
     Counting adds two reductions per layer and compiles one graph more. Read the result with `clip_rates`.
     """
-    layers = [m for m in model.modules() if hasattr(m, "clip_counts")]
+    layers = [m for m in model.modules() if getattr(m, "clip_counts", None) is not None]
     for layer in layers:
         layer.clip_counts.zero_()  # type: ignore[operator,union-attr]
         layer.observing = True  # type: ignore[assignment]
