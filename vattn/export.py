@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.backends.base import parse_version
 from vattn.context import forward_context
-from vattn.errors import CacheNotBoundError, MetadataError
+from vattn.errors import CacheNotBoundError, MetadataError, UnsupportedRequestError
 from vattn.metadata import TENSOR_FIELDS, AttentionMetadata
 
 StepInputs = tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
@@ -69,7 +70,16 @@ class ExportedStep:
         """Compile the program with AOTInductor into the file `package_path` and load it; a serving process only loads.
 
         The process that loads the file must import vattn first, which registers the ops.
+
+        Raises:
+            UnsupportedRequestError: torch is older than 2.12, where loading the file ends the process (seen on 2.11).
         """
+        if parse_version(torch.__version__) < (2, 12):
+            raise UnsupportedRequestError(
+                f"AOTInductor of an exported step on torch {torch.__version__}",
+                "torch 2.12 or newer; older ones crash when they load it",
+                "update torch, or run program.module() or vattn.compile(model)",
+            )
         path = torch._inductor.aoti_compile_and_package(self.program, package_path=package_path)
         return torch._inductor.aoti_load_package(path)
 

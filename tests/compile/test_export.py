@@ -12,7 +12,8 @@ from torch import nn
 
 import vattn
 from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
-from vattn.errors import CacheNotBoundError, MetadataError
+from vattn.backends.base import parse_version
+from vattn.errors import CacheNotBoundError, MetadataError, UnsupportedRequestError
 
 STEPS = [[1] * 3, [1] * 9, [4, 3], [1, 1], [300]]
 
@@ -94,6 +95,15 @@ def test_refusals() -> None:
         vattn.export_step(model, (ids,), step)
 
 
+def test_aot_inductor_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = make_model(1)
+    exported = vattn.export_step(model, *_args(model))
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(UnsupportedRequestError, match=r"AOTInductor of an exported step on torch 2\.11\.0"):
+        exported.compile(str(tmp_path / "step.pt2"))
+
+
+@pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
 def test_aot_inductor_equals_eager(tmp_path: Path) -> None:
     model = make_model(1)
     exported = vattn.export_step(model, *_args(model))

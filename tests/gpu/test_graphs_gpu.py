@@ -28,6 +28,7 @@ def cuda() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         yield
     torch._dynamo.reset()
