@@ -52,7 +52,7 @@ def test_padded_step_equals_unpadded(num_reqs: int) -> None:
     x, last = torch.randn(num_reqs, WIDTH), torch.arange(num_reqs)
     fill(model)
     step = runner.build([1] * num_reqs, seq_lens, tables)
-    assert step.slot_mapping.shape[0] == next(size for size in (1, 4, 8) if size >= num_reqs)
+    assert step.slot_mapping.shape[0] == next(size for size in (2, 4, 8) if size >= num_reqs)
     got = runner(x, step.positions[:num_reqs], last, metadata=step)
     cache = model.attn.kv_cache.clone()
 
@@ -98,6 +98,16 @@ def test_padding_rows_of_inputs_are_zero_and_stale_rows_never_show() -> None:
     step = runner.build([1], [1], tables[:1])
     output, row = runner(torch.ones(1, WIDTH), step.positions, torch.zeros(1, dtype=torch.int64), metadata=step)
     assert output.shape == row.shape == (1, WIDTH) and bool(output.isfinite().all())
+
+
+def test_one_request_of_one_token_is_padded_to_two_tokens() -> None:
+    """One token would compile a graph of its own, and two rows for one request miss the decode kernels."""
+    _, runner = make_runner(batch_sizes=[1, 2, 4])
+    assert [(cost.batch_size, cost.num_tokens) for cost in runner.report.costs] == [(4, 4), (2, 2)]
+    step = runner.build([1], [1], [[0]])
+    assert step.slot_mapping.tolist() == [0, -1]
+    outputs = runner(torch.ones(1, WIDTH), step.positions, torch.zeros(1, dtype=torch.int64), metadata=step)
+    assert [output.shape[0] for output in outputs] == [1, 1]
 
 
 def test_step_beyond_the_captures_is_refused() -> None:

@@ -86,7 +86,8 @@ class CUDAGraphRunner:
     Args:
         function: a plain or compiled function or module; called with the inputs while the step's metadata is the
             forward context. It must do the same work whatever the lengths.
-        batch_sizes: numbers of requests to capture, each with `tokens_per_request` tokens per request.
+        batch_sizes: numbers of requests to capture, each with `tokens_per_request` tokens per request. A single
+            request of one token is captured as two, so that it needs no compiled graph of its own.
         builder: builds all steps; give it the model's `layers`.
         make_inputs: returns the function's tensor arguments for a (padded) step, of any content that the function
             accepts. Their first dimension is tokens or requests. Tensors of the metadata itself may be among them.
@@ -150,7 +151,7 @@ class CUDAGraphRunner:
             _log_once(f"CUDA graphs: none on device {builder.device.type}, functions run directly")
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
         # From large to small: the later captures fit into the memory of the first.
-        costs = tuple(self._prepare(size) for size in sizes)
+        costs = tuple(cost for size in sizes if (cost := self._prepare(size)) is not None)
         self._caches = self._cache_addresses()
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs)
         if cuda:
@@ -177,10 +178,12 @@ class CUDAGraphRunner:
                     "choose another attn_backend, or run the function without CUDAGraphRunner",
                 )
 
-    def _prepare(self, batch_size: int) -> CaptureCost:
-        """Make the static inputs of a size, warm the function up and capture it."""
+    def _prepare(self, batch_size: int) -> CaptureCost | None:
+        """Make the static inputs of a size, warm the function up and capture it; `None` if another size does for it."""
         start, free = time.perf_counter(), self._free_memory()
         metadata = self._sample_step(batch_size)
+        if metadata.capture_key() in self._entries:
+            return None
         with torch.inference_mode(False):
             entry = _Entry(self._static_inputs(metadata))
         metadata.mark_dynamic()
@@ -199,6 +202,7 @@ class CUDAGraphRunner:
             [[0] * blocks] * batch_size,
             slot_mapping=[-1] * (tokens * batch_size),
             num_reqs_padded=max(2, batch_size),
+            num_tokens_padded=min(max(2, tokens * batch_size), self.builder.max_num_tokens),
             **self._step_options(batch_size),
         )
 
