@@ -1,0 +1,68 @@
+"""Every example runs on this machine as a user would run it, and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+
+
+def run(name: str) -> str:
+    """Run an example in a fresh process and return what it printed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # The tests run Triton in its interpreter; a user does not.
+    env.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / name], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_decode_by_hand() -> None:
+    distances = re.findall(r"relative distance to dense attention (\S+)", run("01_paged_decode_by_hand.py"))
+    assert len(distances) == 2
+    assert all(float(distance) < 1e-5 for distance in distances)
+
+
+def test_fullgraph_compile() -> None:
+    printed = run("02_fullgraph_compile.py")
+    assert "graphs compiled: 1\n" in printed
+    assert printed.count("eager and compiled differ by") == 4
+
+
+def test_cuda_graph() -> None:
+    printed = run("03_cuda_graph_changing_lengths.py")
+    assert printed.count("differs by") == 6
+    expected = "2 CUDA graphs in one memory pool" if torch.cuda.is_available() else "no CUDA graphs: device cpu"
+    assert expected in printed
+
+
+def test_continuous_batching() -> None:
+    printed = run("04_continuous_batching.py")
+    finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]
+    assert sorted(finished) == [0, 1, 2, 3, 4]
+    assert "3 prefilling, 0 decoding, 2 waiting" in printed
+    assert "1 prefilling, 2 decoding, 2 waiting" in printed, "a long prompt is prefilled beside decodes"
+
+
+def test_all_examples_are_tested_and_short() -> None:
+    source = Path(__file__).read_text()
+    assert EXAMPLES
+    for name in EXAMPLES:
+        assert f'run("{name}")' in source
+        lines = len((ROOT / "examples" / name).read_text().splitlines())
+        assert lines <= (45 if name.startswith("01") else 120), f"{name} has {lines} lines"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_says_what_it_shows(name: str) -> None:
+    assert (ROOT / "examples" / name).read_text().startswith('"""')
