@@ -127,6 +127,9 @@ def compare(result: Batch, out: Tensor, lse: Tensor) -> None:
     """Raise Mismatch if the outputs of a batch are not near the reference's fp32 `out [T, H, V]` and `lse [T, H]`."""
     config, args = result.config, result.args
     _compare_lse(args.lse, lse, config)
+    padding = args.output[int(args.query_start_loc[-1]) :]
+    if bool(padding.view(torch.uint8).any()):
+        raise Mismatch("output: a padding row is not zero")
     fmt = OUTPUT_FORMATS[config.output_format]
     if fmt.container is None:
         _compare_rows(args.output.float(), out, config)
