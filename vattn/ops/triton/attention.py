@@ -87,6 +87,32 @@ def load_tile(
 
 
 @triton.jit
+def score_tile(
+    q, query, query_mask, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr, K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    D_STEP: tl.constexpr, Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return query rows times the keys of one tile, `[rows, keys]`.
+
+    Wide fp32 heads go in steps of D_STEP columns, since exact dots hold whole rows in registers; the query is loaded
+    again for each step then, which its cache hits pay for.
+    """
+    s = tl.zeros([BLOCK_M, TILE], tl.float32)
+    if D_STEP == BLOCK_D:
+        k_tile = load_tile(key, block, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+        return dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
+    else:
+        for first in tl.static_range(0, BLOCK_D, D_STEP):
+            column = first + tl.arange(0, D_STEP)
+            part = tl.load(query[:, None] + column[None, :], mask=query_mask[:, None] & (column < D)[None, :], other=0)
+            k_tile = load_tile(key, block, k, column, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+            k_tile = tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8))
+            s = dot(decode(part, Q_FORMAT, COMPUTE, NATIVE_FP8), k_tile, s)
+        return s
+
+
+@triton.jit
 def softmax_step(s, v, acc, m, total):
     """Fold scores (times log2 e) and values of one tile into the running sums."""
     m_new = tl.maximum(m, tl.max(s, axis=1))
@@ -113,13 +139,15 @@ def attention_kernel(
     stride_qt, stride_qh, stride_ot, stride_oh, stride_os, stride_lt, stride_lh,
     scale, soft_cap,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, D_STEP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
     Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
     MODEL: tl.constexpr, OUTPUT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
@@ -189,7 +217,8 @@ def attention_kernel(
         factor = factor * tl.load(k_scale + (kv_head if PER_HEAD_KV else 0))
         out_factor = tl.load(v_scale + (kv_head if PER_HEAD_KV else 0))
     q_offsets = token.to(tl.int64) * stride_qt + head * stride_qh
-    q, row_factor = load_query(query + q_offsets[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], factor,
+    query += q_offsets
+    q, row_factor = load_query(query[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], factor,
                                COMPUTE, Q_FORMAT, NATIVE_FP8)  # fmt: skip
     MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
     if not MODIFIED:
@@ -239,13 +268,16 @@ def attention_kernel(
         block = look_up(table, full_begin * TILE + n, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         for j in tl.range(full_begin, full_end, num_stages=STAGES):
             k = j * TILE + n
-            here = block
-            # One tile ahead, so that the gather below never waits for its addresses.
-            block = look_up(table, k + TILE, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+            if AHEAD:
+                here = block
+                # One tile ahead, so that the gather below never waits for its addresses.
+                block = look_up(table, k + TILE, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+            else:
+                here = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
             readable = here >= 0
-            k_tile = load_tile(key, here, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+            s = score_tile(q, query, row_valid, key, here, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW,
+                           D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
             v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
-            s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), tl.zeros([BLOCK_M, TILE], tl.float32))
             s = s * row_factor[:, None]
             if MODIFIED:
                 s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
@@ -261,17 +293,20 @@ def attention_kernel(
     for j in tl.range(0, steps, num_stages=STAGES):
         k = (first_tile + j + tl.where(j >= before, gap, 0)) * TILE + n
         k_next = (first_tile + j + 1 + tl.where(j + 1 >= before, gap, 0)) * TILE + n
-        here = block
-        block = look_up(table, k_next, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+        if AHEAD:
+            here = block
+            block = look_up(table, k_next, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+        else:
+            here = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         readable = here >= 0
         sees = visible(q_pos[:, None], k[None, :], seq_len, causal, ranges, num_ranges,
                        CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
-        k_tile = load_tile(key, here, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+        s = score_tile(q, query, row_valid, key, here, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW,
+                       D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
         v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
-        s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), tl.zeros([BLOCK_M, TILE], tl.float32))
         s = s * row_factor[:, None]
         if MODIFIED:
             s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,

@@ -26,8 +26,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in _FP8 else tensor
 
 
-def paged_attention(args: AttentionArgs, config: AttentionConfig, tiles: Tiles | None = None) -> None:
-    """Run `vattn::attention`; `tiles` overrides what the shapes would choose."""
+def paged_attention(
+    args: AttentionArgs, config: AttentionConfig, tiles: Tiles | None = None, limits: Limits | None = None
+) -> None:
+    """Run `vattn::attention`; `tiles` overrides what the shapes would choose, `limits` what the device can do."""
     key, value = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
     sources = {
         "key": key, "value": value, "seq_lens": args.seq_lens, "block_table": args.block_table, "kv_start_loc": None,
@@ -37,11 +39,13 @@ def paged_attention(args: AttentionArgs, config: AttentionConfig, tiles: Tiles |
         "V_BLOCK": value.stride(0), "V_ROW": value.stride(1), "V_HEAD": value.stride(2),
     }  # fmt: skip
     max_keys = args.block_table.shape[1] * config.block_size
-    _attend(args, config, sources, args.seq_lens.shape[0], max_keys, tiles)
+    _attend(args, config, sources, args.seq_lens.shape[0], max_keys, tiles, limits)
 
 
-def packed_attention(args: VarlenAttentionArgs, config: AttentionConfig, tiles: Tiles | None = None) -> None:
-    """Run `vattn::varlen_attention`; `tiles` overrides what the shapes would choose."""
+def packed_attention(
+    args: VarlenAttentionArgs, config: AttentionConfig, tiles: Tiles | None = None, limits: Limits | None = None
+) -> None:
+    """Run `vattn::varlen_attention`; `tiles` and `limits` as for `paged_attention`."""
     key, value = as_bytes(args.key), as_bytes(args.value)
     sources = {
         "key": key, "value": value, "seq_lens": None, "block_table": None, "kv_start_loc": args.kv_start_loc,
@@ -49,7 +53,7 @@ def packed_attention(args: VarlenAttentionArgs, config: AttentionConfig, tiles: 
         "K_BLOCK": 0, "K_ROW": key.stride(0), "K_HEAD": key.stride(1),
         "V_BLOCK": 0, "V_ROW": value.stride(0), "V_HEAD": value.stride(1),
     }  # fmt: skip
-    _attend(args, config, sources, args.kv_start_loc.shape[0] - 1, key.shape[0], tiles)
+    _attend(args, config, sources, args.kv_start_loc.shape[0] - 1, key.shape[0], tiles, limits)
 
 
 def _attend(
@@ -59,6 +63,7 @@ def _attend(
     num_reqs: int,
     max_keys: int,
     tiles: Tiles | None,
+    limits: Limits | None,
 ) -> None:
     num_tokens = args.query.shape[0]
     fmt = OUTPUT_FORMATS[config.output_format]
@@ -66,7 +71,7 @@ def _attend(
         if fmt.swizzled and args.output_block_scale is not None:
             args.output_block_scale.view(torch.uint8).zero_()
         return
-    limits = Limits.of(args.query.device)
+    limits = limits or Limits.of(args.query.device)
     tiles = tiles or choose_tiles(config, num_tokens, num_reqs, max_keys, limits)
     split, later = tiles.num_splits > 1, fmt.group_size != 0
     target, target_lse = as_bytes(args.output), args.lse
@@ -126,7 +131,7 @@ def _launch_attention(
         stride_ot=row_stride * width, stride_oh=splits * width, stride_os=width,
         stride_lt=row_stride, stride_lh=splits,
         scale=config.scale, soft_cap=config.logits_soft_cap or 1.0,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         **sources, **attention_constants(config, tiles, limits, output_kind),
     )  # fmt: skip
 
@@ -134,10 +139,11 @@ def _launch_attention(
 def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, output_kind: str) -> dict[str, Any]:
     """Return what the attention kernel is specialised for, strides of the keys and values aside."""
     fmt = KV_FORMATS[config.kv_cache_dtype]
+    wide = max(16, next_power_of_two(config.head_size))
     return {
         "GROUP": config.group_size, "GROUP_TILE": tiles.group_tile, "BLOCK_M": tiles.block_m, "TILE": tiles.tile,
         "D": config.head_size, "V": config.head_size_v, "BLOCK_SIZE": config.block_size,
-        "BLOCK_D": max(16, next_power_of_two(config.head_size)),
+        "BLOCK_D": wide, "D_STEP": min(wide, tiles.d_step),
         "BLOCK_V": max(16, next_power_of_two(config.head_size_v)),
         "Q_FORMAT": config.dtype if config.query_format == "none" else config.query_format,
         "KV_FORMAT": fmt.name, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "NATIVE_FP8": limits.native_fp8,
@@ -145,7 +151,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "CAUSALITY": config.causality, "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
-        "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
+        "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages, "AHEAD": tiles.ahead,
     }  # fmt: skip
 
 
@@ -174,7 +180,8 @@ def _launch_finish(
         lse=args.lse, output_scale=args.output_scale, sinks=args.sinks,
         num_tokens=num_tokens, num_reqs=num_reqs, num_splits=num_splits,
         stride_ot=args.output.stride(0), stride_oh=args.output.stride(1), stride_br=strides[0], stride_bg=strides[1],
-        stride_lt=config.num_heads, stride_lh=1, SCALE_COLUMNS=scale_columns, num_warps=4, **constants,
+        stride_lt=config.num_heads, stride_lh=1, SCALE_COLUMNS=scale_columns, num_warps=4,
+        enable_fp_fusion=True, **constants,
     )  # fmt: skip
 
 
@@ -186,7 +193,7 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
     return {
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
-        "BLOCK": max(16, min(columns, 2048 if fmt.group_size < 0 else 512)),
+        "BLOCK": max(16, min(columns, 256 if split else 1024)),
     }  # fmt: skip
 
 
@@ -204,5 +211,5 @@ def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig) -> None:
         NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, BLOCK_SIZE=config.block_size,
         K_BLOCK=key_cache.stride(0), K_ROW=key_cache.stride(1), K_HEAD=key_cache.stride(2),
         V_BLOCK=value_cache.stride(0), V_ROW=value_cache.stride(1), V_HEAD=value_cache.stride(2),
-        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", BLOCK=block, num_warps=4,
+        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", BLOCK=block, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

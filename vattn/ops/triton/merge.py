@@ -52,4 +52,5 @@ def merge_attn_states(args: MergeArgs) -> None:
         *args.output.stride()[:2], *args.prefix_output.stride()[:2], *args.suffix_output.stride()[:2],
         *lse.stride(), *args.prefix_lse.stride(), *args.suffix_lse.stride(),
         V=width, BLOCK_V=triton.next_power_of_2(width), num_warps=1 if width <= 256 else 4,
+        enable_fp_fusion=True,
     )  # fmt: skip

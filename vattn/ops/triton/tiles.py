@@ -54,6 +54,7 @@ class Tiles:
         block_m: query rows of a program, (token, head) pairs.
         group_tile: heads of a group that share a program.
         tile: keys of one step.
+        d_step: key columns that are multiplied at once.
         num_splits: programs that share the keys of a tile of rows.
         full_loop: run tiles that need no mask in a loop of their own.
         num_warps, num_stages: launch options.
@@ -62,10 +63,12 @@ class Tiles:
     block_m: int
     group_tile: int
     tile: int
+    d_step: int
     num_splits: int
     full_loop: bool
     num_warps: int
     num_stages: int
+    ahead: bool = True
 
     @property
     def block_q(self) -> int:
@@ -92,31 +95,33 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
     item = compute_dtype(config).itemsize
     rows = -(-num_tokens // max(num_reqs, 1)) * config.group_size
-    block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, limits))
+    padded = wide not in (config.head_size, config.head_size_v)
+    block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, padded, limits))
     group_tile = min(config.group_size, block_m)
-    tile = _keys_of_a_step(wide, item, limits)
+    tile = _keys_of_a_step(config, wide, item, padded, limits)
     num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none"
-    num_warps = 8 if block_m >= 128 or (block_m >= 64 and wide >= 256) or wide >= 512 else 4
+    num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or padded)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
-    return Tiles(block_m, group_tile, tile, num_splits, full_loop, num_warps, num_stages)
+    return Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
 
 
-def _most_rows(wide: int, item: int, limits: Limits) -> int:
-    """The fp32 accumulator `[rows, wide]` must stay in registers."""
+def _most_rows(wide: int, item: int, padded: bool, limits: Limits) -> int:
+    """The fp32 accumulator `[rows, wide]` must stay in registers; padded columns cost some of their own."""
     if limits.interpreted:
         return 32
     if item == 4:
-        return 32 if wide <= 128 else 16
-    return {512: 32, 256: 64}.get(wide, 128)
+        return 16
+    return {512: 32, 256: 64}.get(wide, 64 if padded else 128)
 
 
-def _keys_of_a_step(wide: int, item: int, limits: Limits) -> int:
+def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, padded: bool, limits: Limits) -> int:
     if limits.interpreted:
         return 16
-    tile = 64 if wide <= 128 else 32
-    if item == 4:
-        tile //= 2
+    tile = {256: 32, 512: 16}.get(wide, 64)
+    converted = wide >= 256 and KV_FORMATS[config.kv_cache_dtype].element_size != item
+    if item == 4 or padded or converted:
+        tile = max(16, tile // 2)
     # One stage of keys and values and the query must fit.
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
         tile //= 2

@@ -1,0 +1,209 @@
+"""What `compile_all` compiles: launches recorded from the real launchers, on tensors without storage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.triton import launch, merge
+from vattn.ops.triton.tiles import Limits
+
+TARGETS: dict[str, Limits] = {
+    "sm_80": Limits(108, 163 << 10, native_fp8=False),
+    "sm_90": Limits(132, 227 << 10, native_fp8=True),
+    "sm_100": Limits(148, 227 << 10, native_fp8=True),
+    "gfx942": Limits(304, 64 << 10, native_fp8=False),
+}
+"""Targets that every kernel of this package declares, with what its launcher needs to know of them."""
+
+
+@dataclass
+class Launch:
+    """One recorded kernel launch.
+
+    Attributes:
+        name: what a person sees.
+        target: name in `TARGETS`.
+        kernel: the jitted function.
+        arguments: by parameter name.
+        options: compile options such as `num_warps`.
+    """
+
+    name: str
+    target: str
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class _Recorder:
+    """Stand in for a jitted kernel and keep what it is launched with."""
+
+    def __init__(self, kernel: Any, found: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            self.found.append((self.kernel, {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}))
+
+        return record
+
+
+def record(name: str, target: str, call: Callable[[], None]) -> Iterator[Launch]:
+    """Yield the launches that `call` makes, instead of making them."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    with ExitStack() as stack:
+        for module, kernel in (
+            (launch, "attention_kernel"),
+            (launch, "finish_kernel"),
+            (launch, "cache_update_kernel"),
+            (merge, "merge_kernel"),
+        ):
+            stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
+        call()
+    for kernel, given in found:
+        arguments = {key: value for key, value in given.items() if key in kernel.arg_names}
+        options = {key: value for key, value in given.items() if key not in arguments}
+        yield Launch(f"{kernel.__name__} {name}", target, kernel, arguments, options)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _shared_arguments(config: AttentionConfig, num_tokens: int, num_reqs: int) -> dict[str, Any]:
+    """Return what the paged and the packed op have in common."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    scale_shape = fmt.block_scale_shape(num_tokens, config.num_heads * config.head_size_v)
+    query_dtype = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
+    columns, container = fmt.output_columns(config.head_size_v), fmt.container or MODEL_DTYPES[config.dtype]
+
+    def scale(kind: str) -> Tensor | None:
+        return None if kind == "none" else _meta(config.num_kv_heads if kind == "head" else 1)
+
+    return {
+        "query": _meta(num_tokens, config.num_heads, config.head_size, dtype=query_dtype),
+        "query_start_loc": _meta(num_reqs + 1, dtype=torch.int32),
+        "output": _meta(num_tokens, config.num_heads, columns, dtype=container),
+        "output_block_scale": None if scale_shape is None else _meta(*scale_shape, dtype=fmt.block_scale_dtype),
+        "lse": _meta(num_tokens, config.num_heads) if config.lse else None,
+        "output_scale": _meta(1) if fmt.static_scale else None,
+        "q_scale": scale(config.query_scale),
+        "k_scale": scale(config.kv_scale),
+        "v_scale": scale(config.kv_scale),
+        "alibi_slopes": _meta(config.num_heads) if config.alibi != "none" else None,
+        "sinks": _meta(config.num_heads) if config.sinks else None,
+        "causal_flags": _meta(num_reqs, dtype=torch.int32) if config.causality == "per_request" else None,
+        "bias": _meta(2, 5, 5) if config.tree_bias else None,
+        "tree_id": _meta(num_reqs, dtype=torch.int32) if config.tree_bias else None,
+        "mm_ranges": _meta(num_reqs, 3, 2, dtype=torch.int32) if config.mm_prefix != "none" else None,
+        "plan": [],
+        "workspace": None,
+        "config": config.encode(),
+    }
+
+
+def attention_launches(
+    name: str, target: str, config: AttentionConfig, num_tokens: int, num_reqs: int
+) -> Iterator[Launch]:
+    """Yield the launches of one attention step; packed keys if the config has no block size."""
+    shared, limits = _shared_arguments(config, num_tokens, num_reqs), TARGETS[target]
+    if config.block_size == 0:
+        dtype = KV_FORMATS[config.kv_cache_dtype].value_dtype
+        packed = VarlenAttentionArgs(
+            key=_meta(num_tokens, config.num_kv_heads, config.head_size, dtype=dtype),
+            value=_meta(num_tokens, config.num_kv_heads, config.head_size_v, dtype=dtype),
+            kv_start_loc=_meta(num_reqs + 1, dtype=torch.int32),
+            **shared,
+        )
+        return record(name, target, lambda: launch.packed_attention(packed, config, limits=limits))
+    paged = AttentionArgs(
+        kv_cache=_meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
+        seq_lens=_meta(num_reqs, dtype=torch.int32),
+        block_table=_meta(num_reqs, 4096 // config.block_size, dtype=torch.int32),
+        local_seq_lens=None,
+        **shared,
+    )
+    return record(name, target, lambda: launch.paged_attention(paged, config, limits=limits))
+
+
+def update_launches(name: str, target: str, config: AttentionConfig) -> Iterator[Launch]:
+    """Yield the launch of one cache update."""
+    args = CacheUpdateArgs(
+        _meta(64, config.num_kv_heads, config.head_size, dtype=MODEL_DTYPES[config.dtype]),
+        _meta(64, config.num_kv_heads, config.head_size_v, dtype=MODEL_DTYPES[config.dtype]),
+        _meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
+        _meta(64, dtype=torch.int64),
+        *(None if config.kv_scale == "none" else _meta(1) for _ in range(2)),
+        config.encode(),
+    )
+    return record(name, target, lambda: launch.update_kv_cache(args, config))
+
+
+def merge_launches(name: str, target: str, dtype: torch.dtype, width: int) -> Iterator[Launch]:
+    """Yield the launch of one merge."""
+    args = MergeArgs(
+        _meta(64, 8, width, dtype=dtype), _meta(64, 8), _meta(64, 8, width, dtype=dtype), _meta(64, 8),
+        _meta(64, 8, width, dtype=dtype), _meta(64, 8),
+    )  # fmt: skip
+    return record(name, target, lambda: merge.merge_attn_states(args))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window-sinks-lse": {"sliding_window": 128, "sinks": True, "lse": True},
+    "cap-alibi-flags": {"logits_soft_cap": 30.0, "alibi": "linear", "causality": "per_request", "sliding_window": 96},
+    "chunk-tree-sqrt": {"sliding_window": 64, "chunk_lookback": 1, "tree_bias": True, "alibi": "sqrt", "sinks": True},
+    "ranges": {"mm_prefix": "clamped", "sliding_window": 64, "causality": "bidirectional", "lse": True},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "32x128": {"num_heads": 32, "num_kv_heads": 8, "head_size": 128},
+    "8x64": {"num_heads": 8, "num_kv_heads": 8, "head_size": 64, "kv_cache_layout": "HND"},
+    "5x72": {"num_heads": 10, "num_kv_heads": 2, "head_size": 72, "block_size": 24},
+    "16x192-128": {"num_heads": 16, "num_kv_heads": 1, "head_size": 192, "head_size_v": 128, "block_size": 64},
+    "8x256": {"num_heads": 8, "num_kv_heads": 4, "head_size": 256, "block_size": 32},
+    "8x512": {"num_heads": 8, "num_kv_heads": 1, "head_size": 512},
+    "packed-4x80": {"num_heads": 4, "num_kv_heads": 4, "head_size": 80, "block_size": 0},
+}
+STEPS: dict[str, tuple[int, int]] = {"decode-split": (2, 2), "decode": (256, 256), "extend": (64, 16), "prefill": (2048, 2)}
+CACHES = (("auto", "none"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "head"))
+
+
+def _config(dtype: str, cache: tuple[str, str], shape: dict[str, Any], **changes: Any) -> AttentionConfig:
+    values = {"dtype": dtype, "kv_cache_dtype": dtype if cache[0] == "auto" else cache[0], "kv_scale": cache[1]}
+    values |= {"head_size_v": shape["head_size"], "scale": 0.088, **shape, **changes}
+    return AttentionConfig(**values)
+
+
+def all_launches() -> Iterator[Launch]:
+    """Yield every case, some of them equal to the compiler."""
+    for target, dtype, cache in itertools.product(TARGETS, MODEL_DTYPES, CACHES):
+        for (shape, sizes), (step, counts) in itertools.product(SHAPES.items(), STEPS.items()):
+            for feature, switches in FEATURES.items():
+                config = _config(dtype, cache, sizes, **switches)
+                yield from attention_launches(f"{dtype}/{cache[0]} {shape} {step} {feature}", target, config, *counts)
+        for step, counts in STEPS.items():
+            static = _config(dtype, cache, SHAPES["32x128"], output_format="fp8_static")
+            yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8_static", target, static, *counts)
+            quantised = static.replace(query_format="fp8_e4m3", query_scale="head")
+            yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8-query", target, quantised, *counts)
+        for shape, sizes in SHAPES.items():
+            config = _config(dtype, cache, sizes)
+            if config.block_size:
+                yield from update_launches(f"{dtype}/{cache[0]} {shape}", target, config)
+    for target, (name, dtype) in itertools.product(TARGETS, MODEL_DTYPES.items()):
+        yield from merge_launches(f"{name} 128", target, dtype, 128)
+        for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
+            config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
+            yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])
