@@ -63,7 +63,14 @@ def load_xqa() -> Any | None:
 
 
 def xqa_decode(
-    function: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, seq_lens: Tensor, scale: float, max_len: int
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_len: int,
 ) -> Step:
     """Return a decode step of XQA, programmatic dependent launch on (its default)."""
     workspace = torch.zeros(160 << 20, dtype=torch.uint8, device=query.device)

@@ -50,7 +50,7 @@ def check_plan(query_lens: list[int], seq_lens: list[int], ctas: int, window: in
     split_of = {row: list(range(first, first + count)) for row, first, count in splits}
     for row, ranges in tiles.items():
         ranges.sort()
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "chunks meet"
+        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "chunks meet"
         if len(ranges) > 1:
             assert sorted(slots[row]) == split_of.pop(row)
         else:

@@ -5,10 +5,12 @@ Nothing is read from the device and grids come from shapes, so any call can be c
 
 from __future__ import annotations
 
+import torch
+
 from vattn.backends.base import FEATURES, Backend, Capabilities, Package, Sizes
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, VarlenAttentionArgs
 
 
 class TritonAttentionBackend(Backend):
@@ -31,8 +33,33 @@ class TritonAttentionBackend(Backend):
         cuda_graphs="full",
     )
 
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of the fast decode path's schedule; `()` where a layer or the current GPU has none."""
+        if not torch.cuda.is_available():
+            return ()
+        from vattn.ops.triton import decode_fast
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return decode_fast.plan_shape(config, num_reqs, device) if decode_fast.runs(config, device) else ()
+
+    def plan_key(self, config: AttentionConfig) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return f"{self.name} kv_heads={config.num_kv_heads} window={config.sliding_window}"
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        """Fill the fast decode path's schedule."""
+        from vattn.ops.triton import decode_fast
+
+        decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
+        if args.query.is_cuda:
+            from vattn.ops.triton import decode_fast
+
+            if decode_fast.accepts(args, config):
+                decode_fast.decode(args, config)
+                return
         from vattn.ops.triton.launch import paged_attention
 
         paged_attention(args, config)

@@ -1,9 +1,9 @@
 """The fast decode path of TRITON_ATTN on Hopper: who may use it, its schedule, and the launches.
 
-Shapes choose it: as many query rows as requests, the shape of a decode step. The op reads no length on the host, so equal
-counts do not prove one row per request; the schedule, made on the device, is right for any split of the rows: requests
-of one row are spread over CTAs, a request of several rows is walked by one CTA row after row (slow, but right), requests
-without rows take care of the rows of padding.
+Shapes choose it: as many query rows as requests, the shape of a decode step. The op reads no length on the host, so
+equal counts do not prove one row per request; the schedule, made on the device, is right for any split of the rows:
+requests of one row are spread over CTAs, a request of several rows is walked by one CTA row after row (slow, but
+right), and requests without rows take care of the rows of padding.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vattn.backends.base import DeviceInfo, Sizes, requested_features
 from vattn.config import AttentionConfig
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.errors import ShapeError
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
-from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK, LOG2E, TILE_TOKENS, decode_kernel, reduce_kernel
+from vattn.ops.triton.decode_fast_kernels import (
+    FP16_QUERY_SHRINK,
+    ITEM_FIELDS,
+    LOG2E,
+    TILE_TOKENS,
+    decode_kernel,
+    reduce_kernel,
+)
 from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
@@ -45,26 +53,36 @@ class Tuning:
     """How the main kernel is cut.
 
     Attributes:
-        heads: KV heads of one CTA, which is also its number of warps.
-        stages: stages of the loop; one less are buffers in shared memory.
-        unroll: tiles per turn of the loop, 1 or 2.
+        heads: KV heads of one CTA. Warps are heads times slots.
+        stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
         ctas: CTAs per multiprocessor that the schedule counts on.
+        slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
+        overlap: whether a Gluon kernel is launched while the kernel before it may still run.
         max_registers: limit per thread, `None` for the compiler's choice.
     """
 
     heads: int
     stages: int
-    unroll: int = 1
-    ctas: int = 2
+    ctas: float = 2
+    slots: int = 0
+    overlap: bool = False
     max_registers: int | None = None
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int) -> Tuning:
-    """Return the tuning for a batch of this many requests."""
-    heads = heads_per_cta(config.num_kv_heads, 4)
-    ctas = 2 * 4 // heads
-    stages = 3 if heads == 4 else 4
-    return Tuning(heads, stages, ctas=ctas)
+    """Return the tuning of a layer for this many requests.
+
+    Two heads to a CTA and four CTAs to a multiprocessor were best in every cell of `benchmarks/attention.py` on an
+    H200. Narrow rows need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs.
+    """
+    heads = heads_per_cta(config.num_kv_heads, 2)
+    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
+    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas=(4 if row_bytes <= 256 else 2) * 2 // heads)
+
+
+def most_ctas(config: AttentionConfig, device: torch.device) -> int:
+    """Return an upper bound of the items that run at a time, whatever the batch; schedules are sized by it."""
+    return 8 * _multiprocessors(device) // config.num_kv_heads + _multiprocessors(device)
 
 
 def heads_per_cta(num_kv_heads: int, most: int) -> int:
@@ -96,12 +114,13 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
-    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and not _refusals(config, args.query.device)
+    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
 
 
 @lru_cache(maxsize=4096)
-def _refusals(config: AttentionConfig, device: torch.device) -> tuple[str, ...]:
-    return tuple(refusals(config, DeviceInfo.of(device)))
+def runs(config: AttentionConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class Sizing:
     Attributes:
         ctas: items that run at a time.
         waves: waves that one item per request takes.
-        max_items: rows of items in the schedule; also the most partial results.
+        max_items: rows of items in the schedule; also the most partial results. Never falls with the batch.
     """
 
     ctas: int
@@ -122,9 +141,9 @@ class Sizing:
 def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device) -> Sizing:
     """Return the sizes for a batch of this many requests."""
     groups = -(-config.num_kv_heads // tuning.heads)
-    ctas = max(1, _multiprocessors(device) * tuning.ctas // groups)
-    waves = -(-num_reqs // ctas)
-    return Sizing(ctas, waves, (waves + WAVE_CHOICES.value - 1) * ctas)
+    most = most_ctas(config, device)
+    ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas // groups)))
+    return Sizing(ctas, -(-num_reqs // ctas), num_reqs + WAVE_CHOICES.value * most)
 
 
 @lru_cache(maxsize=64)
@@ -132,22 +151,23 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def plan_shape(config: AttentionConfig, num_reqs: int, device: torch.device, tuning: Tuning | None = None) -> tuple[int, int]:
-    """Return the shape of the int32 schedule of a decode step."""
-    tuning = tuning or choose_tuning(config, num_reqs)
-    return 1 + sizing(config, num_reqs, tuning, device).max_items + num_reqs, 8
-
-
-def plan_key(config: AttentionConfig) -> str:
-    """Return what two layers must have in common to share a schedule."""
-    return f"decode_fast kv_heads={config.num_kv_heads} window={config.sliding_window}"
+def plan_shape(config: AttentionConfig, num_reqs: int, device: torch.device) -> tuple[int, int]:
+    """Return the shape of the int32 schedule of a decode step; its size never falls with the batch."""
+    return 1 + 2 * num_reqs + WAVE_CHOICES.value * most_ctas(config, device), ITEM_FIELDS.value
 
 
 def plan(
     query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig, tuning: Tuning | None = None
 ) -> None:
-    """Fill the schedule of a decode step on the device."""
+    """Fill the schedule of a decode step on the device.
+
+    Raises:
+        ShapeError: the schedule was made for another batch size.
+    """
     num_reqs = seq_lens.shape[0]
+    shape = plan_shape(config, num_reqs, seq_lens.device)
+    if tuple(schedule.shape) != shape:
+        raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
     sizes = sizing(config, num_reqs, tuning or choose_tuning(config, num_reqs), seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
@@ -160,8 +180,8 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     tuning = tuning or choose_tuning(config, num_reqs)
     sizes = sizing(config, num_reqs, tuning, device)
-    shape = plan_shape(config, num_reqs, device, tuning)
-    schedule = next((s for s in args.plan if s.shape == shape), None)
+    shape = plan_shape(config, num_reqs, device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
@@ -172,11 +192,13 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items, device)
     common = _common_arguments(args, config, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
-    parts = 4 if num_reqs <= 4 else 1
+    few = num_reqs <= 4
+    parts = 4 if few else 1
     programs = min(num_reqs * config.num_heads * parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        COLUMNS=config.head_size // parts, SPLITS=128 if num_reqs <= 4 else 32, num_warps=4, launch_pdl=True, **common,
+        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, num_warps=4 if few else 1, launch_pdl=True,
+        **common,
     )  # fmt: skip
     if fmt.group_size:
         from vattn.ops.triton.launch import _launch_finish
@@ -208,8 +230,8 @@ def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tens
     }  # fmt: skip
 
 
-def _boxes(cache: Tensor, heads: int, quantised: bool) -> TensorDescriptor:
-    """Return a tensor map over keys or values `[blocks, block_size, K, D]` whose box is a tile of `heads` heads.
+def _boxes(cache: Tensor, tuning: Tuning, quantised: bool) -> Any:
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]`; a box is a tile of the heads of one CTA.
 
     An FP8 cache is seen as int16 pairs of columns.
     """
@@ -217,22 +239,29 @@ def _boxes(cache: Tensor, heads: int, quantised: bool) -> TensorDescriptor:
         cache = cache.view(torch.int16)
     blocks, block_size, num_heads, width = cache.shape
     by_block, by_token, by_head, _ = cache.stride()
-    return TensorDescriptor(
-        cache, [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1],
-        [1, heads, TILE_TOKENS.value, width],
-    )  # fmt: skip
+    shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
+    box = [1, tuning.heads, TILE_TOKENS.value, width]
+    if not tuning.slots:
+        return TensorDescriptor(cache, shape, strides, box)
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+    return GluonDescriptor(cache, shape, strides, box, layout)
 
 
 def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, the reduction's constants aside."""
     quantised = config.kv_cache_dtype in QUANTISED_CACHES
-    return {
+    constants = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
-        "FP8": quantised, "ASSEMBLY": True, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
+        "FP8": quantised, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
         "SOFT_CAP": config.logits_soft_cap is not None,
-        "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype],
-        "UNROLL": tuning.unroll, "STAGES": tuning.stages,
+        "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
     }  # fmt: skip
+    if tuning.slots:
+        return constants | {"SLOTS": tuning.slots, "OVERLAP": tuning.overlap}
+    return constants | {"ASSEMBLY": True}
 
 
 def _launch_decode(
@@ -253,14 +282,17 @@ def _launch_decode(
         score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
     if quantised:
         score_scale /= FP16_QUERY_SHRINK.value
-    groups = -(-config.num_kv_heads // tuning.heads)
-    items = min(sizes.ctas, args.seq_lens.shape[0] * args.block_table.shape[1] * config.block_size // TILE_TOKENS.value)
-    decode_kernel[(max(1, items) * groups,)](
-        query=args.query, key_boxes=_boxes(key, tuning.heads, quantised),
-        value_boxes=_boxes(value, tuning.heads, quantised), block_table=args.block_table, schedule=schedule,
-        partial_output=partial_output, partial_stats=partial_stats, q_scale=args.q_scale, k_scale=args.k_scale,
+    kernel, launch = decode_kernel, {"num_warps": tuning.heads, "num_stages": tuning.stages}
+    if tuning.slots:
+        from vattn.ops.gluon.decode import decode_kernel as kernel
+
+        launch = {"num_warps": tuning.heads * tuning.slots, "launch_pdl": tuning.overlap}
+    kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
+        query=args.query, key_boxes=_boxes(key, tuning, quantised), value_boxes=_boxes(value, tuning, quantised),
+        block_table=args.block_table, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
+        q_scale=args.q_scale, k_scale=args.k_scale,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads, num_stages=tuning.stages,
-        maxnreg=tuning.max_registers, **common, **decode_constants(config, tuning),
+        score_scale=score_scale, soft_cap=soft_cap, maxnreg=tuning.max_registers,
+        **launch, **common, **decode_constants(config, tuning),
     )  # fmt: skip

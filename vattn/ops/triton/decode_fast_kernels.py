@@ -1,15 +1,15 @@
-"""Device code of the fast decode path for Hopper: split attention over a paged cache, and the reduction of the splits.
+"""Device code of the fast decode path for Hopper: attention over chunks of a paged cache, and their reduction.
 
-One CTA works on a chunk of one request and a few KV heads. Its warps are the batch dimension of every `tl.dot`, so a warp
-owns a head and the loop exchanges nothing between warps. A tile is 16 tokens of one block: one tensor-map box brings the
-keys of all heads of the CTA, another the values, whatever the cache's layout.
+One CTA works on a chunk of one request and a few KV heads. Its warps are the batch dimension of every `tl.dot`, so a
+warp owns a head and the loop exchanges nothing between warps. A tile is 16 tokens of one block: one tensor-map box
+brings the keys of all heads of the CTA, another the values, whatever the cache's layout.
 
 Scores are `Q K^T` with the query rows padded to 16. Rows 0 to 7 are kept, and the output is accumulated transposed,
 `O^T += V^T P^T`: the layout in which the scores come out of the tensor cores is the one in which `P^T` goes back in, so
 no value moves between threads. Groups of more than 8 query heads per KV head keep both halves.
 
-An FP8 cache is read as int16, two columns at a time. `unpack_keys` and `unpack_values` turn the pairs into fp16 within a
-thread; the columns come out in a permuted order, which the query load and the output store follow.
+An FP8 cache is read as int16, two columns at a time. `unpack_keys` and `unpack_values` turn the pairs into fp16 within
+a thread; the columns come out in a permuted order, which the query load and the output store follow.
 """
 
 from __future__ import annotations
@@ -167,33 +167,22 @@ def add_values(
 
 
 @triton.jit
-def attend_tiles(
-    maximum, total, acc_a, acc_b, scores_0, scores_1, values_0, values_1, token_0, begin, end_0, end_1,
-    visible_0, visible_1, UNROLL: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr,
+def attend_tile(
+    maximum, total, acc_a, acc_b, scores, values, first_token, begin, end, visible, FP8: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take one or two tiles into the online softmax of eight query rows.
+    """Take a tile into the online softmax of eight query rows.
 
     `total` `[heads, 8, 16]` keeps one partial sum per column of the tile; it is added up once, after the loop.
     """
-    peak = tl.max(scores_0, 2)
-    if UNROLL == 2:
-        peak = tl.maximum(peak, tl.max(scores_1, 2))
-    new_maximum = tl.maximum(maximum, peak)
+    new_maximum = tl.maximum(maximum, tl.max(scores, 2))
     decay = tl.exp2(maximum - new_maximum)
-    weights = tl.exp2(scores_0 - new_maximum[:, :, None])
+    weights = tl.exp2(scores - new_maximum[:, :, None])
     total = total * decay[:, :, None] + weights
     acc_a = acc_a * decay[:, None, :]
     if FP8:
         acc_b = acc_b * decay[:, None, :]
-    acc_a, acc_b = add_values(
-        weights, values_0, token_0, begin, end_0, visible_0, acc_a, acc_b, FP8, ASSEMBLY, DTYPE
-    )
-    if UNROLL == 2:
-        weights = tl.exp2(scores_1 - new_maximum[:, :, None])
-        total += weights
-        acc_a, acc_b = add_values(
-            weights, values_1, token_0 + TILE_TOKENS, begin, end_1, visible_1, acc_a, acc_b, FP8, ASSEMBLY, DTYPE
-        )
+    acc_a, acc_b = add_values(weights, values, first_token, begin, end, visible, acc_a, acc_b, FP8, ASSEMBLY, DTYPE)
     return new_maximum, total, acc_a, acc_b
 
 
@@ -262,13 +251,12 @@ def decode_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
 
-    An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go to
-    `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
+    An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
+    to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none.
     """
     tl.extra.cuda.gdc_launch_dependents()
@@ -305,16 +293,20 @@ def decode_kernel(
         value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0)
     factor = score_factor[:, None, None]
 
-    num_items = tl.load(schedule)
-    for item in range(tl.program_id(0) // HEAD_GROUPS, num_items, tl.num_programs(0) // HEAD_GROUPS):
+    item = tl.program_id(0) // HEAD_GROUPS
+    while item >= 0:
         record = schedule + (item + 1) * ITEM_FIELDS
         request = tl.load(record)
         first_row = tl.load(record + 1)
-        num_rows = tl.load(record + 2)
+        num_items = tl.load(schedule)
+        # Past the last item the record is garbage; the loads do not wait for each other.
+        num_rows = tl.where(item < num_items, tl.load(record + 2), 0)
         seq_len = tl.load(record + 3)
         item_begin = tl.load(record + 4)
         item_end = tl.load(record + 5)
         slot = tl.load(record + 6)
+        next_item = item + tl.num_programs(0) // HEAD_GROUPS
+        item = tl.where(next_item < num_items, next_item, -1)
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request
@@ -323,16 +315,9 @@ def decode_kernel(
             first_tile = tl.maximum(item_begin, begin // TILE_TOKENS)
             last_tile = tl.minimum(item_end, (end + TILE_TOKENS - 1) // TILE_TOKENS)
             last_tile = tl.minimum(last_tile, table_width * TILES_PER_BLOCK)
-            has_keys = first_tile < last_tile
-            page_0 = tl.load(table + first_tile // TILES_PER_BLOCK, mask=has_keys, other=-1)
-            page_1 = page_0
-            if UNROLL == 2:
-                page_1 = tl.load(
-                    table + tl.minimum(first_tile + 1, last_tile - 1) // TILES_PER_BLOCK, mask=has_keys, other=-1
-                )
-            rows = row.to(tl.int64) * query_stride + (
-                kv_head[:, None, None] * GROUP + in_group[None, :, None]
-            ) * query_head_stride
+            page = tl.load(table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1)
+            query_head = kv_head[:, None, None] * GROUP + in_group[None, :, None]
+            rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
             query_a = load_query(query, rows, column_a, query_mask, FP8, DTYPE)
             query_b = query_a
             if FP8:
@@ -347,39 +332,27 @@ def decode_kernel(
                 high_total = low_total
                 high_a = low_a
                 high_b = low_a
-            for tile in tl.range(first_tile, last_tile, UNROLL, num_stages=STAGES):
-                next_0 = tl.load(table + tl.minimum(tile + UNROLL, last_tile - 1) // TILES_PER_BLOCK)
-                token_0 = tile * TILE_TOKENS
+            for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+                next_page = tl.load(table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK)
+                token0 = tile * TILE_TOKENS
                 inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
-                keys = key_boxes.load([page_0, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                values_0 = value_boxes.load([page_0, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                end_0 = visible_end(page_0, num_blocks, end)
-                token = token_0 + tl.arange(0, TILE_TOKENS)
-                visible_0 = (token >= begin) & (token < end_0)
-                low_0, high_0 = tile_scores(
-                    keys, query_a, query_b, factor, soft_cap, visible_0, HEADS, FP8, ASSEMBLY, SOFT_CAP
+                keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                tile_end = visible_end(page, num_blocks, end)
+                page = next_page
+                token = token0 + tl.arange(0, TILE_TOKENS)
+                visible = (token >= begin) & (token < tile_end)
+                low, high = tile_scores(
+                    keys, query_a, query_b, factor, soft_cap, visible, HEADS, FP8, ASSEMBLY, SOFT_CAP
                 )
-                low_1, high_1, values_1, end_1, visible_1 = low_0, high_0, values_0, end_0, visible_0
-                if UNROLL == 2:
-                    next_1 = tl.load(table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK)
-                    inside = ((tile + 1) % TILES_PER_BLOCK) * TILE_TOKENS
-                    keys = key_boxes.load([page_1, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                    values_1 = value_boxes.load([page_1, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                    end_1 = visible_end(page_1, num_blocks, tl.minimum(end, last_tile * TILE_TOKENS))
-                    visible_1 = (token + TILE_TOKENS >= begin) & (token + TILE_TOKENS < end_1)
-                    low_1, high_1 = tile_scores(
-                        keys, query_a, query_b, factor, soft_cap, visible_1, HEADS, FP8, ASSEMBLY, SOFT_CAP
-                    )
-                    page_1 = next_1
-                page_0 = next_0
-                low_maximum, low_total, low_a, low_b = attend_tiles(
-                    low_maximum, low_total, low_a, low_b, low_0, low_1, values_0, values_1, token_0, begin, end_0, end_1,
-                    visible_0, visible_1, UNROLL, FP8, ASSEMBLY, DTYPE,
+                low_maximum, low_total, low_a, low_b = attend_tile(
+                    low_maximum, low_total, low_a, low_b, low, values, token0, begin, tile_end, visible, FP8, ASSEMBLY,
+                    DTYPE,
                 )  # fmt: skip
                 if GROUP > 8:
-                    high_maximum, high_total, high_a, high_b = attend_tiles(
-                        high_maximum, high_total, high_a, high_b, high_0, high_1, values_0, values_1, token_0, begin,
-                        end_0, end_1, visible_0, visible_1, UNROLL, FP8, ASSEMBLY, DTYPE,
+                    high_maximum, high_total, high_a, high_b = attend_tile(
+                        high_maximum, high_total, high_a, high_b, high, values, token0, begin, tile_end, visible, FP8,
+                        ASSEMBLY, DTYPE,
                     )  # fmt: skip
             finish_rows(
                 low_maximum, low_total, low_a, low_b, row, slot, request < 0, head0, value_factor, sinks, output_scale,
@@ -398,14 +371,13 @@ def decode_kernel(
 def reduce_kernel(
     schedule, sinks, v_scale, output_scale, output, lse, partial_output, partial_stats, output_stride, max_items,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, KV_SCALE: tl.constexpr,
-    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+    SPLITS: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head)."""
+    tl.extra.cuda.gdc_launch_dependents()
     num_splits = tl.load(schedule + 1)
-    tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
-    splits = schedule + (max_items + 1) * ITEM_FIELDS
+    splits = schedule + (max_items + 1) * SPLIT_FIELDS
     for work in range(tl.program_id(0), num_splits * (NUM_HEADS * PARTS), tl.num_programs(0)):
         column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         head = (work // PARTS) % NUM_HEADS
@@ -413,8 +385,18 @@ def reduce_kernel(
         row = tl.load(record)
         first_slot = tl.load(record + 1)
         end_slot = first_slot + tl.load(record + 2)
-        maximum = tl.full([], LOWEST_MAXIMUM, tl.float32)
-        total = tl.zeros([], tl.float32)
+        factor = 1.0
+        if KV_SCALE == 1:
+            factor = tl.load(v_scale)
+        if KV_SCALE == 2:
+            factor = tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS))
+        sink = float("-inf")
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        # The schedule is older than the main kernel, so only what follows has to wait for that.
+        tl.extra.cuda.gdc_wait()
+        maximum = tl.maximum(sink, LOWEST_MAXIMUM)
+        total = tl.exp2(sink - maximum)
         acc = tl.zeros([COLUMNS], tl.float32)
         for start in tl.range(first_slot, end_slot, SPLITS):
             slot = start + tl.arange(0, SPLITS)
@@ -431,20 +413,11 @@ def reduce_kernel(
             total = total * decay + tl.sum(part_total * weight, 0)
             acc = acc * decay + tl.sum(part * weight[:, None], 0)
             maximum = new_maximum
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-            new_maximum = tl.maximum(maximum, sink)
-            decay = tl.exp2(maximum - new_maximum)
-            total = total * decay + tl.exp2(sink - new_maximum)
-            acc = acc * decay
-            maximum = new_maximum
-        norm = 1.0 / tl.where(total == 0.0, 1.0, total)
-        if KV_SCALE == 1:
-            norm *= tl.load(v_scale)
-        if KV_SCALE == 2:
-            norm *= tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS))
+        norm = factor / tl.where(total == 0.0, 1.0, total)
         pointers = output + row.to(tl.int64) * output_stride + head * HEAD_SIZE + column
         store_rows(pointers, acc * norm, column < HEAD_SIZE, output_scale, MODEL, OUTPUT)
         if lse is not None:
             if work % PARTS == 0:
                 tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, LN2 * (maximum + tl.log2(total)))
+    # Also without work: a grid that ends early would let the next kernel start before the main one has ended.
+    tl.extra.cuda.gdc_wait()

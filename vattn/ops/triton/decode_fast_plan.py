@@ -9,8 +9,8 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 
 A request of one row is cut into equal chunks of at most `chunk` tiles. The chunk is the smallest that leaves no more
 items than a whole number of waves of CTAs; of a few numbers of waves the one with the lowest estimate wins. So equal
-lengths get equal splits, a batch that fills the card gets none, and a long request among short ones gets many. A request
-of several rows is one item, since its slots would not fit. A request without rows stands for a row of padding.
+lengths get equal splits, a batch that fills the card gets none, and a long request among short ones gets many. A
+request of several rows is one item, since its slots would not fit. A request without rows stands for a row of padding.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS, SPLIT_FIELDS, TILE
 
 WAVE_CHOICES = tl.constexpr(4)
 
-# Estimates are in tiles. Opening and closing an item costs about as much as four tiles of a full card, and the CTAs that
-# still run when others have ended get about twice their share of the memory bandwidth.
+# Estimates are in tiles. Opening and closing an item costs about as much as four tiles of a full card, and the CTAs
+# that still run when others have ended get about twice their share of the memory bandwidth.
 ITEM_COST = tl.constexpr(4.0)
 TAIL_SPEED = tl.constexpr(2.0)
 
 
 @triton.jit
 def request_tiles(query_start_loc, seq_lens, request, inside, WINDOW: tl.constexpr):
-    """Return first row, rows, seq_len, first tile and visible tiles of requests; tiles count for requests of one row."""
+    """Return first row, rows, seq_len, first tile and visible tiles; tiles of requests of one row alone are counted."""
     first_row = tl.load(query_start_loc + request, mask=inside, other=0)
     rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row
     seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)

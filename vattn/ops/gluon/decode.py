@@ -1,0 +1,454 @@
+"""The fast decode path's main kernel in Gluon: a producer warp, and consumer warps of their own tile and KV head.
+
+What differs from `vattn.ops.triton.decode_fast_kernels.decode_kernel`, whose schedule, partial results and numbers it
+shares: one warp loads and runs ahead over the ends of rows and items; a stage holds SLOTS tiles, and consumer warp
+(slot, head) works on one tile of one head; the slots are merged through shared memory at the end of a row. So one CTA
+streams as fast as several, and a batch needs fewer splits or none.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# Triton 3.9 renamed it.
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+TILE_TOKENS = gl.constexpr(16)
+QUERY_ROWS = gl.constexpr(8)
+ITEM_FIELDS = gl.constexpr(8)
+LOWEST_MAXIMUM = gl.constexpr(-1.0e30)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+FP16_QUERY_SHRINK = gl.constexpr(0.0625)
+
+
+@gluon.jit
+def unpack_keys(pairs):
+    """See the Triton function of this name."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }
+        """,
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def unpack_values(pairs):
+    """See the Triton function of this name."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 sorted;
+        .reg .b16 even, odd;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {even, odd}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }
+        """,
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_item(schedule, item):
+    """Return request, first row, rows (0 past the last item), seq_len, first tile, end tile, slot and next item."""
+    record = schedule + (item + 1) * ITEM_FIELDS
+    num_items = gl.load(schedule)
+    rows = gl.where(item < num_items, gl.load(record + 2), 0)
+    return (
+        gl.load(record), gl.load(record + 1), rows, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5),
+        gl.load(record + 6), num_items,
+    )  # fmt: skip
+
+
+@gluon.jit
+def row_tiles(row_of_request, num_rows, seq_len, item_begin, item_end, table_tiles, WINDOW: gl.constexpr):
+    """Return visible keys [begin, end) and tiles [first, last) of a row."""
+    end = seq_len - num_rows + 1 + row_of_request
+    begin = gl.maximum(end - WINDOW, 0) if WINDOW else 0
+    first = gl.maximum(item_begin, begin // TILE_TOKENS)
+    last = gl.minimum(gl.minimum(item_end, (end + TILE_TOKENS - 1) // TILE_TOKENS), table_tiles)
+    return begin, end, first, last
+
+
+@gluon.jit
+def load_tile(key_boxes, value_boxes, page, head0, inside, key_ready, value_ready, keys, values, SLOT: gl.constexpr):
+    load_box(key_boxes, [page, head0, inside, 0], key_ready, keys.slice(SLOT, 1, dim=0))
+    load_box(value_boxes, [page, head0, inside, 0], value_ready, values.slice(SLOT, 1, dim=0))
+
+
+@gluon.jit
+def produce(
+    key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready, value_ready,
+    released, HEAD_GROUPS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring of stages with the tiles of this CTA's items, SLOTS tiles a stage."""
+    PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
+    STAGE_BYTES: gl.constexpr = SLOTS * HEADS * TILE_TOKENS * WIDTH * 2
+    if OVERLAP:
+        wait_for_previous_kernel()
+    head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
+    stage = 0
+    phase = 1
+    item = gl.program_id(0) // HEAD_GROUPS
+    while item >= 0:
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, num_items = load_item(schedule, item)
+        next_item = item + gl.num_programs(0) // HEAD_GROUPS
+        item = gl.where(next_item < num_items, next_item, -1)
+        table = block_table + request.to(gl.int64) * table_stride
+        for row_of_request in range(0, num_rows):
+            begin, end, first, last = row_tiles(
+                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, WINDOW
+            )
+            has_keys = first < last
+            p0 = gl.load(table + first // PER_BLOCK, mask=has_keys, other=0)
+            p1 = p0
+            p2 = p0
+            p3 = p0
+            if SLOTS >= 2:
+                p1 = gl.load(table + gl.minimum(first + 1, last - 1) // PER_BLOCK, mask=has_keys, other=0)
+            if SLOTS >= 4:
+                p2 = gl.load(table + gl.minimum(first + 2, last - 1) // PER_BLOCK, mask=has_keys, other=0)
+                p3 = gl.load(table + gl.minimum(first + 3, last - 1) // PER_BLOCK, mask=has_keys, other=0)
+            for tile in range(first, last, SLOTS):
+                # The next stage's block ids, read before the loads of this one, which the compiler does not reorder.
+                next_tile = tile + SLOTS
+                n0 = gl.load(table + gl.minimum(next_tile, last - 1) // PER_BLOCK)
+                n1 = n0
+                n2 = n0
+                n3 = n0
+                if SLOTS >= 2:
+                    n1 = gl.load(table + gl.minimum(next_tile + 1, last - 1) // PER_BLOCK)
+                if SLOTS >= 4:
+                    n2 = gl.load(table + gl.minimum(next_tile + 2, last - 1) // PER_BLOCK)
+                    n3 = gl.load(table + gl.minimum(next_tile + 3, last - 1) // PER_BLOCK)
+                mbarrier.wait(released.index(stage), phase)
+                mbarrier.expect(key_ready.index(stage), STAGE_BYTES)
+                mbarrier.expect(value_ready.index(stage), STAGE_BYTES)
+                kr = key_ready.index(stage)
+                vr = value_ready.index(stage)
+                ks = keys.index(stage)
+                vs = values.index(stage)
+                load_tile(key_boxes, value_boxes, p0, head0, tile % PER_BLOCK * TILE_TOKENS, kr, vr, ks, vs, 0)
+                if SLOTS >= 2:
+                    inside = (tile + 1) % PER_BLOCK * TILE_TOKENS
+                    load_tile(key_boxes, value_boxes, p1, head0, inside, kr, vr, ks, vs, 1)
+                if SLOTS >= 4:
+                    inside = (tile + 2) % PER_BLOCK * TILE_TOKENS
+                    load_tile(key_boxes, value_boxes, p2, head0, inside, kr, vr, ks, vs, 2)
+                    inside = (tile + 3) % PER_BLOCK * TILE_TOKENS
+                    load_tile(key_boxes, value_boxes, p3, head0, inside, kr, vr, ks, vs, 3)
+                p0 = n0
+                p1 = n1
+                p2 = n2
+                p3 = n3
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+
+
+@gluon.jit
+def keep_low_rows(scores, BATCH: gl.constexpr):
+    """Return rows 0 to 7 of scores `[batch, 16, 16]`."""
+    low, high = scores.reshape([BATCH, 2, QUERY_ROWS, TILE_TOKENS]).permute((0, 2, 3, 1)).split()
+    return low
+
+
+@gluon.jit
+def load_query(query, query_rows, columns, mask, FP8: gl.constexpr, DTYPE: gl.constexpr):
+    loaded = gl.load(query + query_rows + columns, mask=mask, other=0.0)
+    if FP8:
+        return (loaded.to(gl.float32) * FP16_QUERY_SHRINK).to(DTYPE)
+    else:
+        return loaded.to(DTYPE)
+
+
+@gluon.jit
+def encode_e4m3(x):
+    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN."""
+    clamped = gl.where(x != x, x, gl.minimum(gl.maximum(x, -448.0), 448.0))
+    return clamped.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def store_result(pointers, result, mask, output_scale, MODEL: gl.constexpr, OUTPUT: gl.constexpr):
+    """Store results in the model dtype, or rounded to it and then as static FP8."""
+    rounded = result.to(MODEL)
+    if OUTPUT == "none":
+        gl.store(pointers, rounded, mask=mask)
+    else:
+        scale = gl.load(output_scale)
+        gl.store(pointers, encode_e4m3(gl.div_rn(rounded.to(gl.float32), gl.zeros_like(result) + scale)), mask=mask)
+
+
+@gluon.jit
+def consume(
+    query, block_table, schedule, output, lse, partial_output, partial_stats, q_scale, k_scale, v_scale, sinks,
+    output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale,
+    soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs, NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
+    SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Attend the rows of this CTA's items."""
+    HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
+    BATCH: gl.constexpr = SLOTS * HEADS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[NUM_WARPS, 1, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=2)
+    # A thread holds every slot of its elements, so that merging the slots stays inside it.
+    MERGE: gl.constexpr = gl.BlockedLayout([SLOTS, 1, 1, 4], [1, 1, 16, 2], [1, HEADS, SLOTS, 1], [3, 2, 1, 0])
+    MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
+    MERGED_ROWS: gl.constexpr = gl.SliceLayout(1, MERGED)
+    if OVERLAP:
+        wait_for_previous_kernel()
+    head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
+
+    batch_q = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    row_q = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))[None, :, None]
+    pair_q = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    head_q = head0 + batch_q % HEADS
+    mask_q = (row_q < GROUP) & (head_q < NUM_KV_HEADS) & (pair_q < WIDTH)
+    batch_s = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    token_s = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    slot_s = batch_s // HEADS
+    batch_v = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    token_v = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    slot_v = batch_v // HEADS
+    head_m = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, MERGED_ROWS))[:, None]
+    row_m = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(0, MERGED_ROWS))[None, :]
+    mask_m = (head_m < NUM_KV_HEADS) & (row_m < GROUP)
+    pair_m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, MERGED)))[None, :, None]
+    STEP: gl.constexpr = 2 if FP8 else 1
+    column_m = STEP * pair_m
+    head_of_row = head_m * GROUP + row_m
+
+    factor = gl.zeros([BATCH, 1, 1], gl.float32, MMA) + score_scale
+    value_factor = gl.zeros([HEADS, QUERY_ROWS], gl.float32, MERGED_ROWS) + 1.0
+    head_f = head0 + batch_s % HEADS
+    if QUERY_SCALE == 1:
+        factor = factor * gl.load(q_scale)
+    if QUERY_SCALE == 2:
+        factor = factor * gl.load(q_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0)
+    if KV_SCALE == 1:
+        factor = factor * gl.load(k_scale)
+        value_factor = value_factor * gl.load(v_scale)
+    if KV_SCALE == 2:
+        factor = factor * gl.load(k_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0)
+        value_factor = value_factor * gl.load(v_scale + head_m + 0 * row_m, mask=mask_m, other=1.0)
+
+    stage = 0
+    phase = 0
+    item = gl.program_id(0) // HEAD_GROUPS
+    while item >= 0:
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, num_items = load_item(schedule, item)
+        next_item = item + gl.num_programs(0) // HEAD_GROUPS
+        item = gl.where(next_item < num_items, next_item, -1)
+        table = block_table + request.to(gl.int64) * table_stride
+        for row_of_request in range(0, num_rows):
+            row = first_row + row_of_request
+            begin, end, first, last = row_tiles(
+                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, WINDOW
+            )
+            end = gl.minimum(end, last * TILE_TOKENS)
+            query_rows = row.to(gl.int64) * query_stride + (head_q * GROUP + row_q) * query_head_stride
+            if FP8:
+                column = pair_q // 2 * 4 + pair_q % 2
+                query_a = load_query(query, query_rows, column, mask_q, FP8, DTYPE)
+                query_b = load_query(query, query_rows, column + 2, mask_q, FP8, DTYPE)
+            else:
+                query_a = load_query(query, query_rows, pair_q, mask_q, FP8, DTYPE)
+                query_b = query_a
+            acc_a = gl.zeros([BATCH, WIDTH, QUERY_ROWS], gl.float32, MMA)
+            acc_b = acc_a
+            total = keep_low_rows(gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA), BATCH)
+            maximum = gl.max(total, 2) + LOWEST_MAXIMUM
+            last_page = gl.maximum(last - 1, 0) // PER_BLOCK
+            has_keys = first < last
+            page = gl.load(
+                table + gl.minimum((first + slot_s) // PER_BLOCK, last_page), mask=(slot_s >= 0) & has_keys, other=-1
+            )
+            for tile in range(first, last, SLOTS):
+                next_page = gl.load(table + gl.minimum((tile + SLOTS + slot_s) // PER_BLOCK, last_page))
+                token = (tile + slot_s) * TILE_TOKENS + token_s
+                visible = (token >= begin) & (token < end) & (page >= 0) & (page < num_blocks)
+                page = next_page
+                mbarrier.wait(key_ready.index(stage), phase)
+                key = keys.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(RIGHT)
+                scores = gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA)
+                if FP8:
+                    key_a, key_b = unpack_keys(key)
+                    scores = mma_v2(query_a, key_a, scores)
+                    scores = mma_v2(query_b, key_b, scores)
+                else:
+                    scores = mma_v2(query_a, key, scores)
+                scores = scores * factor
+                if SOFT_CAP:
+                    scores = soft_cap * (1.0 - 2.0 / (gl.exp2(scores) + 1.0))
+                low = keep_low_rows(gl.where(visible, scores, float("-inf")), BATCH)
+                new_maximum = gl.maximum(maximum, gl.max(low, 2))
+                decay = gl.exp2(maximum - new_maximum)
+                maximum = new_maximum
+                weights = gl.exp2(low - new_maximum.expand_dims(2))
+                total = total * decay.expand_dims(2) + weights
+                column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
+                acc_a = acc_a * column_decay
+                if FP8:
+                    acc_b = acc_b * column_decay
+                right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
+                mbarrier.wait(value_ready.index(stage), phase)
+                value = values.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(LEFT)
+                mbarrier.arrive(released.index(stage), count=1)
+                if (tile * TILE_TOKENS < begin) | ((tile + SLOTS) * TILE_TOKENS > end):
+                    # Values of hidden tokens may be NaN.
+                    value_token = (tile + slot_v) * TILE_TOKENS + token_v
+                    value = gl.where((value_token >= begin) & (value_token < end), value, gl.zeros_like(value))
+                if FP8:
+                    value_a, value_b = unpack_values(value)
+                    acc_a = mma_v2(value_a, right, acc_a)
+                    acc_b = mma_v2(value_b, right, acc_b)
+                else:
+                    acc_a = mma_v2(value, right, acc_a)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+
+            maxima.store(maximum.reshape([SLOTS, HEADS, QUERY_ROWS]))
+            sums.store(gl.sum(total, 2).reshape([SLOTS, HEADS, QUERY_ROWS]))
+            accs.store(acc_a.reshape([SLOTS, HEADS, WIDTH, QUERY_ROWS]))
+            slot_maximum = maxima.load(gl.SliceLayout(2, MERGE))
+            merged_maximum = gl.max(slot_maximum, 0)
+            weight = gl.exp2(slot_maximum - merged_maximum.expand_dims(0))
+            row_total = gl.convert_layout(gl.sum(weight * sums.load(gl.SliceLayout(2, MERGE)), 0), MERGED_ROWS)
+            row_maximum = gl.convert_layout(merged_maximum, MERGED_ROWS)
+            weight = weight.expand_dims(2)
+            result_a = gl.sum(accs.load(MERGE) * weight, 0)
+            result_b = result_a
+            if FP8:
+                accs.store(acc_b.reshape([SLOTS, HEADS, WIDTH, QUERY_ROWS]))
+                result_b = gl.sum(accs.load(MERGE) * weight, 0)
+            offsets = head_of_row.expand_dims(1) * HEAD_SIZE + column_m
+            mask = mask_m.expand_dims(1) & (pair_m < WIDTH)
+            if slot >= 0:
+                stats = partial_stats + (slot.to(gl.int64) * NUM_HEADS + head_of_row) * 2
+                gl.store(stats, row_maximum, mask=mask_m)
+                gl.store(stats + 1, row_total, mask=mask_m)
+                partial = partial_output + slot.to(gl.int64) * (NUM_HEADS * HEAD_SIZE) + offsets
+                gl.store(partial, result_a, mask=mask)
+                if FP8:
+                    gl.store(partial + 1, result_b, mask=mask)
+            else:
+                norm = value_factor
+                if sinks is not None:
+                    sink = gl.load(sinks + head_of_row, mask=mask_m, other=0.0).to(gl.float32) * LOG2E
+                    sink = gl.where(request < 0, float("-inf"), sink)
+                    with_sink = gl.maximum(row_maximum, sink)
+                    decay_m = gl.exp2(row_maximum - with_sink)
+                    row_total = row_total * decay_m + gl.exp2(sink - with_sink)
+                    norm = norm * decay_m
+                    row_maximum = with_sink
+                norm = (norm / gl.where(row_total == 0.0, 1.0, row_total)).expand_dims(1)
+                start = output + row.to(gl.int64) * output_stride + offsets
+                store_result(start, result_a * norm, mask, output_scale, MODEL, OUTPUT)
+                if FP8:
+                    store_result(start + 1, result_b * norm, mask, output_scale, MODEL, OUTPUT)
+                if lse is not None:
+                    log = LN2 * (row_maximum + gl.log2(row_total))
+                    gl.store(lse + row.to(gl.int64) * NUM_HEADS + head_of_row, log, mask=mask_m)
+
+
+@gluon.jit
+def decode_kernel(
+    query, key_boxes, value_boxes, block_table, schedule, output, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale,
+    query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
+    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
+    MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
+
+    SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. OVERLAP: launched while the kernel before may
+    still run, so wait for it first.
+    """
+    HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    let_next_kernel_start()
+    keys = gl.allocate_shared_memory(key_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], key_boxes.layout)
+    values = gl.allocate_shared_memory(
+        value_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], value_boxes.layout
+    )
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    maxima = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, QUERY_ROWS], ROWS)
+    sums = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, QUERY_ROWS], ROWS)
+    accs = gl.allocate_shared_memory(
+        gl.float32, [SLOTS, HEADS, WIDTH, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    )
+    key_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    value_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(key_ready.index(i), count=1)
+        mbarrier.init(value_ready.index(i), count=1)
+        mbarrier.init(released.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (consume, (
+                query, block_table, schedule, output, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
+                sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width,
+                num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
+                NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE, WINDOW, FP8, QUERY_SCALE, KV_SCALE, SOFT_CAP,
+                MODEL, DTYPE, OUTPUT, SLOTS, STAGES, OVERLAP, num_warps,
+            )),
+            (produce, (
+                key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,
+                value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, WINDOW, SLOTS, STAGES, OVERLAP,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
