@@ -124,7 +124,7 @@ def plant_outliers(
 
     Key channels grow by `2**key_exponent` and the query channels that meet them shrink by as much (both of a pair that
     RoPE turns); value channels grow by `2**value_exponent` and the columns of `o_proj` that read them shrink. Powers of
-    two change no digit, so without quantisation the logits stay equal to the last bit.
+    two change no digit, so in fp32 and bf16 the logits stay equal to the last bit as long as nothing is quantised.
 
     Args:
         channels: pairs of key channels, and value channels, per KV head; which ones differs from layer to layer.
