@@ -349,8 +349,8 @@ def _compare_caches(setting: Setting, results: Results) -> None:
         f"\noutliers planted: in every KV head 4 key and 2 value channels times 2**{OUTLIERS['key_exponent']}, and the "
         "weights that meet them\ndivided by as much: the same function, so `auto` must not change"
         + (" (but float16 cannot hold the small weights)." if setting.dtype == torch.float16 else ".")
-        + "\nfp8 is e4m3, one scale per layer for keys and one for values; calibrated: from the first real tokens, on the"
-        "\ndevice. Eager, because compiling a format takes longer than measuring it."
+        + "\nfp8 is e4m3, one scale per layer for keys and one for values; calibrated: from the first real tokens, on"
+        "\nthe device. Eager, because compiling a format takes longer than measuring it."
     )
 
 
