@@ -21,6 +21,8 @@ from vattn.layers import Attention, QuantConfig, clip_rates, observe_clipping
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import kv_cache_shape
+from vattn.passes.entry import backend, disable, enable, options
+from vattn.passes.report import FusionReport, fusion_report
 
 __version__ = "0.1.0"
 
@@ -35,21 +37,27 @@ __all__ = [
     "CUDAGraphRunner",
     "CacheConfig",
     "FullAttentionSpec",
+    "FusionReport",
     "KVCacheSpec",
     "QuantConfig",
     "SlidingWindowSpec",
     "allocate_kv_cache",
+    "backend",
     "clip_rates",
     "compile",
     "compile_regions",
     "copy_blocks",
+    "disable",
+    "enable",
     "errors",
     "explain",
     "export_step",
     "forward_context",
+    "fusion_report",
     "kv_cache_shape",
     "merge_attn_states",
     "observe_clipping",
+    "options",
     "paged_attention",
     "register_backend",
     "swap_blocks",

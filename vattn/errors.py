@@ -91,5 +91,9 @@ class MissingPackageError(VattnError, ImportError):
     """An optional package that the request needs is not installed or too old."""
 
 
+class FusionError(VattnError, RuntimeError):
+    """Strict fusion was asked for and an attention node is not fused. The text says which, why and where."""
+
+
 class DemoError(VattnError, RuntimeError):
     """The demo's model or text is missing or damaged."""

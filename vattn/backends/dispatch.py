@@ -17,11 +17,13 @@ from vattn.backends.base import Backend, DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+from vattn.passes.report import read_note
 
 
 @lru_cache(maxsize=4096)
 def _resolve(text: str, device: torch.device) -> tuple[Backend, AttentionConfig]:
     config = AttentionConfig.parse(text)
+    read_note(text)
     return selector.choose(config, DeviceInfo.of(device)), config
 
 

@@ -1,0 +1,107 @@
+"""Runs the passes on the graphs that Inductor would give them, without generating code, so that a form costs little.
+
+`captured` compiles a function down to the point where Inductor calls the passes, keeps the graph before and after, and
+runs either of them op by op.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vattn
+from vattn.passes.pipeline import fuse_graph
+from vattn.passes.report import NodeReport
+
+HEADS, WIDTH = 4, 32
+COLUMNS = HEADS * WIDTH
+
+
+@dataclass
+class Capture:
+    """What became of one compiled function.
+
+    Attributes:
+        before, after: the post-grad graph without and with the passes.
+        report: what the passes said.
+        fused: which of the two runs.
+    """
+
+    before: list[torch.fx.GraphModule] = field(default_factory=list)
+    after: list[torch.fx.GraphModule] = field(default_factory=list)
+    report: list[NodeReport] = field(default_factory=list)
+    fused: bool = True
+
+    def backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(gm, inputs, inner_compile=self._inner)
+
+    def _inner(self, gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._inductor.compile_fx import view_to_reshape
+
+        view_to_reshape(gm)
+        gm.graph.eliminate_dead_code()
+        before = copy.deepcopy(gm)
+        self.report += fuse_graph(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+        self.before.append(before)
+        self.after.append(gm)
+
+        def run(*args: Any) -> Any:
+            return torch.fx.Interpreter(gm if self.fused else before).run(*args)
+
+        return make_boxed_func(run)
+
+
+class Attend(nn.Module):
+    """Attention and whatever is done to its output `[T, COLUMNS]`."""
+
+    def __init__(self, form: Callable[..., Any], dtype: torch.dtype = torch.bfloat16, **attention: Any) -> None:
+        super().__init__()
+        self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix="layers.0.attn", **attention)
+        self.form = form
+        self.register_buffer("scale", torch.tensor([0.0137]))
+        vattn.allocate_kv_cache(self, num_blocks=16, dtype=dtype)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return self.form(self.attn(query, key, value), self.scale)
+
+
+def step_of(model: nn.Module, query_lens: list[int], **options: Any) -> Any:
+    builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16, layers=model)
+    tables = [[1 + 2 * i] for i in range(len(query_lens))]
+    return builder.build(query_lens, query_lens, tables, **options)
+
+
+def inputs_of(tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    sizes = (COLUMNS, 2 * WIDTH, 2 * WIDTH)
+    return [torch.randn(tokens, size, generator=rng).to(dtype) * 3 for size in sizes]
+
+
+@contextmanager
+def step(model: nn.Module, query_lens: list[int], **options: Any) -> Any:
+    with torch.no_grad(), vattn.forward_context(step_of(model, query_lens, **options)):
+        yield
+
+
+def captured(
+    model: nn.Module, query_lens: list[int] | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Capture, Any]:
+    """Compile a model up to the passes; returns what happened and the callable."""
+    query_lens = query_lens or [3, 4]
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(model, backend=capture.backend)
+    with step(model, query_lens):
+        target(*inputs_of(sum(query_lens), dtype))
+    return capture, target

@@ -1,0 +1,282 @@
+"""The three entry points are equal in effect, keep the user's own passes, and survive the compile caches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forms import escaping, static, unquantised
+from harness import Attend, inputs_of, step
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import vattn
+from vattn.errors import ConfigError, FusionError, UnknownOptionError
+
+SLOT = "post_grad_custom_pre_pass"
+
+
+def run_and_get_codes(target: Any, model: Attend, query_lens: list[int]) -> tuple[Any, list[str]]:
+    from torch._inductor.utils import run_and_get_code
+
+    with step(model, query_lens):
+        return run_and_get_code(target, *inputs_of(sum(query_lens)))
+
+
+def by_enable(mode: str | None) -> Callable[[Any], Any]:
+    def compiled(model: Any) -> Any:
+        vattn.enable()
+        return torch.compile(model, mode=mode, fullgraph=True)
+
+    return compiled
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "enable": by_enable(None),
+    "enable, reduce-overhead": by_enable("reduce-overhead"),
+    "enable, max-autotune": by_enable("max-autotune"),
+    "enable, max-autotune-no-cudagraphs": by_enable("max-autotune-no-cudagraphs"),
+    "backend": lambda m: torch.compile(m, backend=vattn.backend, fullgraph=True),
+    "backend, mode": lambda m: torch.compile(m, backend=vattn.backend, mode="reduce-overhead"),
+    "backend, options": lambda m: torch.compile(
+        m, backend=vattn.backend, options={"max_autotune": False, "vattn.strict": True}
+    ),
+    "options": lambda m: torch.compile(m, options=vattn.options()),
+    "options, mode": lambda m: torch.compile(m, options=vattn.options({"max_autotune": False}, mode="max-autotune")),
+    "vattn.compile": lambda m: vattn.compile(m, options=vattn.options(strict=True)),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_entry_point_fuses(name: str) -> None:
+    model = Attend(static)
+    with step(model, [3, 4]):
+        expected = model(*inputs_of(7))
+    got, (code,) = run_and_get_codes(ENTRIES[name](model), model, [3, 4])
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert code.count("torch.ops.vattn.attention.default(") == 1
+    assert "output_format=fp8_static" in code
+    assert "cpp_fused" not in code  # the quantiser's kernel, the only one this model needs, is gone
+    assert [node.outcome for node in vattn.fusion_report()] == ["fused"]
+
+
+def test_without_the_passes_the_quantiser_is_a_kernel() -> None:
+    """What the test above would see if nothing were fused."""
+    model = Attend(static)
+    _, (code,) = run_and_get_codes(torch.compile(model), model, [3, 4])
+    assert "cpp_fused" in code and "output_format" not in code
+    assert len(vattn.fusion_report()) == 0
+
+
+class Counting(CustomGraphPass):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_pass_that_was_there_keeps_running() -> None:
+    mine = Counting()
+    compilers = (by_enable(None), ENTRIES["backend"], ENTRIES["options"])
+    with torch._inductor.config.patch({"force_disable_caches": True, SLOT: mine}):
+        for index, compiled in enumerate(compilers):
+            model = Attend(static)
+            torch._dynamo.reset()
+            run_and_get_codes(compiled(model), model, [3, 4])
+            assert mine.calls == index + 1
+        vattn.disable()
+        assert getattr(torch._inductor.config, SLOT) is mine
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_pass_in_the_users_options_keeps_running() -> None:
+    mine, model = Counting(), Attend(static)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run_and_get_codes(torch.compile(model, options=vattn.options({SLOT: mine})), model, [3, 4])
+    assert mine.calls == 1
+    assert vattn.fusion_report().count("fused") == 1
+
+
+def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(**arguments: Any) -> Any:
+        return vattn.options(**arguments)[SLOT].uuid()
+
+    plain, mine = key(), Counting()
+    assert plain == key() and isinstance(plain, str)
+    assert len({plain, key(strict=True), key(output_formats=["fp8_static"]), key(base={SLOT: mine})}) == 4
+    assert key(base={SLOT: print}) is None  # a plain function has no key, so nothing may be cached
+    monkeypatch.setattr("vattn.passes.pipeline.SCHEMA_VERSION", -1)
+    assert key() != plain
+
+
+def test_enable_nests_and_restores() -> None:
+    config = torch._inductor.config
+    with vattn.enable():
+        outer = getattr(config, SLOT)
+        with vattn.enable(strict=True):
+            assert getattr(config, SLOT).strict
+        assert getattr(config, SLOT) is outer and not outer.strict
+        vattn.enable(strict=True)
+        assert getattr(config, SLOT).inner == ()
+        vattn.disable()
+        assert getattr(config, SLOT) is None
+    assert getattr(config, SLOT) is None
+    vattn.disable()
+
+
+def test_equal_options_share_graphs() -> None:
+    assert vattn.options() == vattn.options()
+    assert vattn.options() != vattn.options(strict=True)
+
+
+@pytest.mark.parametrize("form", [unquantised, escaping])
+@pytest.mark.parametrize("entry", ["enable", "backend", "options"])
+def test_strict_raises_our_error(entry: str, form: Any) -> None:
+    model = Attend(form)
+    if entry == "enable":
+        vattn.enable(strict=True)
+        target = torch.compile(model)
+    elif entry == "backend":
+        target = torch.compile(model, backend=vattn.backend, options={"vattn.strict": True})
+    else:
+        target = torch.compile(model, options=vattn.options(strict=True))
+    with pytest.raises(FusionError, match="attention 1/1"), step(model, [3, 4]):
+        target(*inputs_of(7))
+
+
+def test_formats_can_be_left_out() -> None:
+    model = Attend(static)
+    target = torch.compile(model, options=vattn.options(output_formats=["fp8_per_token"]))
+    _, (code,) = run_and_get_codes(target, model, [3, 4])
+    assert "output_format" not in code.replace('"output_format"', "")
+    assert vattn.fusion_report().count("near miss") == 1
+
+
+def test_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = Attend(escaping)
+    with caplog.at_level(logging.INFO, "vattn"):
+        run_and_get_codes(torch.compile(model, options=vattn.options()), model, [3, 4])
+    (line,) = [r.message for r in caplog.records if r.message.startswith("fusion:")]
+    assert line.startswith("fusion: 1 attention nodes: 0 fused, 0 refused, 1 near miss; near miss: ")
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_matcher_that_throws_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("for the test")
+
+    model = Attend(static)
+    with step(model, [3, 4]):
+        expected = model(*inputs_of(7))
+    for place in ("vattn.passes.output_quant.find", "vattn.passes.rewrite._replacements"):
+        monkeypatch.setattr(place, broken)
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            got, _ = run_and_get_codes(torch.compile(model, options=vattn.options()), model, [3, 4])
+        monkeypatch.undo()
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+        (node,) = vattn.fusion_report()
+        assert node.outcome == "refused" and node.reason == "the matcher failed: ZeroDivisionError: for the test"
+
+
+def test_threads_compile_for_themselves() -> None:
+    models = [Attend(static) for _ in range(2)]
+    expected = []
+    for model in models:
+        with step(model, [3, 4]):
+            expected.append(model(*inputs_of(7)))
+    results: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            target = torch.compile(lambda *inputs: models[index](*inputs), options=vattn.options())
+            results[index] = target(*inputs_of(7))
+
+    with step(models[0], [3, 4]):
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(results[i].view(torch.uint8), expected[i].view(torch.uint8)) for i in range(2))
+    assert {node.outcome for node in vattn.fusion_report()} == {"fused"}
+
+
+def run_process(folder: Path, strict: str) -> dict[str, Any]:
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    command = [sys.executable, str(here / "second_process.py"), strict]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("strict", ["lenient", "strict"])
+def test_second_process_hits_the_caches_and_has_the_report(tmp_path: Path, strict: str) -> None:
+    first, second = run_process(tmp_path, strict), run_process(tmp_path, strict)
+    assert first["inductor"] == {"fxgraph_cache_miss": 1}
+    assert second["inductor"] == {"fxgraph_cache_hit": 1} and second["autograd"]["autograd_cache_hit"] == 1
+    assert first["outputs"] == second["outputs"]
+    ((_, nodes),) = first["report"].items()
+    wanted = ["fused"] if strict == "strict" else ["fused", "refused"]
+    assert [node["outcome"] for node in nodes] == wanted
+    assert first["report"] == second["report"]
+    assert all("forms.py" in node["source"] for node in nodes if node["outcome"] == "fused")
+
+
+@pytest.mark.parametrize("taken", [3, "pass", [3], [print, None]])
+def test_a_slot_taken_by_something_that_is_no_pass(taken: Any) -> None:
+    with torch._inductor.config.patch({SLOT: taken}):
+        for call in (vattn.enable, vattn.options):
+            with pytest.raises(ConfigError, match=f"{SLOT} holds"):
+                call()
+    with pytest.raises(ConfigError, match=f"{SLOT} holds"):
+        vattn.options({SLOT: taken})
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match="fp9"):
+        vattn.enable(output_formats=["fp9"])
+    with pytest.raises(ConfigError, match="fp8_static"):
+        vattn.options(output_formats="fp8_static")
+    with pytest.raises(ConfigError, match="mode='fastest'"):
+        vattn.options(mode="fastest")
+    with pytest.raises(ConfigError, match="strict='yes'"):
+        vattn.options(strict="yes")  # type: ignore[arg-type]
+    assert getattr(torch._inductor.config, SLOT) is None
+
+
+def test_unknown_option_of_the_backend() -> None:
+    target = torch.compile(lambda x: x + 1, backend=vattn.backend, options={"vattn.stict": True})
+    with pytest.raises(Exception, match=r"vattn\.stict") as raised:
+        target(torch.ones(2))
+    assert isinstance(raised.value, UnknownOptionError) or isinstance(
+        getattr(raised.value, "inner_exception", None), UnknownOptionError
+    )
+
+
+def test_mode_and_options_together_are_refused_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="mode or options"):
+        torch.compile(lambda x: x, backend=vattn.backend, mode="max-autotune", options={"vattn.strict": True})
+
+
+def test_a_model_without_attention() -> None:
+    target = torch.compile(lambda x: x * 3, options=vattn.options(strict=True))
+    assert torch.equal(target(torch.ones(4)), torch.full((4,), 3.0))
+    assert len(vattn.fusion_report()) == 0
+    assert str(vattn.fusion_report()) == "0 attention nodes: 0 fused, 0 refused, 0 near miss"

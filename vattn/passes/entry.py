@@ -1,0 +1,184 @@
+"""The three ways to switch the passes on: `enable()`, `backend` and `options()`. All give Inductor the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vattn.errors import ConfigError, UnknownOptionError
+from vattn.formats import OUTPUT_FORMATS
+
+SLOT = "post_grad_custom_pre_pass"
+_OPTIONS = ("strict", "output_formats")
+
+_before: list[Any] = []
+"""What the slot of Inductor's configuration held before `enable()`; at most one entry."""
+
+
+def _inner(current: Any) -> tuple[Callable[..., None], ...]:
+    """Return the passes in a slot, without ours, to run before ours.
+
+    Raises:
+        ConfigError: something in the slot is no pass.
+    """
+    from vattn.passes.pipeline import FusionPass
+
+    entries = () if current is None else tuple(current) if isinstance(current, (list, tuple)) else (current,)
+    found: list[Callable[..., None]] = []
+    for entry in entries:
+        if isinstance(entry, FusionPass):
+            found.extend(entry.inner)
+        elif callable(entry):
+            found.append(entry)
+        else:
+            raise ConfigError(
+                f"Inductor's {SLOT} holds {entry!r}",
+                "None, a pass (callable with a graph), or a list of passes",
+                f"set torch._inductor.config.{SLOT} = None",
+            )
+    return tuple(found)
+
+
+def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None) -> Any:
+    from vattn.passes.pipeline import FusionPass
+
+    names = tuple(OUTPUT_FORMATS) if output_formats is None else tuple(output_formats)
+    unknown = [name for name in names if name not in OUTPUT_FORMATS]
+    if unknown or isinstance(output_formats, str):
+        raise ConfigError(
+            f"output_formats={output_formats!r}", f"a sequence of {', '.join(OUTPUT_FORMATS)}", "check the spelling"
+        )
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r}", "True or False", "strict=True raises on what is not fused")
+    return FusionPass(strict, names, _inner(current))
+
+
+class Enabled:
+    """What `enable()` returns: leaving it as a context manager restores what was there before."""
+
+    def __init__(self, before: Any, saved: list[Any]) -> None:
+        self._before, self._saved = before, saved
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from torch._inductor import config
+
+        setattr(config, SLOT, self._before)
+        _before[:] = self._saved
+
+
+def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None) -> Enabled:
+    """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
+
+    A pass that Inductor was already given keeps running, before ours. Other threads have a configuration of their own:
+    call `enable()` there, or compile with `backend=vattn.backend`.
+
+    Args:
+        strict: raise `vattn.errors.FusionError` when an attention node is not fused.
+        output_formats: output formats that may be used; default all.
+
+    Returns:
+        A context manager; use it to switch the passes off again at the end of a block.
+
+    Raises:
+        ConfigError: an unknown format, or something in Inductor's configuration that is no pass.
+
+    Example:
+        >>> import vattn
+        >>> with vattn.enable(strict=True):
+        ...     pass  # compile and call the model here
+    """
+    from torch._inductor import config
+
+    current, saved = getattr(config, SLOT), list(_before)
+    setattr(config, SLOT, _new_pass(current, strict, output_formats))
+    if not _before:
+        _before.append(current)
+    return Enabled(current, saved)
+
+
+def disable() -> None:
+    """Undo every `enable()`: Inductor's configuration is as it was before the first one. Compiled code stays."""
+    from torch._inductor import config
+
+    if _before:
+        setattr(config, SLOT, _before.pop())
+
+
+def options(
+    base: dict[str, Any] | None = None,
+    *,
+    mode: str | None = None,
+    strict: bool = False,
+    output_formats: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return options for `torch.compile(model, options=...)` with the passes in them.
+
+    Args:
+        base: Inductor options of your own; a pass among them keeps running.
+        mode: a mode of `torch.compile`, which refuses `mode` and `options` together.
+        strict, output_formats: as in `enable`.
+
+    Raises:
+        ConfigError: an unknown mode or format, or something in the slot of the pass that is no pass.
+
+    Example:
+        >>> import torch, vattn
+        >>> double = torch.compile(lambda x: x * 2, options=vattn.options({"max_autotune": False}))
+    """
+    from torch._inductor import config
+
+    merged = {**_mode_options(mode), **(base or {})}
+    merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), strict, output_formats)
+    return merged
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    if mode is None or mode == "default":
+        return {}
+    known = list_mode_options()
+    if mode not in known:
+        raise ConfigError(f"mode={mode!r}", ", ".join(known), "choose one of these names")
+    return dict(list_mode_options(mode))
+
+
+def backend(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Compile a graph with Inductor and the passes: `torch.compile(model, backend=vattn.backend)`.
+
+    `options` of `torch.compile` may hold `"vattn.strict"` and `"vattn.output_formats"` beside Inductor's own.
+
+    Raises:
+        ConfigError: an unknown mode or format.
+        UnknownOptionError: an unknown option.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    given = dict(options or {})
+    ours = {name: given.pop(f"vattn.{name}") for name in _OPTIONS if f"vattn.{name}" in given}
+    known = config.get_config_copy()
+    for name in given:
+        if name.replace("-", "_") not in known:
+            ours_listed = ", ".join(f"vattn.{option}" for option in _OPTIONS)
+            raise UnknownOptionError(f"option {name!r}", f"{ours_listed} and Inductor's", "check the spelling")
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    merged = {**_mode_options(mode), **given}
+    merged[SLOT] = _new_pass(
+        merged.get(SLOT, getattr(config, SLOT)), **{"strict": False, "output_formats": None, **ours}
+    )
+    return compile_fx(graph, inputs, config_patches=merged)  # type: ignore[arg-type]

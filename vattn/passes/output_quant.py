@@ -1,0 +1,245 @@
+"""Decides whether attention followed by output quantisation can be one attention call; changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.backends import selector
+from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS, OutputFormat
+from vattn.passes import probe
+from vattn.passes.region import (
+    AttentionNode,
+    Refusal,
+    Region,
+    expression,
+    find_region,
+    is_check,
+    same_size,
+    value,
+)
+
+_known: dict[str, probe.Match | str] = {}
+"""What regions of this process were found to compute, or why none: a model of equal layers asks once."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A region that an attention call can replace.
+
+    Attributes:
+        config: the request with the output format in it.
+        scale: node of the static scale, its constant value, or `None`.
+        codes: nodes that hold the quantised tensor.
+        block_scales: nodes that hold the computed scales and are read from outside, with their layout.
+        dead: nodes that nothing reads any more, in graph order.
+    """
+
+    config: AttentionConfig
+    scale: Node | float | None
+    codes: tuple[Node, ...]
+    block_scales: tuple[tuple[Node, str], ...]
+    dead: tuple[Node, ...]
+
+
+def find(attention: AttentionNode, order: dict[Node, int], names: Sequence[str]) -> Found:
+    """Find out what an attention call can write instead of its output, without changing anything.
+
+    Args:
+        order: position of every node of the graph.
+        names: output formats that may be used.
+
+    Raises:
+        Refusal: nothing; with the reason.
+    """
+    region = find_region(attention.output, order)
+    if not region.quantised:
+        raise Refusal("the output is not quantised", attention.output)
+    first: Refusal | None = None
+    for quantised in region.quantised:
+        try:
+            return _find_one(attention, region, quantised, order, names)
+        except Refusal as refusal:
+            first = first or refusal
+    assert first is not None
+    raise first
+
+
+def _find_one(
+    attention: AttentionNode, region: Region, quantised: Node, order: dict[Node, int], names: Sequence[str]
+) -> Found:
+    needed = region.ancestors([quantised])
+    with probe.isolated():
+        inputs = probe.find_inputs(needed, region.output)
+        nodes = _with_side_results(region, needed, inputs)
+        match = _classified(attention, region, quantised, nodes, inputs, names)
+    codes = [nodes[index] for index in match.codes]
+    scales = {nodes[index]: layout for index, layout in match.block_scales}
+    dead = _dead_nodes(region, {*codes, *scales})
+    read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
+    config = attention.config.replace(output_format=_with_layout(region.output, match.output_format, read))
+    _ask_backend(config, value(region.output).device, quantised)
+    scale: Node | float | None = match.scale
+    if isinstance(match.scale, int) and inputs.scales:
+        scale = inputs.scales[match.scale]
+        _check_scale(scale, attention, order)
+    return Found(config, scale, tuple(codes), tuple(read.items()), tuple(sorted(dead, key=order.__getitem__)))
+
+
+def _with_side_results(region: Region, needed: list[Node], inputs: probe.Inputs) -> list[Node]:
+    """Add to the nodes that make the quantised tensor those that can be run beside them: copies of scales and such."""
+    known = {region.output, *needed, *inputs.sizes, *inputs.constants}
+    chosen = set(needed)
+    for node in region.nodes:
+        if node not in chosen and all(source in known for source in node.all_input_nodes):
+            chosen.add(node)
+            known.add(node)
+    return [node for node in region.nodes if node in chosen]
+
+
+def _classified(
+    attention: AttentionNode,
+    region: Region,
+    quantised: Node,
+    nodes: list[Node],
+    inputs: probe.Inputs,
+    names: Sequence[str],
+) -> probe.Match:
+    key = _fingerprint(region, quantised, nodes, inputs, (attention.config.dtype, *names))
+    if key not in _known:
+        try:
+            _known[key] = probe.classify(region, quantised, nodes, inputs, attention.config.dtype, names)
+        except Refusal as refusal:
+            _known[key] = refusal.reason
+    known = _known[key]
+    if isinstance(known, str):
+        raise Refusal(known, quantised, near=True)
+    return known
+
+
+def _fingerprint(
+    region: Region, quantised: Node, nodes: list[Node], inputs: probe.Inputs, extra: tuple[str, ...]
+) -> str:
+    """Return a hash of everything that a probe's verdict depends on."""
+    names: dict[Node, str] = {region.output: "output"}
+    names.update((node, f"size {expression(value(node))}") for node in inputs.sizes)
+    names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in inputs.constants.items())
+    names.update(
+        (node, f"scale {i} {value(node).dtype} {tuple(value(node).shape)}") for i, node in enumerate(inputs.scales)
+    )
+    names.update((node, f"%{index}") for index, node in enumerate(nodes))
+    lines = [*extra, str(value(region.output).dtype), str(tuple(map(expression, value(region.output).shape)))]
+    for node in nodes:
+        arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: f"<{names[source]}>")
+        lines.append(f"{names[node]} {node.target} {arguments}")
+    lines.append(names[quantised])
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
+    """Return what nothing reads once `replaced` are replaced, `replaced` included.
+
+    Raises:
+        Refusal: something else reads the output or a value on the way.
+    """
+    inside = set(region.nodes)
+    dead, stack = set(replaced), [region.output]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in dead or is_check(user):
+                continue
+            if user not in inside:
+                what = "the attention output" if node is region.output else node.name
+                raise Refusal(f"{user.name} also reads {what} before it is quantised", user, near=True)
+            dead.add(user)
+            stack.append(user)
+    return dead
+
+
+def _with_layout(output: Node, name: str, read: dict[Node, str]) -> str:
+    """Return the variant of a format whose scales lie as the readers expect them.
+
+    Raises:
+        Refusal: no variant has that layout.
+    """
+    fmt = OUTPUT_FORMATS[name]
+    variants = [
+        other
+        for other in OUTPUT_FORMATS.values()
+        if (other.container, other.group_size, other.power_of_two, other.static_scale)
+        == (fmt.container, fmt.group_size, fmt.power_of_two, fmt.static_scale)
+    ]
+    for variant in variants:
+        if all(_fits(output, variant, node, layout) for node, layout in read.items()):
+            return variant.name
+    node = next(iter(read))
+    raise Refusal(f"the scales lie in no layout that {name} can be written with", node, near=True)
+
+
+def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
+    if fmt.swizzled != (layout == "swizzled"):
+        return False
+    wanted = value(node)
+    with value(output).fake_mode:
+        made = in_layout(new_block_scale(output, fmt), layout)
+        if made.dtype != wanted.dtype:
+            made = made.view(wanted.dtype)
+        if not same_shape(made.shape, wanted.shape):
+            made = made.reshape(wanted.shape)
+    pairs = zip(made.stride(), wanted.stride(), wanted.shape, strict=True)
+    return all(same_size(a, b) or same_size(size, 1) for a, b, size in pairs)
+
+
+def in_layout(scales: Tensor, layout: str) -> Tensor:
+    """View computed scales as a node that holds them in some layout sees them."""
+    return scales.t() if layout == "transposed" else scales
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether two shapes are equal for certain."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def new_block_scale(output: Node, fmt: OutputFormat) -> Tensor:
+    """Return a fake tensor like the scales that a format computes; called under the graph's fake mode."""
+    tokens, heads, width = value(output).shape
+    shape = fmt.block_scale_shape(tokens, heads * width)
+    assert shape is not None
+    strides = (1, shape[0]) if fmt.column_major else (shape[1], 1)
+    return torch.empty_strided(shape, strides, dtype=fmt.block_scale_dtype, device=value(output).device)
+
+
+def _ask_backend(config: AttentionConfig, device: torch.device, quantised: Node) -> None:
+    explanation = selector.explain(config, device)
+    if explanation.chosen is None:
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
+        raise Refusal(f"no backend writes {config.output_format} here ({reasons})", quantised, near=True)
+
+
+def _check_scale(scale: Node, attention: AttentionNode, order: dict[Node, int]) -> None:
+    """Refuse a scale that the op cannot take.
+
+    Raises:
+        Refusal: it is computed from the attention's own results, in a dtype with more than fp32's digits, or elsewhere.
+    """
+    val = value(scale)
+    if val.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise Refusal(f"the scale is {val.dtype}", scale, near=True)
+    if val.device != value(attention.output).device:
+        raise Refusal(f"the scale is on {val.device}", scale, near=True)
+    start, stack, seen = order[attention.node], [scale], set()
+    while stack:
+        node = stack.pop()
+        if node is attention.node:
+            raise Refusal("the scale is computed from the attention's results", scale, near=True)
+        if node not in seen and order[node] > start:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)

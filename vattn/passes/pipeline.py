@@ -1,0 +1,165 @@
+"""The one pass that Inductor is given: what the user already had, then ours, under one cache key."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS
+from vattn.ops.schemas import SCHEMA_VERSION
+from vattn.passes import output_quant, report
+from vattn.passes.query_quant import describe_query
+from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
+from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
+from vattn.passes.rewrite import rewrite
+
+logger = logging.getLogger("vattn")
+
+InnerPass = Callable[[Graph], None]
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = (
+    "passes/*.py",
+    "backends/*.py",
+    "config.py",
+    "formats.py",
+    "quantization.py",
+    "errors.py",
+    "ops/schemas.py",
+)
+
+
+class FusionPass(CustomGraphPass):
+    """Inductor's `post_grad_custom_pre_pass` of vattn.
+
+    Args:
+        strict: raise `FusionError` on a graph with an attention node that is not fused.
+        output_formats: output formats that may be used.
+        inner: passes that ran in this slot before; they run first.
+    """
+
+    def __init__(self, strict: bool, output_formats: tuple[str, ...], inner: tuple[InnerPass, ...]) -> None:
+        self.strict, self.output_formats, self.inner = strict, output_formats, inner
+
+    def __call__(self, graph: Graph) -> None:
+        """Fuse what can be fused in a post-grad graph, in place, and report it.
+
+        Raises:
+            FusionError: `strict` and not everything is fused.
+        """
+        for other in self.inner:
+            other(graph)
+        nodes = fuse_graph(graph, self.output_formats)
+        report.record(nodes)
+        report.log(nodes)
+        if self.strict and any(node.outcome != FUSED for node in nodes):
+            raise report.strict_error(nodes)
+
+    def uuid(self) -> Any | None:
+        """Return the key of everything that decides what the pass does, `None` if an inner pass has none."""
+        inner = []
+        for other in self.inner:
+            key = other.uuid() if isinstance(other, CustomGraphPass) else None
+            if key is None:
+                return None
+            inner.append(repr(key))
+        parts = [_source_digest(), _environment(), str(self.strict), *self.output_formats, "inner", *inner]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        """Two passes that do the same are equal, so that models compiled with either share graphs."""
+        return isinstance(other, FusionPass) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.strict, self.output_formats, self.inner
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _environment() -> str:
+    """Return what verdicts depend on besides the graph: versions, devices, backends and what they can do."""
+    import vattn
+    from vattn.backends import selector
+
+    parts = [vattn.__version__, str(SCHEMA_VERSION), AttentionConfig.__module__, torch.__version__]
+    if torch.cuda.is_available():
+        parts += [str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
+    for name in selector.backend_names():
+        backend = selector.get_backend(name)
+        fields = vars(backend.capabilities).items()
+        can = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in fields if k != "exclusions"}
+        rules = [(sorted(rule.names), rule.why) for rule in backend.capabilities.exclusions]
+        parts += [name, str(backend.problem()), repr(can), repr(rules)]
+    return "\n".join(parts)
+
+
+def fuse_graph(graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMATS)) -> list[NodeReport]:
+    """Fuse every attention node of a graph that can be, in place; returns the report, which each node also carries."""
+    calls = attention_calls(graph)
+    if not calls:
+        return []
+    name = _graph_name(graph)
+    nodes = []
+    for index, (call, op) in enumerate(calls):
+        outcome = _fuse_call(call, op, graph, output_formats)
+        nodes.append(NodeReport(name, index, len(calls), op, *outcome, query=_query(call)))
+    for (call, _), node in zip(calls, nodes, strict=True):
+        if "config" in call.kwargs:
+            call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
+    return nodes
+
+
+def _fuse_call(call: Node, op: str, graph: Graph, output_formats: Sequence[str]) -> tuple[str, str, str, str]:
+    """Fuse one attention call; returns outcome, output format, reason and source line."""
+    written = "none"
+    try:
+        attention = describe(call, op)
+        written = attention.config.output_format
+        if written != "none":
+            return FUSED, written, "asked for by the layer", ""
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        found = output_quant.find(attention, order, output_formats)
+        line = source_line(found.codes[0])
+        rewrite(attention, found, order)
+        return FUSED, found.config.output_format, "", line
+    except Refusal as refusal:
+        return NEAR_MISS if refusal.near else REFUSED, written, refusal.reason, source_line(refusal.node)
+    except Exception as error:
+        logger.debug("a matcher failed on %s", call, exc_info=True)
+        return REFUSED, written, f"the matcher failed: {type(error).__name__}: {error}", source_line(call)
+
+
+def _query(call: Node) -> str:
+    try:
+        return describe_query(call)
+    except Exception as error:
+        return f"unknown ({type(error).__name__}: {error})"
+
+
+def _graph_name(graph: Graph) -> str:
+    """Return a name that the same graph has in every process."""
+    digest = hashlib.sha256(str(graph).encode())
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            val = value(node)
+            digest.update(str((tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else val).encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,212 @@
+"""Finds attention nodes in a post-grad graph, and the region between one and the tensor its output is quantised to.
+
+A region is everything that follows from the attention output alone by ops whose meaning can be run: no GEMM, no random
+number, no mutation. It ends at the quantised tensor; what depends on that comes after the region.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from vattn.config import AttentionConfig
+from vattn.ops.schemas import ATTENTION_OPS
+
+_RUNNABLE_NAMESPACES = ("aten", "prims", "vattn", "quantized_decomposed", "torchao", "compressed_tensors")
+_GEMMS = frozenset(
+    "mm bmm addmm addbmm baddbmm addmv mv dot vdot linear matmul _scaled_mm _scaled_grouped_mm _grouped_mm _int_mm "
+    "convolution _convolution scaled_dot_product_attention _weight_int8pack_mm _weight_int4pack_mm".split()
+)
+_CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar"})
+_LARGEST_REGION = 400
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class Refusal(Exception):
+    """Why an attention node is not fused.
+
+    Args:
+        reason: what the report says.
+        node: the graph node that the reason hangs on.
+        near: whether a quantiser follows the attention node, so that it could have been fused.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None, *, near: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.node, self.near = reason, node, near
+
+
+@dataclass(frozen=True)
+class AttentionNode:
+    """An attention op in functionalised form.
+
+    Attributes:
+        node: the `auto_functionalized_v2` call.
+        op: `"attention"` or `"varlen_attention"`.
+        config: what its config string asks for.
+        base: position of the output among the tensors that the call writes.
+        output: the node that holds the written output.
+    """
+
+    node: Node
+    op: str
+    config: AttentionConfig
+    base: int
+    output: Node
+
+
+def attention_calls(graph: Graph) -> list[tuple[Node, str]]:
+    """Return every call of an attention op, functionalised or not, with the op's name."""
+    found = []
+    names = {getattr(torch.ops.vattn, name).default: name for name in ATTENTION_OPS}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            op = node.args[0] if _is_functionalised(node) and node.args else node.target
+            if op in names:
+                found.append((node, names[op]))
+    return found
+
+
+def _is_functionalised(node: Node) -> bool:
+    return str(node.target) in ("auto_functionalized_v2", "auto_functionalized")
+
+
+def describe(node: Node, op: str) -> AttentionNode:
+    """Return what can be fused into an attention call.
+
+    Raises:
+        Refusal: the call is in a form that the passes do not rewrite.
+    """
+    if str(node.target) != "auto_functionalized_v2":
+        raise Refusal("the graph was made with enable_auto_functionalized_v2=False", node)
+    config = AttentionConfig.parse(str(node.kwargs["config"]))
+    allowed = {"_output_base_index", *(key for key in node.kwargs if key.startswith("_output_block_scale"))}
+    if any(key.startswith("_output_") and key not in allowed for key in node.kwargs):
+        raise Refusal("the output is a view into a larger tensor", node)
+    base = node.kwargs["_output_base_index"]
+    if not isinstance(base, int):
+        raise Refusal("the output is no tensor of its own", node)
+    users = [user for user in node.users if user.target is operator.getitem and user.args[1] == base + 1]
+    if not users:
+        raise Refusal("nothing reads the output", node)
+    if len(users) > 1:
+        raise Refusal("the output is taken apart twice", users[1])
+    return AttentionNode(node, op, config, base, users[0])
+
+
+def value(node: Node) -> Any:
+    """Return the fake value of a node."""
+    return node.meta.get("val")
+
+
+def is_check(node: Node) -> bool:
+    """Return whether a node only checks metadata, as `torch.export` leaves behind casts."""
+    return isinstance(node.target, torch._ops.OpOverload) and _name(node.target) in _CHECKS
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.split("::")[1]
+
+
+def _can_run(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        sizes = isinstance(value(node), (int, torch.SymInt))
+        return op is operator.getitem or sizes
+    if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
+        return False
+    return _name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
+
+
+@dataclass(frozen=True)
+class Region:
+    """What follows from one attention output by runnable ops alone.
+
+    Attributes:
+        output: the attention output; not itself part of `nodes`.
+        nodes: in graph order, the quantised tensors included, nothing that depends on them.
+        quantised: FP8 tensors that cover the whole output, and bytes that cover it two values each.
+    """
+
+    output: Node
+    nodes: tuple[Node, ...]
+    quantised: tuple[Node, ...]
+
+    def ancestors(self, ends: list[Node]) -> list[Node]:
+        """Return the region's nodes that `ends` are computed from, `ends` included, in graph order."""
+        inside, needed, stack = set(self.nodes), set(), list(ends)
+        while stack:
+            node = stack.pop()
+            if node in inside and node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return [node for node in self.nodes if node in needed]
+
+
+def find_region(output: Node, order: dict[Node, int]) -> Region:
+    """Walk from an attention output to everything that can be run from it.
+
+    Args:
+        order: position of every node of the graph.
+    """
+    reached, stack, ends = {output}, [output], set()
+    while stack and len(reached) <= _LARGEST_REGION:
+        node = stack.pop()
+        for user in node.users:
+            if user in reached or is_check(user) or not _can_run(user):
+                continue
+            reached.add(user)
+            if _covers(user, output, FP8_DTYPES, 1):
+                ends.add(user)
+            else:
+                stack.append(user)
+    after: set[Node] = set()
+    nodes = []
+    for node in sorted(reached - {output}, key=order.__getitem__):
+        if any(source in ends or source in after for source in node.all_input_nodes):
+            after.add(node)
+        else:
+            nodes.append(node)
+    quantised = [n for n in nodes if n in ends or _covers(n, output, (torch.uint8,), 2)]
+    return Region(output, tuple(nodes), tuple(quantised))
+
+
+def _covers(node: Node, output: Node, dtypes: tuple[torch.dtype, ...], values_per_element: int) -> bool:
+    """Return whether a node holds one of the dtypes and as many values as the attention output."""
+    val, whole = value(node), value(output)
+    if not isinstance(val, torch.Tensor) or val.dtype not in dtypes:
+        return False
+    return same_size(val.numel() * values_per_element, whole.numel())
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Return whether two sizes are equal for certain, without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return expression(a) == expression(b)
+
+
+def expression(size: Any) -> Any:
+    """Return the symbolic expression of a size, or the size itself."""
+    import sympy  # type: ignore[import-untyped]
+
+    return sympy.expand(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def source_line(node: Node | None) -> str:
+    """Return `file:line: code` of the user's line that made a node, empty if it left no trace."""
+    trace = (node.meta.get("stack_trace") or "") if node is not None else ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip() and set(line.strip()) - set("^~ ")]
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith('File "'):
+            file, _, rest = lines[position][len('File "') :].partition('", line ')
+            code = lines[position + 1] if position + 1 < len(lines) else ""
+            return f"{file}:{rest.split(',')[0]}: {code}"
+    return ""

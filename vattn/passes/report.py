@@ -1,0 +1,172 @@
+"""What became of every attention node: the report of the passes, and how compiled code carries it.
+
+On a hit of Inductor's caches no pass runs. So each attention op that the passes have looked at carries its own line of
+the report, as a note behind its config string, in the compiled code itself: whoever loads that code, in whatever
+process, has the report as soon as the op has run once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vattn.config import NOTE_MARK
+from vattn.errors import FusionError
+
+logger = logging.getLogger("vattn")
+
+FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What became of one attention node.
+
+    Attributes:
+        graph: name of the compiled graph, the same for the same graph in every process.
+        index, count: which attention node of how many.
+        op: `"attention"` or `"varlen_attention"`.
+        outcome: `"fused"`, `"refused"` or `"near miss"` (a quantiser follows, something keeps it from fusing).
+        output_format: what the op writes now.
+        reason: why it is not fused; empty if it is.
+        source: the user's line that the outcome hangs on, empty if unknown.
+        query: how the query reaches the op.
+    """
+
+    graph: str
+    index: int
+    count: int
+    op: str
+    outcome: str
+    output_format: str
+    reason: str = ""
+    source: str = ""
+    query: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.op} {self.index + 1}/{self.count}: {self.outcome}"
+        if self.outcome == FUSED:
+            text += f", writes {self.output_format}"
+        if self.reason:
+            text += f": {self.reason}"
+        if self.source:
+            text += f" [{self.source}]"
+        return text + (f"; query {self.query}" if self.query else "")
+
+    def note(self, config: str) -> str:
+        """Return a config string with this line of the report behind it."""
+        return config + NOTE_MARK + json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What the passes made of every graph that this process compiled or loaded, in that order.
+
+    Attributes:
+        nodes: one entry per attention node.
+    """
+
+    nodes: tuple[NodeReport, ...]
+
+    def __iter__(self) -> Iterator[NodeReport]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def count(self, outcome: str) -> int:
+        """Return how many nodes had an outcome."""
+        return sum(node.outcome == outcome for node in self.nodes)
+
+    def as_dict(self) -> dict[str, list[dict[str, object]]]:
+        """Return plain values: graph name -> its nodes."""
+        graphs: dict[str, list[dict[str, object]]] = {}
+        for node in self.nodes:
+            graphs.setdefault(node.graph, []).append(dataclasses.asdict(node))
+        return graphs
+
+    def summary(self) -> str:
+        """Return the counts in one line."""
+        counts = ", ".join(f"{self.count(outcome)} {outcome}" for outcome in (FUSED, REFUSED, NEAR_MISS))
+        return f"{len(self.nodes)} attention nodes: {counts}"
+
+    def __str__(self) -> str:
+        lines, graph = [self.summary()], ""
+        for node in self.nodes:
+            if node.graph != graph:
+                graph = node.graph
+                lines.append(f"graph {graph}")
+            lines.append(f"  {node}")
+        return "\n".join(lines)
+
+
+_graphs: dict[str, dict[int, NodeReport]] = {}
+_lock = threading.Lock()
+
+
+def record(nodes: list[NodeReport]) -> None:
+    """Keep the report of one compiled graph; one that was known is replaced and becomes the latest."""
+    with _lock:
+        for name in {node.graph for node in nodes}:
+            _graphs.pop(name, None)
+        for node in nodes:
+            _graphs.setdefault(node.graph, {})[node.index] = node
+
+
+def read_note(config: str) -> None:
+    """Keep the line of the report that the config string of loaded code carries, if it carries one."""
+    _, mark, note = config.partition(NOTE_MARK)
+    if mark:
+        node = NodeReport(**json.loads(note))
+        with _lock:
+            _graphs.setdefault(node.graph, {}).setdefault(node.index, node)
+
+
+def fusion_report() -> FusionReport:
+    """Return what became of every attention node that this process compiled or loaded from a compile cache.
+
+    Code from a cache reports when it has run once. `str()` of the result is a table, `.as_dict()` plain values.
+    """
+    with _lock:
+        nodes = [graph[index] for graph in _graphs.values() for index in sorted(graph)]
+    return FusionReport(tuple(nodes))
+
+
+def clear_fusion_report() -> None:
+    """Forget everything that was reported so far."""
+    with _lock:
+        _graphs.clear()
+
+
+def log(nodes: list[NodeReport]) -> None:
+    """Say in one line what became of one graph."""
+    if not nodes:
+        return
+    report = FusionReport(tuple(nodes))
+    others = dict.fromkeys(f"{node.outcome}: {node.reason}" for node in nodes if node.outcome != FUSED)
+    logger.info("fusion: %s%s", report.summary(), "".join(f"; {text}" for text in others))
+
+
+def strict_error(nodes: list[NodeReport]) -> FusionError:
+    """Return what `strict=True` raises for nodes that are not fused."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    class StrictFusionError(FusionError, ShortenTraceback):
+        """Dynamo and Inductor hand this one on as it is instead of wrapping it in an error of theirs."""
+
+        def __init__(self, plain: FusionError) -> None:
+            ShortenTraceback.__init__(self, str(plain), first_useful_frame=None)
+
+    misses = "\n  ".join(str(node) for node in nodes if node.outcome != FUSED)
+    plain = FusionError(
+        f"strict fusion: not every attention node is fused\n  {misses}\n",
+        "graphs in which each attention output is quantised in a supported format",
+        "change what a reason names, or compile with strict=False",
+    )
+    error = StrictFusionError(plain)
+    error.got, error.allowed, error.fix = plain.got, plain.allowed, plain.fix
+    return error

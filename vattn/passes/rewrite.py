@@ -1,0 +1,191 @@
+"""Replaces a region by an attention call that writes the quantised tensor and its scales.
+
+Everything that can fail happens before anything is changed: new nodes are made beside the old ones first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from vattn.formats import OUTPUT_FORMATS, OutputFormat
+from vattn.passes.output_quant import Found, same_shape
+from vattn.passes.region import AttentionNode, Refusal, is_check, same_size, value
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Makes nodes with their fake values, and takes them back if something fails."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Add a call; its fake value comes from running it on those of its arguments."""
+        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
+        node = self.graph.call_function(target, args, kwargs)
+        self.nodes.append(node)
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def undo(self) -> None:
+        """Remove every node that was made."""
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+
+
+def rewrite(attention: AttentionNode, found: Found, order: dict[Node, int]) -> None:
+    """Let an attention call write what a region computed, and drop the region.
+
+    Args:
+        order: position of every node of the graph.
+    """
+    hop, output = attention.node, attention.output
+    fmt = OUTPUT_FORMATS[found.config.output_format]
+    builder = Builder(hop.graph)
+    try:
+        with value(output).fake_mode:
+            with hop.graph.inserting_before(hop):
+                tokens = _tokens(builder, attention)
+                kwargs, written = _new_arguments(builder, attention, found, fmt, tokens)
+            with hop.graph.inserting_before(output.next):
+                replacements = _replacements(builder, attention, found, written, tokens)
+    except Exception:
+        builder.undo()
+        raise
+    old_base = hop.kwargs["_all_bases"][attention.base]  # type: ignore[index]
+    _change_call(hop, kwargs, written)
+    output.meta["val"] = value(written[attention.base])
+    for old, new in replacements:
+        old.replace_all_uses_with(new)
+    _erase(output, found.dead)
+    if not old_base.users and old_base.op == "call_function":  # type: ignore[union-attr]
+        hop.graph.erase_node(old_base)  # type: ignore[arg-type]
+    if isinstance(found.scale, Node) and order[found.scale] > order[hop]:
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(hop.graph)
+
+
+def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:
+    """Return the number of tokens as an argument for other nodes."""
+    tokens, query = value(attention.output).shape[0], attention.node.kwargs["query"]
+    if isinstance(tokens, int):
+        return tokens
+    if not isinstance(query, Node) or not same_size(value(query).shape[0], tokens):
+        raise Refusal("query and output have different numbers of tokens", attention.node)
+    return builder.call(aten.sym_size.int, query, 0)
+
+
+def _new_arguments(
+    builder: Builder, attention: AttentionNode, found: Found, fmt: OutputFormat, tokens: Node | int
+) -> tuple[dict[str, Any], list[Node]]:
+    """Return the call's new keyword arguments, and the tensors it writes."""
+    val = value(attention.output)
+    heads, width = int(val.shape[1]), int(val.shape[2])
+    kwargs = dict(attention.node.kwargs)
+    bases = list(kwargs["_all_bases"])  # type: ignore[arg-type]
+    shape = [tokens, heads, fmt.output_columns(width)]
+    bases[attention.base] = builder.call(aten.empty.memory_format, shape, dtype=fmt.container, device=val.device)
+    if fmt.group_size:
+        kwargs["_output_block_scale_base_index"] = len(bases)
+        bases.append(_block_scale(builder, fmt, tokens, heads * width, val.device))
+    if fmt.static_scale:
+        kwargs["output_scale"] = _static_scale(builder, found.scale, val.device)
+    return {**kwargs, "_all_bases": bases, "config": found.config.encode()}, bases
+
+
+def _block_scale(builder: Builder, fmt: OutputFormat, tokens: Node | int, columns: int, device: torch.device) -> Node:
+    counted: Any = tokens
+    if fmt.swizzled and isinstance(tokens, Node):
+        tiles = builder.call(operator.floordiv, builder.call(operator.add, tokens, 127), 128)
+        counted = builder.call(operator.mul, tiles, 128)
+    elif fmt.swizzled:
+        counted = (counted + 127) // 128 * 128
+    shape = fmt.block_scale_shape(1, columns)
+    assert shape is not None
+    sizes = [counted, shape[1]]
+    if not fmt.column_major:
+        return builder.call(aten.empty.memory_format, sizes, dtype=fmt.block_scale_dtype, device=device)
+    strides = [1, counted]
+    return builder.call(aten.empty_strided.default, sizes, strides, dtype=fmt.block_scale_dtype, device=device)
+
+
+def _static_scale(builder: Builder, scale: Node | float | None, device: torch.device) -> Node:
+    if not isinstance(scale, Node):
+        return builder.call(aten.full.default, [1], scale, dtype=torch.float32, device=device)
+    if value(scale).dtype != torch.float32:
+        scale = builder.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
+    return builder.call(aten.reshape.default, scale, [1]) if value(scale).dim() != 1 else scale
+
+
+def _replacements(
+    builder: Builder, attention: AttentionNode, found: Found, written: Sequence[Node], tokens: Node | int
+) -> list[tuple[Node, Node]]:
+    """Return new nodes for the codes and the scales."""
+    output = attention.output
+    # The call still has its old value: views are made of the tensors that it will write, then moved onto its results.
+    pairs = [(node, _viewed(builder, written[attention.base], node, tokens)) for node in found.codes]
+    sources = {written[attention.base]: output}
+    if found.block_scales:
+        results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
+        results.meta["val"] = value(written[-1])
+        builder.nodes.append(results)
+        sources[written[-1]] = results
+    for node, layout in found.block_scales:
+        base = written[-1]
+        if layout == "transposed":
+            base = builder.call(aten.permute.default, base, [1, 0])
+        pairs.append((node, _viewed(builder, base, node, tokens)))
+    for made in builder.nodes:
+        if made.target is not operator.getitem:
+            for old, new in sources.items():
+                made.replace_input_with(old, new)
+    return [(old, sources.get(new, new)) for old, new in pairs]
+
+
+def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> Node:
+    """View a tensor in the dtype and shape of another node."""
+    wanted = value(like)
+    if value(source).dtype != wanted.dtype:
+        source = builder.call(aten.view.dtype, source, wanted.dtype)
+    if same_shape(value(source).shape, wanted.shape):
+        return source
+    total = value(tokens) if isinstance(tokens, Node) else tokens
+    shape: list[Any] = []
+    for size in wanted.shape:
+        if isinstance(size, int):
+            shape.append(size)
+        elif same_size(size, total):
+            shape.append(tokens)
+        elif -1 not in shape:
+            shape.append(-1)
+        else:
+            raise Refusal("the quantised tensor has more than one varying size besides the tokens", like, near=True)
+    return builder.call(aten.reshape.default, source, shape)
+
+
+def _change_call(hop: Node, kwargs: dict[str, Any], written: Sequence[Node]) -> None:
+    changed = {name for name, new in kwargs.items() if new is not hop.kwargs.get(name)}
+    hop.kwargs = kwargs
+    hop.meta["val"] = (*value(hop)[:1], *map(value, written))
+    if "eager_input_vals" in hop.meta:
+        # Inductor lays the arguments out as these values lie.
+        args, eager = hop.meta["eager_input_vals"]
+        new = {name: torch.fx.map_arg(hop.kwargs[name], value) for name in changed}
+        hop.meta["eager_input_vals"] = (args, {**eager, **new})
+
+
+def _erase(output: Node, dead: Sequence[Node]) -> None:
+    for node in (output, *dead):
+        for user in list(node.users):
+            if is_check(user):
+                node.graph.erase_node(user)
+    for node in reversed(dead):
+        node.graph.erase_node(node)
