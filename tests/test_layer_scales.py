@@ -269,6 +269,30 @@ def test_a_checkpoint_in_another_dtype_loads_as_fp32():
     assert [layer.k_scale.item(), layer.v_scale.item()] == [0.5, 2.0]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_keeps_the_tensors_that_others_hold(assign):
+    """A sharing layer and a captured CUDA graph hold the target's scale tensor."""
+    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(k_scale="unit", v_scale="unit"))
+    held = layer.k_scale
+    state = {"k_scale": torch.tensor([0.5], dtype=torch.bfloat16), "v_scale": torch.tensor([2.0])}
+    layer.load_state_dict(state, assign=assign)
+    assert layer.k_scale is held
+    assert (held.item(), held.dtype) == (0.5, torch.float32)
+
+
+def test_a_model_made_on_meta_loads_its_scales():
+    quant = vattn.QuantConfig(k_scale=0.5, v_scale=2.0)
+    saved = make_layer(bound=False, cache={"cache_dtype": "fp8"}, quant_config=quant).state_dict()
+    for way in ("assign", "empty"):
+        with torch.device("meta"):
+            layer = make_layer(bound=False, cache={"cache_dtype": "fp8"}, quant_config=quant)
+        if way == "empty":
+            layer.to_empty(device="cpu").to(torch.bfloat16)
+        layer.load_state_dict(saved, assign=way == "assign")
+        assert (layer.k_scale.item(), layer.v_scale.item()) == (0.5, 2.0)
+        assert layer.k_scale.dtype == torch.float32
+
+
 def test_a_copied_model_keeps_sharing():
     cache = {"cache": CALCULATE}
     first = make_layer(bound=False, prefix="0", **cache)

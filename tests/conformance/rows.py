@@ -78,6 +78,8 @@ _SINGLE: dict[str, Row] = {
     "mm-clamped": Row({"mm_prefix": "clamped", "sliding_window": 6}, IMAGES),
     "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
     "packed": Row(PACKED, MIXED),
+    "fp8-heads": Row(FP8_HEADS, MIXED),
+    "fp8-query-heads": Row({**FP8_QUERY, "query_scale": "head"}, MIXED),
     "scale-zero": Row({"scale": 0.0}, MIXED),
     "scale-negative": Row({"scale": -0.7}, MIXED),
 }

@@ -14,9 +14,11 @@ from tests.conformance.cases import batch_of_row, make_cache_update
 from tests.conformance.compare import compare_cache_update, run_and_compare
 from tests.conformance.fuzz import fuzz_seed
 from tests.conformance.rows import FORMATS, ROWS
+from tests.support import make_config
 from vattn.backends import selector
+from vattn.backends.base import FEATURES, requested_features
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 BACKENDS = selector.backend_names()
 
@@ -47,6 +49,14 @@ def usable(name: str) -> str:
 def device() -> str:
     """Where the rows run; tests/gpu overrides it."""
     return "cpu"
+
+
+def test_rows_name_every_feature_alone_and_every_pair_of_formats() -> None:
+    configs = [make_config(**{"block_size": 8, **row.changes}) for row in ROWS.values()]
+    asked = [requested_features(config) for config in configs]
+    assert {name for name in FEATURES if frozenset({name}) not in asked} == set()
+    formats = {(config.kv_cache_dtype, config.output_format) for config in configs}
+    assert formats >= set(itertools.product(KV_FORMATS, OUTPUT_FORMATS))
 
 
 @pytest.mark.parametrize(("name", "row"), list(sampled_rows()))

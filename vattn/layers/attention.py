@@ -536,8 +536,17 @@ class Attention(nn.Module):
             if name == "kv_cache" and device != buffer.device:
                 self.config = None
             else:
-                self._buffers[name] = buffer.to(device)
+                self._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load scales into the tensors there are, with `assign=True` too: other layers and CUDA graphs hold them."""
+        kept = {name: self._buffers[name] for name in _OWN_BUFFERS}
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, buffer in kept.items():
+            loaded = self._buffers[name]
+            if buffer is not None and loaded is not None and loaded is not buffer:
+                self._buffers[name] = loaded.to(buffer.dtype) if buffer.is_meta else buffer.copy_(loaded)
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""
