@@ -15,7 +15,14 @@ from enum import Enum
 from functools import lru_cache
 
 from vattn.errors import ConfigError
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, SCALE_KINDS
+from vattn.formats import (
+    KV_FORMATS,
+    MODEL_DTYPES,
+    OUTPUT_ARITHMETICS,
+    OUTPUT_FORMATS,
+    QUERY_FORMATS,
+    SCALE_KINDS,
+)
 
 CONFIG_VERSION = 1
 
@@ -58,6 +65,9 @@ class AttentionConfig:
         kv_scale, query_scale: `"none"`, `"tensor"` or `"head"` (one value per KV head).
         query_format: `"none"` or `"fp8_e4m3"`.
         output_format: name in `vattn.formats.OUTPUT_FORMATS`.
+        output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
+            that reciprocal. FP8 formats only.
+        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.MIN_ABSMAX / 448`.
         attn_type: see `AttentionType`.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
         sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
@@ -87,6 +97,8 @@ class AttentionConfig:
     query_format: str = "none"
     query_scale: str = "none"
     output_format: str = "none"
+    output_arithmetic: str = "divide"
+    output_min_scale: float | None = None
     attn_type: str = "decoder"
     causality: str = "causal"
     sliding_window: int | None = None
@@ -129,6 +141,7 @@ class AttentionConfig:
             "query_scale": SCALE_KINDS,
             "query_format": QUERY_FORMATS,
             "output_format": tuple(OUTPUT_FORMATS),
+            "output_arithmetic": OUTPUT_ARITHMETICS,
             "attn_type": tuple(t.value for t in AttentionType),
             "causality": CAUSALITIES,
             "alibi": ALIBI_KINDS,
@@ -150,6 +163,7 @@ class AttentionConfig:
             "query_scale 'tensor' or 'head' for an FP8 query, 'none' otherwise",
             "give q_scale with an FP8 query, and only with one",
         )
+        self._check_output_variant()
         group = OUTPUT_FORMATS[self.output_format].group_size
         columns = self.num_heads * self.head_size_v
         _check(
@@ -157,6 +171,22 @@ class AttentionConfig:
             f"output_format={self.output_format!r} with rows of {columns} columns",
             f"rows that are a multiple of {group}",
             "use another group size or per-token scales",
+        )
+
+    def _check_output_variant(self) -> None:
+        fmt, lowest = OUTPUT_FORMATS[self.output_format], self.output_min_scale
+        fp8 = fmt.container is not None and fmt.container.is_floating_point
+        _check(
+            self.output_arithmetic == "divide" or fp8,
+            f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
+            "'multiply' with FP8 output formats",
+            "use output_arithmetic='divide'",
+        )
+        _check(
+            lowest is None or (fp8 and not fmt.static_scale and lowest > 0),
+            f"output_min_scale={lowest} with output_format={self.output_format!r}",
+            "a positive number with FP8 output formats that compute scales",
+            "pass None for the default",
         )
 
     def _check_mask(self) -> None:

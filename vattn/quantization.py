@@ -149,18 +149,28 @@ def quant_fp8_group(
         Codes `[T, N]` and fp32 scales `[T, N // group_size]`.
     """
     codes, scales = _quant_fp8_groups(input, group_size, power_of_two)
-    if column_major:
-        columns = scales.new_empty((scales.shape[1], scales.shape[0]))
-        scales = columns.copy_(scales.t()).t()
-    return codes, scales
+    return codes, _column_major(scales) if column_major else scales
 
 
-def _quant_fp8_groups(input: Tensor, group_size: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _column_major(scales: Tensor) -> Tensor:
+    columns = scales.new_empty((scales.shape[1], scales.shape[0]))
+    return columns.copy_(scales.t()).t()
+
+
+def _quant_fp8_groups(
+    input: Tensor, group_size: int, power_of_two: bool, arithmetic: str = "divide", min_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     groups = _grouped(input, group_size)
-    scales = groups.abs().amax(dim=-1).clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX
+    largest = groups.abs().amax(dim=-1)
+    if min_scale is None:
+        scales = largest.clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX
+    else:
+        scales = (largest / FP8_E4M3_MAX).clamp(min=min_scale)
     if power_of_two:
         scales = ceil_power_of_two(scales)
-    return _to_e4m3(groups / scales.unsqueeze(-1)).flatten(1).contiguous(), scales.contiguous()
+    wide = scales.unsqueeze(-1)
+    codes = _to_e4m3(groups * wide.reciprocal() if arithmetic == "multiply" else groups / wide)
+    return codes.flatten(1).contiguous(), scales.contiguous()
 
 
 def _grouped(input: Tensor, group_size: int) -> Tensor:
@@ -261,6 +271,8 @@ def quantise_output(
     output: Tensor,
     output_block_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
+    arithmetic: str = "divide",
+    min_scale: float | None = None,
 ) -> None:
     """Write attention results in an output format: the epilogue of every backend.
 
@@ -270,6 +282,7 @@ def quantise_output(
         output: `[T, H, fmt.output_columns(V)]` of the format's container; written whole.
         output_block_scale: of shape `fmt.block_scale_shape(T, H * V)`; written whole, padding included.
         output_scale: fp32, one value, for formats with a static scale.
+        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of `vattn.AttentionConfig`.
 
     Raises:
         ScaleError: a scale tensor that the format needs is missing.
@@ -282,18 +295,31 @@ def quantise_output(
     if fmt.container is None:
         output.copy_(x)
         return
-    codes, scales = _quantise_rows(x.flatten(1), fmt, output_scale)
+    codes, scales = quantise_rows(x.flatten(1), fmt, output_scale, arithmetic, min_scale)
     output.copy_(codes.view(output.shape))
     if output_block_scale is not None and scales is not None:
         output_block_scale.copy_(scales)
 
 
-def _quantise_rows(rows: Tensor, fmt: OutputFormat, output_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def quantise_rows(
+    rows: Tensor,
+    fmt: OutputFormat,
+    output_scale: Tensor | None = None,
+    arithmetic: str = "divide",
+    min_scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return codes of rows `[T, N]` in a quantised output format, and the scales that it computes, if any.
+
+    Arguments are those of `quantise_output`.
+    """
     if output_scale is None:
         group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
-        return quant_fp8_group(rows, group_size, fmt.power_of_two, fmt.column_major)
+        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale)
+        return codes, _column_major(scales) if fmt.column_major else scales
     if fmt.container is torch.uint8:
         return quant_nvfp4(rows, output_scale, fmt.swizzled)
+    if arithmetic == "multiply":
+        return _to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
     return quant_fp8_static(rows, output_scale), None
 
 

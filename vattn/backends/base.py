@@ -184,6 +184,7 @@ class Capabilities:
         minimum_capability: lowest compute capability on CUDA.
         format_capability: lowest compute capability for a KV, query or output format by name.
         package: what must be installed.
+        output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -202,6 +203,7 @@ class Capabilities:
     minimum_capability: tuple[int, int] = (0, 0)
     format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
     package: Package | None = None
+    output_variants: bool = False
     cuda_graphs: str = "full"
     garbage_safe: bool = True
 
@@ -257,6 +259,11 @@ class Backend:
                 found.append(f"head_size {size} (runs {can.head_sizes})")
         if config.block_size and config.block_size not in can.block_sizes:
             found.append(f"block_size {config.block_size} (runs {can.block_sizes})")
+        if not can.output_variants:
+            if config.output_arithmetic != "divide":
+                found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
+            if config.output_min_scale is not None:
+                found.append(f"output_min_scale {config.output_min_scale} (has the default)")
         fmt = OUTPUT_FORMATS[config.output_format]
         if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
             found.append(

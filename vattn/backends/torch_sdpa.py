@@ -95,6 +95,7 @@ class TorchSDPABackend(Backend):
         head_sizes=Sizes(8, 8, 1024),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
+        output_variants=True,
         cuda_graphs="never",
     )
 
@@ -251,7 +252,13 @@ def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Re
                 args.lse[place] = lse
     if config.output_format != "none":
         quantization.quantise_output(
-            result, config.output_format, args.output, args.output_block_scale, args.output_scale
+            result,
+            config.output_format,
+            args.output,
+            args.output_block_scale,
+            args.output_scale,
+            config.output_arithmetic,
+            config.output_min_scale,
         )
 
 

@@ -56,7 +56,15 @@ def varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None
 
 def _write(args: AttentionArgs | VarlenAttentionArgs, out: Tensor, lse: Tensor, config: AttentionConfig) -> None:
     rounded = out.to(MODEL_DTYPES[config.dtype])
-    quantise_output(rounded, config.output_format, args.output, args.output_block_scale, args.output_scale)
+    quantise_output(
+        rounded,
+        config.output_format,
+        args.output,
+        args.output_block_scale,
+        args.output_scale,
+        config.output_arithmetic,
+        config.output_min_scale,
+    )
     if args.lse is not None:
         args.lse.copy_(lse)
 

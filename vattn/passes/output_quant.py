@@ -84,7 +84,11 @@ def _find_one(
     scales = {nodes[index]: layout for index, layout in match.block_scales}
     dead = _dead_nodes(region, {*codes, *scales})
     read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
-    config = attention.config.replace(output_format=_with_layout(region.output, match.output_format, read))
+    config = attention.config.replace(
+        output_format=_with_layout(region.output, match.output_format, read),
+        output_arithmetic=match.arithmetic,
+        output_min_scale=match.min_scale,
+    )
     _ask_backend(config, value(region.output).device, quantised)
     scale: Node | float | None = match.scale
     if isinstance(match.scale, int) and inputs.scales:

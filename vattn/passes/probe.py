@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn import quantization
-from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
+from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, OutputFormat
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, expression, value
 
 PROBE_SCALES = (3 / 256, 0.0137, 233 / 16384, 5 / 16, 157 / 64)
@@ -51,6 +51,7 @@ class Match:
 
     Attributes:
         output_format: name in `OUTPUT_FORMATS`.
+        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of the config.
         scale: position in `Inputs.scales`, or the constant static scale, or `None` for formats without one.
         codes: positions in the probed nodes that hold the codes.
         block_scales: positions of those that hold the computed scales, and how: `"plain"`, `"transposed"` or
@@ -58,6 +59,8 @@ class Match:
     """
 
     output_format: str
+    arithmetic: str
+    min_scale: float | None
     scale: int | float | None
     codes: tuple[int, ...]
     block_scales: tuple[tuple[int, str], ...]
@@ -229,14 +232,18 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 Quantise = Callable[[Tensor, float], tuple[Tensor, "Tensor | None"]]
 
 
-def reference(fmt: OutputFormat) -> Quantise:
-    """Return a function of rows `[T, N]` and the static scale that gives codes and computed scales in a format."""
+@dataclass(frozen=True)
+class Quantiser:
+    """One way to quantise that an attention op has: a format in its plain layout, its arithmetic and its floor."""
 
-    def quantise(rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        static = torch.tensor([scale]) if fmt.static_scale else None
-        return quantization._quantise_rows(rows, fmt, static)
+    fmt: OutputFormat
+    arithmetic: str = "divide"
+    min_scale: float | None = None
 
-    return quantise
+    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return codes of rows `[T, N]` and the computed scales, if any."""
+        static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
+        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale)
 
 
 @dataclass(frozen=True)
@@ -259,13 +266,28 @@ def samples(region: Region, nodes: list[Node], inputs: Inputs, dtype: str) -> li
     return made
 
 
-def candidates(columns: int, names: Sequence[str], quantised: Node) -> Iterator[OutputFormat]:
-    """Yield the formats, in their plain layout, that rows of so many columns can have in the quantised tensor."""
-    for name in names:
-        fmt = OUTPUT_FORMATS[name]
-        fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
-        if fmt.container == value(quantised).dtype and fits and not fmt.column_major and not fmt.swizzled:
-            yield fmt
+def candidates(
+    columns: int, names: Sequence[str], quantised: Node, numbers: Sequence[float], dtype: str
+) -> Iterator[Quantiser]:
+    """Yield what could have made the quantised tensor of rows of so many columns, the op's defaults first.
+
+    Args:
+        numbers: constants of the region; one of them may be the floor under the scale, or under the maximum.
+    """
+    container = value(quantised).dtype
+    floors: dict[float | None, None] = {None: None}
+    for number in numbers:
+        rounded = torch.tensor(number).to(MODEL_DTYPES[dtype]).float()
+        for least in (torch.tensor(number), torch.tensor(number) / FP8_E4M3_MAX, rounded / FP8_E4M3_MAX, rounded):
+            if 0 < float(least) < 1:
+                floors[float(least)] = None
+    for arithmetic in OUTPUT_ARITHMETICS if container == torch.float8_e4m3fn else ("divide",):
+        for name in names:
+            fmt = OUTPUT_FORMATS[name]
+            fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
+            if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
+                for floor in [None] if fmt.static_scale else floors:
+                    yield Quantiser(fmt, arithmetic, floor)
 
 
 def classify(
@@ -286,15 +308,24 @@ def classify(
     runs = samples(region, nodes, inputs, dtype)
     columns = runs[0].rows.shape[1]
     constants: list[float] = [] if inputs.scales else _constant_scales(nodes, inputs)
-    for fmt in candidates(columns, names, quantised):
-        if inputs.scales and not fmt.static_scale:
+    found: Match | None = None
+    for way in candidates(columns, names, quantised, constants, dtype):
+        if inputs.scales and not way.fmt.static_scale:
             continue
-        for constant in constants if fmt.static_scale and constants else [None]:
-            wanted = _equal_throughout(reference(fmt), quantised, runs, constant)
-            if wanted is not None:
-                static = (0 if inputs.scales else constant) if fmt.static_scale else None
-                codes = tuple(i for i, node in enumerate(nodes) if _equal_nodes(node, quantised, runs))
-                return Match(fmt.name, static, codes, _scale_nodes(nodes, runs, wanted))
+        for constant in constants if way.fmt.static_scale and constants else [None]:
+            wanted = _equal_throughout(way, quantised, runs, constant)
+            if wanted is None:
+                continue
+            static = (0 if inputs.scales else constant) if way.fmt.static_scale else None
+            codes = tuple(i for i, node in enumerate(nodes) if _equal_nodes(node, quantised, runs))
+            scales = _scale_nodes(nodes, runs, wanted)
+            # Floors that differ by little give the same codes; the right one gives the same scales too.
+            if found is None or (scales and not found.block_scales):
+                found = Match(way.fmt.name, way.arithmetic, way.min_scale, static, codes, scales)
+            if scales or way.fmt.static_scale:
+                return found
+    if found is not None:
+        return found
     raise Refusal(_explain(quantised, runs, columns, constants or [None]), quantised, near=True)
 
 
@@ -359,32 +390,34 @@ def _explain(quantised: Node, runs: list[Sample], columns: int, constants: Seque
     for reason, quantise in _unsupported(columns).items():
         if any(_equal_throughout(quantise, quantised, runs, constant) is not None for constant in constants):
             return reason
+    zeros = [s.values[quantised].float().reshape(s.rows.shape)[(s.rows == 0).all(dim=1)] for s in runs]
+    if any(bool(rows.isnan().any()) for rows in zeros):
+        return "rows of zeros become NaN: keep the scale above zero, by a clamp of the maximum at 1e-10"
     finite = [s for s in runs if bool(s.rows.isfinite().all())]
     if finite and any(not bool(s.values[quantised].float().isfinite().all()) for s in finite):
-        return "the cast overflows or divides zero by zero: clamp to +-448 and keep scales above zero"
+        return "finite values become NaN: clamp to +-448 before the cast"
     return "its values are those of no supported format"
 
 
 def _unsupported(columns: int) -> dict[str, Quantise]:
+    """Return well-known quantisers that no output format is, by the reason to give."""
+
     def clamped(x: Tensor) -> Tensor:
         return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
 
-    def multiplied(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return clamped(rows.float() * torch.tensor(scale)), None
-
-    def by_reciprocal(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return clamped(rows.float() * torch.tensor(scale).reciprocal()), None
-
     def unclamped(rows: Tensor, scale: float) -> tuple[Tensor, None]:
         return _unsaturated_cast(rows.float() / torch.tensor(scale), torch.float8_e4m3fn), None
+
+    def unclamped_product(rows: Tensor, scale: float) -> tuple[Tensor, None]:
+        return _unsaturated_cast(rows.float() * torch.tensor(scale), torch.float8_e4m3fn), None
 
     def per_tensor(rows: Tensor, scale: float) -> tuple[Tensor, None]:
         largest = rows.float().abs().amax().clamp(min=quantization.MIN_ABSMAX) / FP8_E4M3_MAX
         return clamped(rows.float() / largest), None
 
+    no_clamp = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
     return {
-        "it multiplies by the scale's reciprocal; the op divides, which rounds ties otherwise": by_reciprocal,
-        "it multiplies by the scale; the op divides, which rounds ties otherwise": multiplied,
-        "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another": unclamped,
+        no_clamp: unclamped,
+        f"{no_clamp} (with multiplication)": unclamped_product,
         "one dynamic scale for the whole tensor is no supported format; use one per token": per_tensor,
     }

@@ -1,0 +1,95 @@
+"""The output variants that the passes need: multiplication by a reciprocal, and other floors under computed scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import make_config, random_paged_batch
+from vattn.backends import selector
+from vattn.config import AttentionConfig
+from vattn.errors import ConfigError
+from vattn.formats import OUTPUT_FORMATS
+from vattn.quantization import quantise_rows
+
+E4M3 = torch.float8_e4m3fn
+
+
+def rows() -> torch.Tensor:
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[2] = 0
+    x[3] = 1e-20
+    return x
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_static_multiplication() -> None:
+    x, factor = rows(), torch.tensor([73.1])
+    codes, scales = quantise_rows(x, OUTPUT_FORMATS["fp8_static"], factor, "multiply")
+    assert scales is None
+    assert same(codes, (x.float() * factor).clamp(-448, 448).to(E4M3))
+
+
+def test_division_and_multiplication_round_ties_differently() -> None:
+    codes = torch.arange(126, dtype=torch.uint8)
+    ties = (codes.view(E4M3).float() + (codes + 1).view(E4M3).float())[None] / 2
+    scale = torch.tensor([157 / 64])  # ties times this are exact in fp32
+    divided, _ = quantise_rows(ties * scale, OUTPUT_FORMATS["fp8_static"], scale)
+    multiplied, _ = quantise_rows(ties * scale, OUTPUT_FORMATS["fp8_static"], scale.reciprocal(), "multiply")
+    assert same(divided, ties.to(E4M3))
+    assert 10 < int((divided.view(torch.uint8) != multiplied.view(torch.uint8)).sum()) < 100
+
+
+@pytest.mark.parametrize("name", ["fp8_per_token", "fp8_group64", "fp8_group64_col"])
+@pytest.mark.parametrize("arithmetic", ["divide", "multiply"])
+def test_floor_under_the_scale(name: str, arithmetic: str) -> None:
+    x, least = rows(), 3e-7
+    codes, scales = quantise_rows(x, OUTPUT_FORMATS[name], None, arithmetic, least)
+    assert scales is not None
+    groups = x.float().view(6, scales.shape[1], -1)
+    expected = (groups.abs().amax(-1) / 448).clamp(min=least)
+    assert torch.equal(scales, expected)
+    wide = expected.unsqueeze(-1)
+    quotient = groups * (1 / wide) if arithmetic == "multiply" else groups / wide
+    assert same(codes, quotient.clamp(-448, 448).to(E4M3).view(6, 128))
+
+
+@pytest.mark.parametrize("changes", [{"output_arithmetic": "multiply"}, {"output_min_scale": 2e-6}])
+def test_the_op_writes_them(changes: dict[str, object]) -> None:
+    config = make_config(output_format="fp8_per_token", backend="TORCH_SDPA", **changes)
+    batch = random_paged_batch(config, [3, 2], [5, 9])
+    batch.run()
+    plain = random_paged_batch(make_config(backend="TORCH_SDPA"), [3, 2], [5, 9])
+    out, _ = plain.run()
+    codes, scales = quantise_rows(
+        out.flatten(1), OUTPUT_FORMATS["fp8_per_token"], None, config.output_arithmetic, config.output_min_scale
+    )
+    assert same(batch.args.output.flatten(1), codes) and torch.equal(batch.args.output_block_scale, scales)
+
+
+def test_a_backend_without_them_says_so() -> None:
+    config = make_config(output_format="fp8_per_token", output_arithmetic="multiply", output_min_scale=1e-6)
+    reasons = selector.get_backend("TRITON_ATTN").reasons(config, selector.DeviceInfo("cuda", (9, 0)))
+    assert [text for text in reasons if "package" not in text] == [
+        "output_arithmetic multiply (divides)",
+        "output_min_scale 1e-06 (has the default)",
+    ]
+    assert AttentionConfig.parse(config.encode()) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_format": "none", "output_arithmetic": "multiply"},
+        {"output_format": "nvfp4", "output_arithmetic": "multiply"},
+        {"output_format": "fp8_static", "output_min_scale": 1e-6},
+        {"output_format": "fp8_per_token", "output_min_scale": 0.0},
+        {"output_format": "fp8_per_token", "output_arithmetic": "guess"},
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="output_(arithmetic|min_scale)="):
+        make_config(**changes)
