@@ -1,0 +1,141 @@
+"""The Hopper prefill kernel against the reference on odd, poisoned batches; every row of every head by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.compare import compare, on_cpu
+from tests.support import Batch, make_config, random_paged_batch
+from vattn.backends.base import DeviceInfo
+from vattn.ops.cache_layout import key_value_views
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the prefill kernel needs an sm_90 GPU")
+
+
+ODD = [(1000, 1000), (1, 700), (0, 5), (513, 2049), (130, 130), (64, 1937), (257, 300), (2, 2), (128, 384), (77, 1003)]
+"""(query rows, keys): whole prompts, chunks at every kind of offset, decodes and empty requests."""
+
+
+def prefill_batch(requests: list[tuple[int, int]] = ODD, *, seed: int = 0, padding: int = 0, **changes: Any) -> Batch:
+    values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}
+    query_lens, seq_lens = (list(lengths) for lengths in zip(*requests, strict=True))
+    return random_paged_batch(
+        make_config(**values), query_lens, seq_lens, seed=seed, device="cuda", num_padding_reqs=min(padding, 1),
+        num_padding_tokens=padding,
+    )  # fmt: skip
+
+
+def check(batch: Batch) -> None:
+    """Run the kernel on a batch and compare output and LSE with the reference."""
+    from vattn.ops.gluon import prefill_launch
+
+    assert prefill_launch.refusals(batch.config, DeviceInfo.of("cuda")) == []
+    prefill_launch.prefill(batch.args, batch.config)
+    torch.cuda.synchronize()
+    output, lse = batch.expected()
+    compare(on_cpu(batch), output.cpu(), lse.cpu())
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_caches(block_size: int, layout: str) -> None:
+    check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150))
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "head of 64": {"head_size": 64},
+    "head of 64, fp16": {"head_size": 64, "dtype": "float16", "block_size": 64},
+    "fp16": {"dtype": "float16"},
+    "no groups, odd heads": {"num_heads": 3, "num_kv_heads": 3},
+    "groups of 7": {"num_heads": 14, "num_kv_heads": 2},
+    "one KV head": {"num_heads": 8, "num_kv_heads": 1},
+    "no lse": {"lse": False},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "window 1": {"sliding_window": 1},
+    "window 100": {"sliding_window": 100},
+    "window 128": {"sliding_window": 128, "block_size": 64},
+    "window 700": {"sliding_window": 700, "block_size": 256},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 333, "logits_soft_cap": 20.0, "sinks": True, "kv_cache_layout": "HND"},
+    "large scores": {"scale": 3.0},
+}
+OUTPUTS = ["fp8_static", "fp8_per_token", "fp8_group128", "nvfp4_swizzled"]
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(case: str) -> None:
+    check(prefill_batch(**SHAPES[case]))
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_features(case: str) -> None:
+    check(prefill_batch(padding=3, **FEATURES[case]))
+
+
+@pytest.mark.parametrize("output_format", OUTPUTS)
+def test_output_formats(output_format: str) -> None:
+    check(prefill_batch(output_format=output_format, padding=9))
+
+
+@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 50}], ids=str)
+def test_queries_longer_than_their_sequences(changes: dict[str, Any]) -> None:
+    check(prefill_batch([(300, 100), (200, 0), (129, 128), (70, 3), (500, 20)], padding=5, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_layout": "HND"}, {"block_size": 256}], ids=str)
+def test_block_ids_out_of_range_hide_their_keys(changes: dict[str, Any]) -> None:
+    batch = prefill_batch(**changes)
+    table = batch.args.block_table
+    blocks = key_value_views(batch.args.kv_cache, batch.config)[0].shape[0]
+    for request, column, block in ((0, 0, -1), (0, 3, blocks), (3, 7, 2**31 - 1), (3, 8, -(2**31)), (4, 0, blocks + 5)):
+        if column < table.shape[1]:
+            table[request, column] = block
+    check(batch)
+
+
+def test_many_requests_and_long_ones() -> None:
+    check(prefill_batch([(70 + 3 * n, 90 + 40 * n) for n in range(60)], num_heads=4))
+    check(prefill_batch([(3000, 9001), (1, 9000)], num_heads=4, num_kv_heads=1, padding=128))
+
+
+def test_replays_in_a_graph_with_other_lengths() -> None:
+    from vattn.ops.gluon import prefill_launch
+
+    batch = prefill_batch([(300, 900), (40, 900), (200, 900), (0, 900)], padding=60)
+    args = batch.args
+    prefill_launch.prefill(args, batch.config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill_launch.prefill(args, batch.config)
+    for starts, lengths in (([0, 1, 300, 301, 600], [5, 899, 64, 300]), ([0, 540, 540, 540, 540], [900, 3, 0, 1])):
+        args.query_start_loc[:5].copy_(torch.tensor(starts, dtype=torch.int32))
+        args.query_start_loc[5:] = starts[-1]
+        args.seq_lens[:4].copy_(torch.tensor(lengths, dtype=torch.int32))
+        args.output.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        torch.cuda.synchronize()
+        output, lse = batch.expected()
+        compare(on_cpu(batch), output.cpu(), lse.cpu())
+
+
+def test_refusals_name_what_is_missing() -> None:
+    from vattn.ops.gluon import prefill_launch
+
+    device = DeviceInfo.of("cuda")
+    config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
+    text = " ".join(prefill_launch.refusals(config, device))
+    assert "head_size 80" in text and "alibi" in text and "block_size 24" in text
+    other = dataclasses.replace(device, capability=(8, 0))
+    assert prefill_launch.refusals(make_config(head_size=128, dtype="bfloat16"), other)

@@ -1,0 +1,34 @@
+"""Gluon names that differ between Triton 3.6 and 3.9, under one name each."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""`load_box(descriptor, coordinates, barrier, destination)`: start a bulk tensor copy into shared memory."""
+
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Synchronise the threads of a partition."""
+
+
+@gluon.jit
+def as_boxes(memory, boxes, COUNT: gl.constexpr):
+    """Return shared memory as `[COUNT, *box]` of a tensor descriptor, in the descriptor's layout."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(memory.dtype, [COUNT] + boxes.block_shape, boxes.layout)
+    else:
+        return memory._reinterpret(memory.dtype, [COUNT] + boxes.block_shape, boxes.layout)
+
+
+@gluon.jit
+def as_words(memory, COUNT: gl.constexpr):
+    """Return shared memory of 32-bit words as `[COUNT, 1]`."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if HAS_REINTERPRET:
+        return memory.reinterpret(memory.dtype, [COUNT, 1], layout)
+    else:
+        return memory._reinterpret(memory.dtype, [COUNT, 1], layout)
