@@ -41,6 +41,8 @@ LARGE: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
     "prefill-d64-hnd": ({"head_size": 64, "kv_cache_layout": "HND", "num_heads": 2}, PREFILLS),
     "prefill-d72-block24": ({"head_size": 72, "block_size": 24, "num_heads": 10}, PREFILLS),
     "prefill-d192-128": ({"head_size": 192, "head_size_v": 128, "block_size": 64}, PREFILLS),
+    "prefill-d64-16-fp8": ({"head_size": 64, "head_size_v": 16, "kv_cache_dtype": "fp8_e4m3"}, PREFILLS),
+    "prefill-d32-128-fp8": ({"head_size": 32, "head_size_v": 128, "kv_cache_dtype": "fp8_e5m2"}, PREFILLS),
     "prefill-d256": ({"head_size": 256, "block_size": 256}, PREFILLS),
     "prefill-d512": ({"head_size": 512, "block_size": 8}, PREFILLS),
     "prefill-d512-fp8": ({"head_size": 512, "kv_cache_dtype": "fp8_e4m3"}, PREFILLS),

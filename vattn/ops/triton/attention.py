@@ -78,20 +78,26 @@ def load_tile(
     pointer, block, k, columns, mask, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return stored rows `[keys, columns]`; rows that are masked come back zero."""
+    """Return stored rows `[keys, columns]`; rows that are masked come back zero (`mask=None`: all are read)."""
     if PAGED:
         row = block.to(tl.int64) * STRIDE_BLOCK + (k % BLOCK_SIZE) * STRIDE_ROW
     else:
         row = block.to(tl.int64) * STRIDE_ROW
-    return tl.load(pointer + row[:, None] + columns[None, :], mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
+    pointers = pointer + row[:, None] + columns[None, :]
+    if mask is not None:
+        return tl.load(pointers, mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
+    elif columns.shape[0] > WIDTH:
+        return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
 def score_tile(
-    q, query, query_mask, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr, K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    D_STEP: tl.constexpr, Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    q, query, query_mask, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, K_BLOCK: tl.constexpr, K_ROW: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, D_STEP: tl.constexpr, Q_FORMAT: tl.constexpr,
+    KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Return query rows times the keys of one tile, `[rows, keys]`.
 
@@ -147,7 +153,6 @@ def attention_kernel(
     MODEL: tl.constexpr, OUTPUT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
@@ -265,19 +270,13 @@ def attention_kernel(
             usable = usable & (bad == 0)
         full_begin = tl.where(usable, begin, last_tile)
         full_end = tl.where(usable, end, last_tile)
-        block = look_up(table, full_begin * TILE + n, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         for j in tl.range(full_begin, full_end, num_stages=STAGES):
             k = j * TILE + n
-            if AHEAD:
-                here = block
-                # One tile ahead, so that the gather below never waits for its addresses.
-                block = look_up(table, k + TILE, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
-            else:
-                here = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
-            readable = here >= 0
-            s = score_tile(q, query, row_valid, key, here, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW,
-                           D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
-            v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+            # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
+            block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
+            s = score_tile(q, query, row_valid, key, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
+                           K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
+            v_tile = load_tile(value, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
             s = s * row_factor[:, None]
             if MODIFIED:
                 s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
@@ -288,25 +287,18 @@ def attention_kernel(
     before = full_begin - first_tile
     gap = full_end - full_begin
     steps = tl.maximum(last_tile - first_tile - gap, 0)
-    start = tl.where(before > 0, first_tile, full_end)
-    block = look_up(table, start * TILE + n, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
     for j in tl.range(0, steps, num_stages=STAGES):
         k = (first_tile + j + tl.where(j >= before, gap, 0)) * TILE + n
-        k_next = (first_tile + j + 1 + tl.where(j + 1 >= before, gap, 0)) * TILE + n
-        if AHEAD:
-            here = block
-            block = look_up(table, k_next, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
-        else:
-            here = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
-        readable = here >= 0
+        block = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
+        readable = block >= 0
         sees = visible(q_pos[:, None], k[None, :], seq_len, causal, ranges, num_ranges,
                        CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
-        s = score_tile(q, query, row_valid, key, here, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW,
-                       D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
-        v_tile = load_tile(value, here, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+        s = score_tile(q, query, row_valid, key, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
+                       K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
+        v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
         s = s * row_factor[:, None]
         if MODIFIED:
             s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,

@@ -22,12 +22,12 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # Before Triton is imported: interpreted kernels cannot be compiled.
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from vattn.ops.triton.compile_cases import TARGETS, Launch, all_launches  # noqa: E402
+from vattn.ops.triton.compile_cases import TARGETS, Launch, all_launches
 
 GPU_TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -176,7 +176,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8x512": {"num_heads": 8, "num_kv_heads": 1, "head_size": 512},
     "packed-4x80": {"num_heads": 4, "num_kv_heads": 4, "head_size": 80, "block_size": 0},
 }
-STEPS: dict[str, tuple[int, int]] = {"decode-split": (2, 2), "decode": (256, 256), "extend": (64, 16), "prefill": (2048, 2)}
+STEPS: dict[str, tuple[int, int]] = {
+    "decode-split": (2, 2),
+    "decode": (256, 256),
+    "extend": (64, 16),
+    "prefill": (2048, 2),
+}
 CACHES = (("auto", "none"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "head"))
 
 

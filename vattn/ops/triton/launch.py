@@ -139,19 +139,22 @@ def _launch_attention(
 def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, output_kind: str) -> dict[str, Any]:
     """Return what the attention kernel is specialised for, strides of the keys and values aside."""
     fmt = KV_FORMATS[config.kv_cache_dtype]
-    wide = max(16, next_power_of_two(config.head_size))
+    block_d, block_v = (max(16, next_power_of_two(width)) for width in (config.head_size, config.head_size_v))
+    # Tiles of keys and of values may lie at one shared-memory address, one after the other. Where their swizzles differ
+    # (rows under 128 bytes), the assembler of CUDA 12.8 was seen to mix up the two kinds of wgmma descriptors.
+    narrowest = min(64, max(block_d, block_v))
+    block_d, block_v = max(block_d, narrowest), max(block_v, narrowest)
     return {
         "GROUP": config.group_size, "GROUP_TILE": tiles.group_tile, "BLOCK_M": tiles.block_m, "TILE": tiles.tile,
         "D": config.head_size, "V": config.head_size_v, "BLOCK_SIZE": config.block_size,
-        "BLOCK_D": wide, "D_STEP": min(wide, tiles.d_step),
-        "BLOCK_V": max(16, next_power_of_two(config.head_size_v)),
+        "BLOCK_D": block_d, "BLOCK_V": block_v, "D_STEP": min(block_d, tiles.d_step),
         "Q_FORMAT": config.dtype if config.query_format == "none" else config.query_format,
         "KV_FORMAT": fmt.name, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "NATIVE_FP8": limits.native_fp8,
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "OUTPUT": output_kind,
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "CAUSALITY": config.causality, "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
-        "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages, "AHEAD": tiles.ahead,
+        "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
     }  # fmt: skip
 
 
@@ -211,5 +214,6 @@ def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig) -> None:
         NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, BLOCK_SIZE=config.block_size,
         K_BLOCK=key_cache.stride(0), K_ROW=key_cache.stride(1), K_HEAD=key_cache.stride(2),
         V_BLOCK=value_cache.stride(0), V_ROW=value_cache.stride(1), V_HEAD=value_cache.stride(2),
-        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", BLOCK=block, num_warps=4, enable_fp_fusion=True,
+        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", BLOCK=block, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -68,7 +68,6 @@ class Tiles:
     full_loop: bool
     num_warps: int
     num_stages: int
-    ahead: bool = True
 
     @property
     def block_q(self) -> int:
@@ -98,7 +97,7 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     padded = wide not in (config.head_size, config.head_size_v)
     block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, padded, limits))
     group_tile = min(config.group_size, block_m)
-    tile = _keys_of_a_step(config, wide, item, padded, limits)
+    tile = _keys_of_a_step(config, wide, item, block_m, limits)
     num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none"
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or padded)) or wide >= 512 else 4
@@ -115,11 +114,14 @@ def _most_rows(wide: int, item: int, padded: bool, limits: Limits) -> int:
     return {512: 32, 256: 64}.get(wide, 64 if padded else 128)
 
 
-def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, padded: bool, limits: Limits) -> int:
+def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int, limits: Limits) -> int:
     if limits.interpreted:
         return 16
     tile = {256: 32, 512: 16}.get(wide, 64)
+    if block_m <= 32 and wide <= 256 and item == 2:
+        tile *= 2
     converted = wide >= 256 and KV_FORMATS[config.kv_cache_dtype].element_size != item
+    padded = wide not in (config.head_size, config.head_size_v)
     if item == 4 or padded or converted:
         tile = max(16, tile // 2)
     # One stage of keys and values and the query must fit.
@@ -132,7 +134,9 @@ def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: i
     stored = KV_FORMATS[config.kv_cache_dtype].element_size
     stage = 2 * tile * wide * stored
     fixed = block_m * (wide + tile) * item + (2 * tile * wide * item if stored != item else 0)
-    return max(1, min(3, (limits.shared_bytes - fixed) // stage))
+    # The block table's loads take stages of the pipeline too, so that longer ones pay where registers allow them.
+    most = 5 if block_m >= 64 else 3
+    return max(1, min(most, (limits.shared_bytes - fixed) // stage))
 
 
 def _choose_splits(
