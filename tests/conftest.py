@@ -14,6 +14,9 @@ if not torch.cuda.is_available():
     # Read when Triton is first imported: its kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests run side by side, and OpenMP threads that share busy cores wait for one another: up to a hundred times slower.
+torch.set_num_threads(1)
+
 # Examples are slow here (tensors, interpreters), so a deadline would measure the machine. The examples of a push are
 # fixed by the tests themselves; `HYPOTHESIS_PROFILE=random` explores.
 settings.register_profile("push", deadline=None, max_examples=40, derandomize=True, print_blob=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -85,8 +86,8 @@ class Results:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status: 0, or 2 with one line on stderr for what a user can set right."""
     options = _parser().parse_args(argv)
-    # Matrices this small gain nothing from more threads; they would only wait for one another.
-    torch.set_num_threads(min(torch.get_num_threads(), 4))
+    # Matrices this small gain little from many threads, and threads that share busy cores stall one another.
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2), 4))
     try:
         run(read_setting(options), quick=options.quick, json_file=options.json)
     except VattnError as error:
@@ -213,7 +214,7 @@ def _introduce(setting: Setting, model: Llama, cache: KVCacheAllocation, results
         f"and {config.num_kv_heads} KV heads of {config.head_size}; a token is a byte"
     )
     print(f"device : {setting.device}, {dtype_name(setting.dtype)}, torch {torch.__version__}", end="")
-    print(f", {torch.get_num_threads()} threads" if setting.device.type == "cpu" else "")
+    print(f", {torch.get_num_threads()} thread(s)" if setting.device.type == "cpu" else "")
     print(cache)
     layers = (module for module in model.modules() if isinstance(module, vattn.Attention))
     (chosen,) = {layer.config for layer in layers if layer.config is not None}
