@@ -12,7 +12,7 @@ import argparse
 import datetime
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,55 +29,101 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
-CELLS = [
-    (1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (32, 1024), (32, 8192), (64, 4096), (128, 2048),
-    (256, 1024), (256, 8192),
-]  # fmt: skip
+BLOCK = 16
 ROTATED_BYTES = 300 << 20
 MAX_ROTATIONS = 6
 
 
-class Cell:
-    """Inputs of one decode step: `batch` requests of `length` keys, blocks scattered over the cache."""
+@dataclass(frozen=True)
+class Shape:
+    """One decode step: a request per length.
 
-    def __init__(self, batch: int, length: int, fp8: bool, seed: int) -> None:
+    Attributes:
+        name: in the table.
+        lengths: keys of each request.
+        heads, kv_heads, head_size: of the layer.
+        window: sliding window, `None` for none.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    window: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """Keys that are read."""
+        return sum(min(n, self.window or n) for n in self.lengths)
+
+
+def equal(batch: int, length: int, name: str = "", **dimensions: Any) -> Shape:
+    return Shape(f"{batch}x{length}{name}", (length,) * batch, **dimensions)
+
+
+CELLS = [
+    equal(*cell)
+    for cell in (
+        (1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (32, 1024), (32, 8192), (64, 4096), (128, 2048),
+        (256, 1024), (256, 8192),
+    )
+]  # fmt: skip
+MORE_CELLS = [
+    Shape("64 skewed", (131072, *(512 + 56 * i for i in range(63)))),
+    *(equal(64, 2048, f" group {group}", heads=8 * group) for group in (1, 5, 7, 8, 16)),
+    equal(64, 4096, " head size 64", heads=64, head_size=64),
+    equal(64, 4096, " one KV head", heads=8, kv_heads=1),
+    equal(16, 32768, " window 1024", window=1024),
+    equal(16, 1024),
+]
+
+
+class Cell:
+    """Inputs of one decode step, blocks scattered over the cache."""
+
+    def __init__(self, shape: Shape, fp8: bool, seed: int) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
-        self.batch, self.length, self.fp8 = batch, length, fp8
-        blocks = batch * length // BLOCK
-        self.query = torch.randn(batch, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16, generator=generator)
-        shape = (2, blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        self.cache = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-        for part in self.cache.view(2, -1, KV_HEADS * HEAD_SIZE):
+        self.shape, self.fp8, self.batch = shape, fp8, len(shape.lengths)
+        counts = [-(-length // 64) * 64 // BLOCK for length in shape.lengths]
+        size = (self.batch, shape.heads, shape.head_size)
+        self.query = torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+        cache = (2, sum(counts), BLOCK, shape.kv_heads, shape.head_size)
+        self.cache = torch.empty(cache, device="cuda", dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        for part in self.cache.view(2, -1, shape.kv_heads * shape.head_size):
             for rows in part.split(1 << 18):
                 rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16, generator=generator))
-        self.table = self._table(blocks, generator)
-        self.wide_table = self._table(blocks // 4, generator)
-        self.seq_lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
-        self.starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        self.table = self._table(counts, generator)
+        self.wide_table = self._table([count // 4 for count in counts], generator)
+        self.seq_lens = torch.tensor(shape.lengths, dtype=torch.int32).cuda()
+        self.starts = torch.arange(self.batch + 1, device="cuda", dtype=torch.int32)
         self.ones = torch.ones(1, device="cuda") if fp8 else None
 
-    def _table(self, blocks: int, generator: torch.Generator) -> Tensor:
-        order = torch.randperm(blocks, device="cuda", generator=generator).to(torch.int32)
-        return order.view(self.batch, -1).contiguous()
+    def _table(self, counts: list[int], generator: torch.Generator) -> Tensor:
+        order = torch.randperm(sum(counts), device="cuda", generator=generator).to(torch.int32).split(counts)
+        return torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).contiguous()
 
     @property
     def bytes(self) -> int:
         """Bytes of keys and values, read once."""
-        return self.cache.numel() * self.cache.itemsize
+        return 2 * self.shape.keys * self.shape.kv_heads * self.shape.head_size * self.cache.itemsize
 
     def wide_cache(self) -> Tensor:
         """The same memory as blocks of 64 tokens."""
-        return self.cache.view(2, -1, 64, KV_HEADS, HEAD_SIZE)
+        return self.cache.view(2, -1, 64, self.shape.kv_heads, self.shape.head_size)
 
     def expected(self, request: int, wide: bool) -> Tensor:
         """fp32 output `[H, D]` of one request."""
+        shape, length = self.shape, self.shape.lengths[request]
         cache, table = (self.wide_cache(), self.wide_table) if wide else (self.cache, self.table)
+        blocks = table[request, : -(-length // cache.shape[2])].long()
+        first = max(0, length - shape.window) if shape.window else 0
         key, value = (
-            part[table[request].long()].view(-1, KV_HEADS, HEAD_SIZE).float().repeat_interleave(HEADS // KV_HEADS, 1)
+            part[blocks].view(-1, shape.kv_heads, shape.head_size)[first:length].float()
+            .repeat_interleave(shape.heads // shape.kv_heads, 1)
             for part in cache
-        )
-        scores = torch.einsum("hd,thd->ht", self.query[request].float(), key) * HEAD_SIZE**-0.5
+        )  # fmt: skip
+        scores = torch.einsum("hd,thd->ht", self.query[request].float(), key) * shape.head_size**-0.5
         return torch.einsum("ht,thd->hd", scores.softmax(-1), value)
 
     def error(self, output: Tensor, wide: bool = False) -> float:
@@ -89,20 +135,20 @@ class Cell:
         return max(errors)
 
 
-def config_of(fp8: bool) -> AttentionConfig:
+def config_of(cell: Cell) -> AttentionConfig:
+    shape = cell.shape
     return AttentionConfig(
-        HEADS, KV_HEADS, HEAD_SIZE, HEAD_SIZE, HEAD_SIZE**-0.5, "bfloat16", "fp8_e4m3" if fp8 else "bfloat16",
-        block_size=BLOCK, kv_scale="tensor" if fp8 else "none",
+        shape.heads, shape.kv_heads, shape.head_size, shape.head_size, shape.head_size**-0.5, "bfloat16",
+        "fp8_e4m3" if cell.fp8 else "bfloat16", block_size=BLOCK, kv_scale="tensor" if cell.fp8 else "none",
+        sliding_window=shape.window,
     )  # fmt: skip
 
 
-def vattn_step(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: ignore[no-untyped-def]
-    """Return a decode step of vattn's fast path; the schedule is made once, as it is shared by all layers of a step."""
-    config = config_of(cell.fp8)
-    schedule = torch.zeros(
-        decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0")), dtype=torch.int32, device="cuda"
-    )
-    decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning)
+def vattn_steps(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: ignore[no-untyped-def]
+    """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share."""
+    config = config_of(cell)
+    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"))
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
     output = torch.full_like(cell.query, float("nan"))
     args = AttentionArgs(
         cell.query, cell.cache.view(torch.uint8) if cell.fp8 else cell.cache, cell.starts, cell.seq_lens, cell.table,
@@ -110,50 +156,70 @@ def vattn_step(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: i
         workspace, config.encode(),
     )  # fmt: skip
 
+    def plan() -> Tensor:
+        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning)
+        return schedule
+
     def step() -> Tensor:
         decode_fast.decode(args, config, tuning)
         return output
 
-    return step
+    plan()
+    return step, plan
 
 
 def tunings(fp8: bool) -> list[Tuning]:
     """Variants that `--tune` times."""
-    return [Tuning(2, 3, 4), Tuning(4, 3, 2), Tuning(2, 4, 4), Tuning(1, 4, 8), Tuning(8, 3 if fp8 else 2, 1)]
+    if fp8:
+        return [
+            Tuning(2, 3, 4), Tuning(2, 4, 4), Tuning(2, 6, 4, overlap=True), Tuning(4, 5, 2, overlap=True),
+            Tuning(2, 5, 1, slots=4, overlap=True), Tuning(4, 5, 1, slots=2, overlap=True),
+        ]  # fmt: skip
+    return [
+        Tuning(2, 3, 4), Tuning(2, 3, 4, overlap=True), Tuning(4, 3, 2, overlap=True),
+        Tuning(2, 2, 1, slots=4, overlap=True), Tuning(4, 2, 1, slots=2, overlap=True),
+    ]  # fmt: skip
 
 
 def name_of(tuning: Tuning) -> str:
-    return "vattn " + " ".join(f"{k[:1]}{v}" for k, v in asdict(tuning).items() if v is not None)
+    return "vattn " + " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
 def steps_of(cells: list[Cell], args: argparse.Namespace, fa3: Any, xqa: Any) -> dict[str, tuple[list, bool | None]]:
     """Return the calls over all rotated inputs by kernel name, and which table each reads (`None`: no check)."""
     first = cells[0]
-    scale, longest = HEAD_SIZE**-0.5, first.length
+    shape, longest = first.shape, max(first.shape.lengths)
+    scale = shape.head_size**-0.5
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    steps: dict[str, tuple[list, bool | None]] = {"vattn": ([vattn_step(c, None, workspace) for c in cells], False)}
+    own = [vattn_steps(c, None, workspace) for c in cells]
+    steps: dict[str, tuple[list, bool | None]] = {"vattn": ([step for step, _ in own], False)}
+    steps["vattn schedule"] = ([plan for _, plan in own], None)
     for tuning in tunings(first.fp8) if args.tune else []:
-        steps[name_of(tuning)] = ([vattn_step(c, tuning, workspace) for c in cells], False)
+        steps[name_of(tuning)] = ([vattn_steps(c, tuning, workspace)[0] for c in cells], False)
     if fa3 is not None:
-        calls = [peers.fa3_decode(fa3, c.query, *c.cache, c.table, c.seq_lens, scale, longest) for c in cells]
+        calls = [
+            peers.fa3_decode(fa3, c.query, *c.cache, c.table, c.seq_lens, scale, longest, shape.window) for c in cells
+        ]
         steps["FA3"] = (calls, False)
-    if xqa is not None and first.fp8:
+    if xqa is not None and first.fp8 and (shape.heads, shape.kv_heads, shape.window) == (32, 8, None):
         calls = [
             peers.xqa_decode(xqa, c.query, *c.wide_cache(), c.wide_table, c.seq_lens, scale, longest) for c in cells
         ]
         steps["XQA (blocks of 64)"] = (calls, True)
-    stream = [streaming.stream_decode(*c.cache, c.table, c.batch, c.length) for c in cells]
-    steps["streaming"] = (stream, None)
+    if len(set(shape.lengths)) == 1 and shape.window is None:
+        calls = [streaming.stream_decode(*c.cache, c.table, c.batch, longest) for c in cells]
+        steps["streaming"] = (calls, None)
     return steps
 
 
-def run_cell(batch: int, length: int, fp8: bool, args: argparse.Namespace, fa3: Any, xqa: Any) -> dict[str, Any]:
+def run_cell(shape: Shape, fp8: bool, args: argparse.Namespace, fa3: Any, xqa: Any) -> dict[str, Any]:
     """Check and time every kernel on one cell."""
-    size = batch * length * KV_HEADS * HEAD_SIZE * 2 * (1 if fp8 else 2)
-    cells = [Cell(batch, length, fp8, seed) for seed in range(max(1, min(MAX_ROTATIONS, ROTATED_BYTES // size)))]
-    row: dict[str, Any] = {"batch": batch, "length": length, "cache": "fp8" if fp8 else "bf16", "kernels": {}}
+    size = sum(shape.lengths) * shape.kv_heads * shape.head_size * 2 * (1 if fp8 else 2)
+    cells = [Cell(shape, fp8, seed) for seed in range(max(1, min(MAX_ROTATIONS, ROTATED_BYTES // size)))]
+    row: dict[str, Any] = {"cell": shape.name, "cache": "fp8" if fp8 else "bf16", "kernels": {}}
     timers: dict[str, Timer] = {}
-    for name, (calls, wide) in steps_of(cells, args, fa3, xqa).items():
+    kept = steps_of(cells, args, fa3, xqa)
+    for name, (calls, wide) in kept.items():
         entry = row["kernels"].setdefault(name, {})
         try:
             result = calls[-1]()
@@ -165,29 +231,65 @@ def run_cell(batch: int, length: int, fp8: bool, args: argparse.Namespace, fa3: 
             entry["failed"] = repr(error)[:300]
             print(f"{name} failed: {error!r}"[:400], file=sys.stderr)
     for name, microseconds in interleave(timers).items():
-        row["kernels"][name].update(us=round(microseconds, 2), tb_per_s=round(cells[0].bytes / microseconds / 1e6, 3))
+        row["kernels"][name]["us"] = round(microseconds, 2)
+    own, rivals = row["kernels"]["vattn"].get("us"), [row["kernels"].get(n, {}).get("us") for n in PEERS]
+    if own:
+        row["tb_per_s"] = round(cells[0].bytes / own / 1e6, 3)
+        row["best_peer_over_vattn"] = round(min(us for us in rivals if us) / own, 3) if any(rivals) else None
+        stream = row["kernels"].get("streaming", {}).get("us")
+        row["streaming_over_vattn"] = round(stream / own, 3) if stream else None
     return row
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return one line of the table."""
-    kernels = row["kernels"]
-    parts = [f"{row['cache']:4s} {row['batch']}x{row['length']}:"]
-    for name, entry in kernels.items():
+    """Return one line for people."""
+    parts = [f"{row['cache']:4s} {row['cell']}: {row.get('best_peer_over_vattn')} {row.get('streaming_over_vattn')};"]
+    for name, entry in row["kernels"].items():
         error = f" ({entry['error']:.1e})" if "error" in entry else ""
         parts.append(f"{name} {entry.get('us', 'failed')}{error};")
     return " ".join(parts)
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """Return the results as a table."""
+    lines = [
+        f"# Decode attention on {result['gpu']}, {result['date']}",
+        "",
+        f"torch {result['torch']}, triton {result['triton']}; block size {BLOCK} NHD; {HOW}",
+        "",
+        "| cache | cell | vattn us | TB/s | error | FA3 us | XQA us | stream us | best peer / vattn | stream / vattn |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        kernels = row["kernels"]
+        times = [kernels.get(name, {}).get("us", "-") for name in (*PEERS, "streaming")]
+        cells = [
+            row["cache"], row["cell"], kernels["vattn"].get("us", "-"), row.get("tb_per_s", "-"),
+            f"{kernels['vattn'].get('error', float('nan')):.1e}", *times, row.get("best_peer_over_vattn") or "-",
+            row.get("streaming_over_vattn") or "-",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+PEERS = ("FA3", "XQA (blocks of 64)")
+HOW = (
+    "CUDA-graph replays over rotated inputs, kernels interleaved, median of 7. FA3 takes an FP8 query with an FP8 "
+    "cache; XQA reads blocks of 64. Errors are relative L2 against fp32. The schedule, made once a step, is not in the "
+    "times."
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with fa3.so")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=Path, help="where to write the results; a table goes beside them as .md")
     parser.add_argument("--cache", choices=("both", "fp8", "bf16"), default="both")
-    parser.add_argument("--cells", default="", help="batch x length, e.g. 1x1024,32x8192; default: all")
+    parser.add_argument("--cells", default="", help="names of cells, comma separated; default: all")
     parser.add_argument("--tune", action="store_true", help="time variants of vattn's kernel as well")
     args = parser.parse_args()
-    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells.split(",") if cell] or CELLS
+    wanted = [name for name in args.cells.split(",") if name]
+    cells = [shape for shape in CELLS + MORE_CELLS if not wanted or shape.name in wanted]
     fa3 = peers.load_fa3(args.peers) if args.peers else None
     xqa = peers.load_xqa()
     result: dict[str, Any] = {
@@ -197,12 +299,13 @@ def main() -> None:
     for fp8 in (True, False):
         if args.cache not in ("both", "fp8" if fp8 else "bf16"):
             continue
-        for batch, length in cells:
-            row = run_cell(batch, length, fp8, args, fa3, xqa)
+        for shape in cells:
+            row = run_cell(shape, fp8, args, fa3, xqa)
             result["rows"].append(row)
             print(describe(row), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(result, indent=1))
+                args.json.with_suffix(".md").write_text(markdown(result))
             torch.cuda.empty_cache()
 
 

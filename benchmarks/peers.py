@@ -25,9 +25,19 @@ def load_fa3(folder: Path) -> Any | None:
 
 
 def fa3_decode(
-    ops: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, seq_lens: Tensor, scale: float, max_len: int
+    ops: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_len: int,
+    window: int | None = None,
 ) -> Step:
     """Return a decode step of FlashAttention-3; an FP8 cache takes an FP8 query, the only way it runs."""
+    left = -1 if window is None else window - 1
+    right = -1 if window is None else 0
     batch, heads, width = query.shape
     kv_heads, block_size = key.shape[2], key.shape[1]
     output = torch.empty_like(query)
@@ -37,13 +47,13 @@ def fa3_decode(
     q = query.to(torch.float8_e4m3fn) if quantised else query
     schedule = ops.get_scheduler_metadata(
         batch, 1, max_len, heads, kv_heads, width, width, q.dtype, seq_lens, starts, None, None, None, None,
-        block_size, 0, True, -1, -1, False, 0, None, 0,
+        block_size, 0, True, left, right, False, 0, None, 0,
     )  # fmt: skip
 
     def step() -> Tensor:
         ops.fwd(
             q, key, value, None, None, None, output, starts, None, None, None, seq_lens, 1, max_len, table,
-            None, None, None, None, None, descale, descale, descale, scale, True, -1, -1, 0.0, True, schedule, 0,
+            None, None, None, None, None, descale, descale, descale, scale, True, left, right, 0.0, True, schedule, 0,
             None, 0, None, 1, 0, None,
         )  # fmt: skip
         return output

@@ -13,7 +13,7 @@ TILE = 16
 
 
 def make_plan(
-    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, requests: int = 32
+    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1, requests: int = 32
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
     from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
@@ -25,15 +25,17 @@ def make_plan(
     schedule = torch.full((1 + max_items + num_reqs, 8), -99, dtype=torch.int32)
     plan_kernel[(1,)](
         starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, num_reqs, ctas, waves, max_items,
-        WINDOW=window, REQUESTS=requests,
+        WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
     num_items, num_splits = schedule[0, :2].tolist()
     assert 0 <= num_items <= max_items
     return schedule[1 : 1 + num_items, :7].tolist(), schedule[1 + max_items :][:num_splits, :3].tolist()
 
 
-def check_plan(query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0) -> list[list[int]]:
-    items, splits = make_plan(query_lens, seq_lens, ctas, window)
+def check_plan(
+    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1
+) -> list[list[int]]:
+    items, splits = make_plan(query_lens, seq_lens, ctas, window, unit)
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     tiles: dict[int, list[tuple[int, int]]] = {}
     slots: dict[int, list[int]] = {}
@@ -50,6 +52,7 @@ def check_plan(query_lens: list[int], seq_lens: list[int], ctas: int, window: in
     split_of = {row: list(range(first, first + count)) for row, first, count in splits}
     for row, ranges in tiles.items():
         ranges.sort()
+        assert all((b[0] - ranges[0][0]) % unit == 0 for b in ranges), "chunks are whole units"
         assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "chunks meet"
         if len(ranges) > 1:
             assert sorted(slots[row]) == split_of.pop(row)
@@ -82,7 +85,7 @@ def test_every_tile_once(ctas: int, window: int) -> None:
             if query_lens[giver]:
                 query_lens[giver] -= 1
                 query_lens[taker] += rng.randrange(2)
-        check_plan(query_lens, seq_lens, ctas, window)
+        check_plan(query_lens, seq_lens, ctas, window, rng.choice([1, 2, 4]))
 
 
 def test_equal_lengths_split_equally() -> None:

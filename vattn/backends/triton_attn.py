@@ -44,7 +44,8 @@ class TritonAttentionBackend(Backend):
 
     def plan_key(self, config: AttentionConfig) -> str:
         """Return what two layers must have in common to share one schedule."""
-        return f"{self.name} kv_heads={config.num_kv_heads} window={config.sliding_window}"
+        names = ("num_kv_heads", "head_size", "kv_cache_dtype", "sliding_window")
+        return " ".join([self.name, *(f"{name}={getattr(config, name)}" for name in names)])
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
         """Fill the fast decode path's schedule."""

@@ -68,6 +68,30 @@ def unpack_values(pairs):
 
 
 @gluon.jit
+def keep_visible(values, token, begin, end):
+    """Zero values of 16 bits whose token, the last axis, is outside [begin, end).
+
+    Declared impure, or the compiler would do it for every tile and choose the result afterwards.
+    """
+    bits = gl.where(token % 2 == 0, 0xFFFF, -0x10000)
+    mask = gl.where((token >= begin) & (token < end), bits, 0)
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 mask;
+        or.b32 mask, $2, $3;
+        and.b32 $0, $1, mask;
+        }
+        """,
+        "=r,r,r,r",
+        [values, mask],
+        dtype=values.dtype,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
 def wait_for_previous_kernel():
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
@@ -126,12 +150,12 @@ def produce(
     phase = 1
     item = gl.program_id(0) // HEAD_GROUPS
     while item >= 0:
-        request, first_row, num_rows, seq_len, item_begin, item_end, slot, num_items = load_item(schedule, item)
+        request, _, num_rows, seq_len, item_begin, item_end, _, num_items = load_item(schedule, item)
         next_item = item + gl.num_programs(0) // HEAD_GROUPS
         item = gl.where(next_item < num_items, next_item, -1)
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows):
-            begin, end, first, last = row_tiles(
+            _, _, first, last = row_tiles(
                 row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, WINDOW
             )
             has_keys = first < last
@@ -185,8 +209,18 @@ def produce(
 @gluon.jit
 def keep_low_rows(scores, BATCH: gl.constexpr):
     """Return rows 0 to 7 of scores `[batch, 16, 16]`."""
-    low, high = scores.reshape([BATCH, 2, QUERY_ROWS, TILE_TOKENS]).permute((0, 2, 3, 1)).split()
+    low, _ = scores.reshape([BATCH, 2, QUERY_ROWS, TILE_TOKENS]).permute((0, 2, 3, 1)).split()
     return low
+
+
+@gluon.jit
+def multiply_values(values, weights, acc_a, acc_b, FP8: gl.constexpr):
+    """Return the accumulators plus `V^T P^T`."""
+    if FP8:
+        values_a, values_b = unpack_values(values)
+        return mma_v2(values_a, weights, acc_a), mma_v2(values_b, weights, acc_b)
+    else:
+        return mma_v2(values, weights, acc_a), acc_b
 
 
 @gluon.jit
@@ -251,8 +285,10 @@ def consume(
     head_q = head0 + batch_q % HEADS
     mask_q = (row_q < GROUP) & (head_q < NUM_KV_HEADS) & (pair_q < WIDTH)
     batch_s = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
-    token_s = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     slot_s = batch_s // HEADS
+    full = gl.zeros([BATCH, 16, TILE_TOKENS], gl.int32, MMA)
+    token_s = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    low_token = keep_low_rows(full + slot_s * TILE_TOKENS + token_s, BATCH)
     batch_v = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
     token_v = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
     slot_v = batch_v // HEADS
@@ -277,6 +313,8 @@ def consume(
     if KV_SCALE == 2:
         factor = factor * gl.load(k_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0)
         value_factor = value_factor * gl.load(v_scale + head_m + 0 * row_m, mask=mask_m, other=1.0)
+
+    factor = keep_low_rows(full.to(gl.float32) + factor, BATCH)
 
     stage = 0
     phase = 0
@@ -311,8 +349,8 @@ def consume(
             )
             for tile in range(first, last, SLOTS):
                 next_page = gl.load(table + gl.minimum((tile + SLOTS + slot_s) // PER_BLOCK, last_page))
-                token = (tile + slot_s) * TILE_TOKENS + token_s
-                visible = (token >= begin) & (token < end) & (page >= 0) & (page < num_blocks)
+                tile_end = gl.where((page >= 0) & (page < num_blocks), end, 0)
+                low_end = keep_low_rows(full + tile_end, BATCH)
                 page = next_page
                 mbarrier.wait(key_ready.index(stage), phase)
                 key = keys.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(RIGHT)
@@ -323,10 +361,11 @@ def consume(
                     scores = mma_v2(query_b, key_b, scores)
                 else:
                     scores = mma_v2(query_a, key, scores)
-                scores = scores * factor
+                low = keep_low_rows(scores, BATCH) * factor
                 if SOFT_CAP:
-                    scores = soft_cap * (1.0 - 2.0 / (gl.exp2(scores) + 1.0))
-                low = keep_low_rows(gl.where(visible, scores, float("-inf")), BATCH)
+                    low = soft_cap * (1.0 - 2.0 / (gl.exp2(low) + 1.0))
+                token = low_token + tile * TILE_TOKENS
+                low = gl.where((token >= begin) & (token < low_end), low, float("-inf"))
                 new_maximum = gl.maximum(maximum, gl.max(low, 2))
                 decay = gl.exp2(maximum - new_maximum)
                 maximum = new_maximum
@@ -342,14 +381,10 @@ def consume(
                 mbarrier.arrive(released.index(stage), count=1)
                 if (tile * TILE_TOKENS < begin) | ((tile + SLOTS) * TILE_TOKENS > end):
                     # Values of hidden tokens may be NaN.
-                    value_token = (tile + slot_v) * TILE_TOKENS + token_v
-                    value = gl.where((value_token >= begin) & (value_token < end), value, gl.zeros_like(value))
-                if FP8:
-                    value_a, value_b = unpack_values(value)
-                    acc_a = mma_v2(value_a, right, acc_a)
-                    acc_b = mma_v2(value_b, right, acc_b)
+                    kept = keep_visible(value, (tile + slot_v) * TILE_TOKENS + token_v, begin, end)
+                    acc_a, acc_b = multiply_values(kept, right, acc_a, acc_b, FP8)
                 else:
-                    acc_a = mma_v2(value, right, acc_a)
+                    acc_a, acc_b = multiply_values(value, right, acc_a, acc_b, FP8)
                 stage += 1
                 if stage == STAGES:
                     stage = 0

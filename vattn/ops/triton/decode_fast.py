@@ -28,6 +28,7 @@ from vattn.ops.triton.decode_fast_kernels import (
     FP16_QUERY_SHRINK,
     ITEM_FIELDS,
     LOG2E,
+    QUERY_ROWS,
     TILE_TOKENS,
     decode_kernel,
     reduce_kernel,
@@ -57,7 +58,7 @@ class Tuning:
         stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
         ctas: CTAs per multiprocessor that the schedule counts on.
         slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
-        overlap: whether a Gluon kernel is launched while the kernel before it may still run.
+        overlap: whether the kernel is launched while the one before it may still run.
         max_registers: limit per thread, `None` for the compiler's choice.
     """
 
@@ -70,14 +71,18 @@ class Tuning:
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int) -> Tuning:
-    """Return the tuning of a layer for this many requests.
+    """Return the tuning of a layer for this many requests: what was best on an H200 in `benchmarks/attention.py`.
 
-    Two heads to a CTA and four CTAs to a multiprocessor were best in every cell of `benchmarks/attention.py` on an
-    H200. Narrow rows need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs.
+    Narrow rows need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays
+    where the CTAs of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
     row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
-    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas=(4 if row_bytes <= 256 else 2) * 2 // heads)
+    plain = config.kv_cache_dtype not in QUANTISED_CACHES
+    if plain and num_reqs >= 16 and heads == 2 and row_bytes <= 256 and config.group_size <= QUERY_ROWS.value:
+        return Tuning(2, 512 // row_bytes, ctas=1, slots=4, overlap=True)
+    ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
+    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -142,7 +147,7 @@ def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch
     """Return the sizes for a batch of this many requests."""
     groups = -(-config.num_kv_heads // tuning.heads)
     most = most_ctas(config, device)
-    ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas // groups)))
+    ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
     return Sizing(ctas, -(-num_reqs // ctas), num_reqs + WAVE_CHOICES.value * most)
 
 
@@ -168,10 +173,12 @@ def plan(
     shape = plan_shape(config, num_reqs, seq_lens.device)
     if tuple(schedule.shape) != shape:
         raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
-    sizes = sizing(config, num_reqs, tuning or choose_tuning(config, num_reqs), seq_lens.device)
+    tuning = tuning or choose_tuning(config, num_reqs)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        WINDOW=config.sliding_window or 0, REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
+        WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
 
@@ -258,10 +265,9 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
         "FP8": quantised, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
         "SOFT_CAP": config.logits_soft_cap is not None,
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
+        "OVERLAP": tuning.overlap,
     }  # fmt: skip
-    if tuning.slots:
-        return constants | {"SLOTS": tuning.slots, "OVERLAP": tuning.overlap}
-    return constants | {"ASSEMBLY": True}
+    return constants | ({"SLOTS": tuning.slots} if tuning.slots else {"ASSEMBLY": True})
 
 
 def _launch_decode(
@@ -282,17 +288,17 @@ def _launch_decode(
         score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
     if quantised:
         score_scale /= FP16_QUERY_SHRINK.value
-    kernel, launch = decode_kernel, {"num_warps": tuning.heads, "num_stages": tuning.stages}
+    kernel, warps = decode_kernel, tuning.heads
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
-        launch = {"num_warps": tuning.heads * tuning.slots, "launch_pdl": tuning.overlap}
+        warps *= tuning.slots
     kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
         query=args.query, key_boxes=_boxes(key, tuning, quantised), value_boxes=_boxes(value, tuning, quantised),
         block_table=args.block_table, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
         q_scale=args.q_scale, k_scale=args.k_scale,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        score_scale=score_scale, soft_cap=soft_cap, maxnreg=tuning.max_registers,
-        **launch, **common, **decode_constants(config, tuning),
+        score_scale=score_scale, soft_cap=soft_cap, num_warps=warps, launch_pdl=tuning.overlap,
+        maxnreg=tuning.max_registers, **common, **decode_constants(config, tuning),
     )  # fmt: skip

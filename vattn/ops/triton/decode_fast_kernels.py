@@ -252,14 +252,18 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
 
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
-    QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none.
+    QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
+    kernel before may still run, so wait for it first.
     """
     tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE

@@ -30,7 +30,7 @@ TAIL_SPEED = tl.constexpr(2.0)
 
 @triton.jit
 def request_tiles(query_start_loc, seq_lens, request, inside, WINDOW: tl.constexpr):
-    """Return first row, rows, seq_len, first tile and visible tiles; tiles of requests of one row alone are counted."""
+    """Return first row, rows, seq_len, first tile and visible tiles; tiles count for requests of one row alone."""
     first_row = tl.load(query_start_loc + request, mask=inside, other=0)
     rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row
     seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
@@ -44,16 +44,18 @@ def request_tiles(query_start_loc, seq_lens, request, inside, WINDOW: tl.constex
 
 @triton.jit
 def choose_chunk(
-    query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW: tl.constexpr, REQUESTS: tl.constexpr
-):
-    """Return how many tiles an item may have."""
+    query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW: tl.constexpr, UNIT: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """Return how many units of UNIT tiles an item may have."""
     longest = 1
-    total = 0
+    total = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
         _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, WINDOW)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-        total += tl.sum(tiles, 0)
+        units = (tiles + UNIT - 1) // UNIT
+        longest = tl.maximum(longest, tl.max(units, 0))
+        total += tl.sum(units, 0)
     waves = waves_of_requests + tl.arange(0, WAVE_CHOICES)
     low = tl.full([WAVE_CHOICES], 1, tl.int32)
     high = low * longest
@@ -64,14 +66,15 @@ def choose_chunk(
             request = start + tl.arange(0, REQUESTS)
             inside = request < num_reqs
             _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, inside, WINDOW)
-            chunks = (tiles[:, None] + middle[None, :] - 1) // middle[None, :]
+            units = (tiles + UNIT - 1) // UNIT
+            chunks = (units[:, None] + middle[None, :] - 1) // middle[None, :]
             items += tl.sum(tl.where(inside[:, None], tl.maximum(chunks, 1), 0), 0)
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
     ideal = total.to(tl.float32) / ctas
     excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
-    estimate = ideal + excess / TAIL_SPEED + ITEM_COST * waves.to(tl.float32)
+    estimate = ideal + excess / TAIL_SPEED + ITEM_COST / UNIT * waves.to(tl.float32)
     best = tl.argmin(estimate, 0)
     return tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
 
@@ -79,10 +82,10 @@ def choose_chunk(
 @triton.jit
 def plan_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, waves_of_requests, max_items, WINDOW: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the schedule; one program, REQUESTS requests at a time."""
-    chunk = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, REQUESTS)
+    """Write the schedule; one program, REQUESTS requests at a time. Chunks are multiples of UNIT tiles."""
+    chunk = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, UNIT, REQUESTS)
     padding_row = tl.load(query_start_loc + num_reqs)
     num_items = 0
     num_slots = 0
@@ -95,7 +98,8 @@ def plan_kernel(
         pads_before = tl.cumsum(is_empty.to(tl.int32), 0) - is_empty.to(tl.int32)
         first_row = tl.where(is_empty, padding_row + pads_before, first_row)
         padding_row += tl.sum(is_empty.to(tl.int32), 0)
-        items = tl.where(rows == 1, tl.maximum((tiles + chunk - 1) // chunk, 1), 1)
+        units = (tiles + UNIT - 1) // UNIT
+        items = tl.where(rows == 1, tl.maximum((units + chunk - 1) // chunk, 1), 1)
         items = tl.where(inside & ((rows > 0) | (first_row < num_reqs)), items, 0)
         is_split = (items > 1).to(tl.int32)
         item = num_items + tl.cumsum(items, 0) - items
@@ -110,8 +114,8 @@ def plan_kernel(
             tl.store(record + 1, first_row, mask=mask)
             tl.store(record + 2, tl.where(is_empty, 1, rows), mask=mask)
             tl.store(record + 3, tl.where(is_empty, 0, seq_len), mask=mask)
-            begin = first_tile + tiles * part // tl.maximum(items, 1)
-            end = first_tile + tiles * (part + 1) // tl.maximum(items, 1)
+            begin = first_tile + tl.minimum(units * part // tl.maximum(items, 1) * UNIT, tiles)
+            end = first_tile + tl.minimum(units * (part + 1) // tl.maximum(items, 1) * UNIT, tiles)
             tl.store(record + 4, tl.where(many_rows, 0, begin), mask=mask)
             tl.store(record + 5, tl.where(many_rows, all_tiles, end), mask=mask)
             tl.store(record + 6, tl.where(is_split > 0, slot + part, -1), mask=mask)
