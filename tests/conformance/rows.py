@@ -136,6 +136,11 @@ _SIZES: dict[str, Row] = {
         for d, v in ((16, 8), (24, 56), (192, 128), (8, 16))
     },
     **{f"block-size{b}": Row({"block_size": b}, MIXED) for b in (16, 24, 56, 128, 256)},
+    # Tiles that need no mask follow each other, over rows that are no power of two wide.
+    **{
+        f"prefill-head-size{d}-value{v}": Row({"head_size": d, "head_size_v": v, "num_heads": 6}, ((37, 37), (22, 40)))
+        for d, v in ((40, 40), (96, 24), (24, 96), (128, 128))
+    },
     "unequal-hnd-fp16": Row({"head_size_v": 24, "kv_cache_layout": "HND", "dtype": "float16"}, MIXED),
 }
 
