@@ -23,7 +23,7 @@ TARGETS: dict[str, Limits] = {
     "sm_80": Limits(108, 163 << 10, native_fp8=False),
     "sm_90": Limits(132, 227 << 10, native_fp8=True),
     "sm_100": Limits(148, 227 << 10, native_fp8=True),
-    "gfx942": Limits(304, 64 << 10, native_fp8=False),
+    "gfx942": Limits(304, 64 << 10, native_fp8=False, most_rows=32),
 }
 """Targets that every kernel of this package declares, with what its launcher needs to know of them."""
 
@@ -193,22 +193,38 @@ def _config(dtype: str, cache: tuple[str, str], shape: dict[str, Any], **changes
 
 def all_launches() -> Iterator[Launch]:
     """Yield every case, some of them equal to the compiler."""
+    for target in TARGETS:
+        yield from _small_kernels(target)
     for target, dtype, cache in itertools.product(TARGETS, MODEL_DTYPES, CACHES):
-        for (shape, sizes), (step, counts) in itertools.product(SHAPES.items(), STEPS.items()):
-            for feature, switches in FEATURES.items():
-                config = _config(dtype, cache, sizes, **switches)
-                yield from attention_launches(f"{dtype}/{cache[0]} {shape} {step} {feature}", target, config, *counts)
-        for step, counts in STEPS.items():
-            static = _config(dtype, cache, SHAPES["32x128"], output_format="fp8_static")
-            yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8_static", target, static, *counts)
-            quantised = static.replace(query_format="fp8_e4m3", query_scale="head")
-            yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8-query", target, quantised, *counts)
-        for shape, sizes in SHAPES.items():
-            config = _config(dtype, cache, sizes)
-            if config.block_size:
-                yield from update_launches(f"{dtype}/{cache[0]} {shape}", target, config)
-    for target, (name, dtype) in itertools.product(TARGETS, MODEL_DTYPES.items()):
+        yield from _formats(target, dtype, cache)
+    for target, dtype, cache, shape in itertools.product(TARGETS, MODEL_DTYPES, CACHES, SHAPES):
+        # fp16 and bf16 differ in little: one of them meets every shape, both the most common one.
+        if dtype != "float16" or shape == "32x128":
+            yield from _features(target, dtype, cache, shape)
+
+
+def _small_kernels(target: str) -> Iterator[Launch]:
+    for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
+        for cache, shape in itertools.product(CACHES, SHAPES):
+            config = _config(name, cache, SHAPES[shape])
+            if config.block_size:
+                yield from update_launches(f"{name}/{cache[0]} {shape}", target, config)
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])
+
+
+def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
+    for step, counts in STEPS.items():
+        static = _config(dtype, cache, SHAPES["32x128"], output_format="fp8_static")
+        yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8_static", target, static, *counts)
+        quantised = static.replace(query_format="fp8_e4m3", query_scale="head")
+        yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8-query", target, quantised, *counts)
+
+
+def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:
+    features = FEATURES if shape in ("32x128", "5x72") else ("plain", "window-sinks-lse")
+    for (step, counts), feature in itertools.product(STEPS.items(), features):
+        config = _config(dtype, cache, SHAPES[shape], **FEATURES[feature])
+        yield from attention_launches(f"{dtype}/{cache[0]} {shape} {step} {feature}", target, config, *counts)

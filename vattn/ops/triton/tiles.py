@@ -25,12 +25,14 @@ class Limits:
         processors: multiprocessors.
         shared_bytes: shared memory that one program can have.
         native_fp8: whether the hardware converts FP8.
+        most_rows: query rows beyond which registers spill whatever the head size.
         interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
     """
 
     processors: int
     shared_bytes: int
     native_fp8: bool
+    most_rows: int = 128
     interpreted: bool = False
 
     @staticmethod
@@ -38,10 +40,10 @@ class Limits:
     def of(device: torch.device) -> Limits:
         """Describe a torch device."""
         if device.type != "cuda":
-            return Limits(4, 1 << 16, False, True)
+            return Limits(4, 1 << 16, False, 32, True)
         properties: Any = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
-            return Limits(properties.multi_processor_count, 1 << 16, False)
+            return Limits(properties.multi_processor_count, 1 << 16, False, 32)
         native = (properties.major, properties.minor) >= (8, 9)
         return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin, native)
 
@@ -93,25 +95,33 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each."""
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
     item = compute_dtype(config).itemsize
+    demanding = _is_demanding(config, wide)
     rows = -(-num_tokens // max(num_reqs, 1)) * config.group_size
-    padded = wide not in (config.head_size, config.head_size_v)
-    block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, padded, limits))
+    block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, demanding, limits))
     group_tile = min(config.group_size, block_m)
     tile = _keys_of_a_step(config, wide, item, block_m, limits)
     num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none"
-    num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or padded)) or wide >= 512 else 4
+    num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     return Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
 
 
-def _most_rows(wide: int, item: int, padded: bool, limits: Limits) -> int:
-    """The fp32 accumulator `[rows, wide]` must stay in registers; padded columns cost some of their own."""
-    if limits.interpreted:
-        return 32
+def _is_padded(config: AttentionConfig, wide: int) -> bool:
+    return wide not in (config.head_size, config.head_size_v)
+
+
+def _is_demanding(config: AttentionConfig, wide: int) -> bool:
+    """Whether padded columns or changes to the scores cost registers beyond those of the sums."""
+    changed = config.logits_soft_cap is not None or config.alibi != "none" or config.tree_bias
+    return changed or config.mm_prefix != "none" or _is_padded(config, wide)
+
+
+def _most_rows(wide: int, item: int, demanding: bool, limits: Limits) -> int:
+    """The fp32 accumulator `[rows, wide]` must stay in registers."""
     if item == 4:
         return 16
-    return {512: 32, 256: 64}.get(wide, 64 if padded else 128)
+    return min(limits.most_rows, {512: 32, 256: 64}.get(wide, 64 if demanding else 128))
 
 
 def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int, limits: Limits) -> int:
@@ -121,8 +131,7 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     if block_m <= 32 and wide <= 256 and item == 2:
         tile *= 2
     converted = wide >= 256 and KV_FORMATS[config.kv_cache_dtype].element_size != item
-    padded = wide not in (config.head_size, config.head_size_v)
-    if item == 4 or padded or converted:
+    if item == 4 or converted or _is_padded(config, wide):
         tile = max(16, tile // 2)
     # One stage of keys and values and the query must fit.
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
