@@ -368,6 +368,21 @@ def test_copy_takes_an_allocation_and_an_empty_mapping():
     assert bool((cache[:, 3] == 7).all()) and not cache[:, 2].any()
 
 
+def test_copy_takes_what_a_block_table_returns():
+    cache = filled(make_config(), 4).nan_to_num_()
+    before = cache.clone()
+    copy_blocks([cache], [])
+    assert torch.equal(cache, before)
+    copy_blocks([cache], [(1, 3), (0, 2)])
+    assert torch.equal(cache, before[:, [0, 1, 0, 1]])
+
+
+@pytest.mark.parametrize("pairs", [[1, 2], [(1, 2), (3,)], [("a", "b")]])
+def test_pairs_that_are_none(pairs):
+    with pytest.raises(CacheError, match="block_mapping"):
+        copy_blocks([filled(make_config(), 4)], pairs)
+
+
 @pytest.mark.parametrize(
     "mapping, reason",
     [

@@ -33,6 +33,7 @@ from vattn.errors import (
     DeviceError,
     DtypeError,
     GradientError,
+    MetadataError,
     ScaleError,
     ShapeError,
     UnknownOptionError,
@@ -440,6 +441,24 @@ def test_a_sharing_layer_takes_no_key_or_value(key, value):
     inputs = make_inputs(5)
     with pytest.raises(ShapeError, match="neither for one that shares a cache"):
         model[1](inputs[0], inputs[1] if key else None, inputs[2] if value else None, metadata=make_step())
+
+
+def test_a_sharing_layer_needs_the_tokens_of_the_step():
+    """Without keys nothing else counts the rows: the last ones would be left out in silence."""
+    model = sharing_model()
+    bind(model)
+    with pytest.raises(ShapeError, match="query has 4 tokens in layer"):
+        model[1](make_inputs(4)[0], None, None, metadata=make_step())
+
+
+def test_metadata_of_another_block_size_is_refused():
+    layer = make_layer()
+    before = state_of(layer)
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, block_size=2 * BLOCK)
+    step = builder.build(query_lens=[3, 2], seq_lens=[3, 2], block_tables=[[1], [2]])
+    with pytest.raises(MetadataError, match=f"blocks of {2 * BLOCK} tokens.*Allowed: blocks of {BLOCK}"):
+        layer(*make_inputs(5), metadata=step)
+    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("missing", [(1,), (2,), (1, 2)], ids=["key", "value", "both"])

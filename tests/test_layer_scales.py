@@ -20,7 +20,7 @@ from tests.layer_support import (
     make_step,
     state_of,
 )
-from vattn.errors import ScaleError
+from vattn.errors import ConfigError, ScaleError
 from vattn.formats import KV_FORMATS
 from vattn.layers.scales import HEADROOM, first_scale, make_scale, quantise_query
 from vattn.quantization import encode_query
@@ -291,6 +291,61 @@ def test_a_model_made_on_meta_loads_its_scales():
         layer.load_state_dict(saved, assign=way == "assign")
         assert (layer.k_scale.item(), layer.v_scale.item()) == (0.5, 2.0)
         assert layer.k_scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", ["empty", "assign"])
+def test_a_model_made_on_meta_keeps_the_numbers_it_was_given(way):
+    """No state dict holds them, so memory without values would be used in silence."""
+    numbers = [0.1, 0.2, 0.3, 0.4]
+    with torch.device("meta"):
+        layer = make_layer(bound=False, alibi_slopes=numbers, sinks=numbers, cache=CALCULATE)
+    if way == "empty":
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(make_layer(bound=False, cache=CALCULATE).state_dict(), assign=way == "assign")
+    bind(layer)
+    assert torch.equal(layer.alibi_slopes, torch.tensor(numbers))
+    assert torch.equal(layer.sinks, torch.tensor(numbers))
+    assert not layer.clip_counts.any()
+
+
+def test_tensors_that_never_got_values_are_refused():
+    layer = make_layer(bound=False, alibi_slopes=torch.ones(4, device="meta"))
+    layer.to_empty(device="cpu")
+    with pytest.raises(ConfigError, match="alibi_slopes of layer '' on meta"):
+        bind(layer)
+
+
+def test_sinks_that_are_no_parameter_are_copied_and_stay_fp32():
+    given = torch.randn(4, dtype=torch.float64)
+    layer = make_layer(sinks=given).to(torch.bfloat16)
+    assert layer.sinks.dtype == torch.float32
+    assert torch.equal(layer.sinks, given.float())
+
+
+def test_scalars_of_a_checkpoint_are_loaded():
+    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(k_scale="unit", v_scale="unit"))
+    layer.load_state_dict({"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(2.0)})
+    assert [layer.k_scale.tolist(), layer.v_scale.tolist()] == [[0.5], [2.0]]
+
+
+def test_a_layer_made_in_inference_mode_calculates_outside_of_it():
+    with torch.inference_mode():
+        layer = make_layer(cache=CALCULATE)
+    with torch.no_grad():
+        layer(*make_inputs(5), metadata=make_step())
+    assert layer.scales_ready.tolist() == [1, 1, 1]
+
+
+def test_a_failed_conversion_loses_no_buffer():
+    layer = make_layer(cache=CALCULATE, sinks=nn.Parameter(torch.zeros(4)))
+    before = state_of(layer)
+
+    def fail(tensor):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        layer._apply(fail)
+    assert_same_state(layer, before)
 
 
 def test_a_copied_model_keeps_sharing():

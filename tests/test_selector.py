@@ -18,7 +18,7 @@ from vattn.backends.base import (
     requested_features,
 )
 from vattn.config import AttentionConfig
-from vattn.errors import ConfigError, UnknownOptionError, UnsupportedRequestError
+from vattn.errors import ConfigError, DeviceError, UnknownOptionError, UnsupportedRequestError
 
 CPU = DeviceInfo("cpu")
 INTERPRETER = DeviceInfo("cpu", triton_interpreter=True)
@@ -60,7 +60,11 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
 ONE_REASON = {
     "device": (CPU, {}, "device cpu (runs on cuda, interpreter) (set TRITON_INTERPRET=1"),
     "too old a device": (DeviceInfo("cuda", (7, 5), "T"), {}, "T (sm_75) (needs sm_80 or newer)"),
-    "kv format on too old a device": (DeviceInfo("cuda", (8, 0), "A"), FP8, "format fp8_e4m3 on A (sm_80) (needs sm_89"),
+    "kv format on too old a device": (
+        DeviceInfo("cuda", (8, 0), "A"),
+        FP8,
+        "format fp8_e4m3 on A (sm_80) (needs sm_89",
+    ),
     "output format on too old a device": (
         DeviceInfo("cuda", (8, 9), "L"),
         {"output_format": "fp8_static"},
@@ -224,6 +228,12 @@ def test_the_error_lists_every_backend_with_every_reason(registry):
     assert isinstance(caught.value, NotImplementedError)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", 1.5])
+def test_a_device_that_is_none_is_named(device):
+    with pytest.raises(DeviceError, match=str(device)):
+        selector.explain(PLAIN, device)
+
+
 def test_explain_raises_nothing_for_a_refusal(registry):
     refused = registry.explain(PLAIN.replace(head_size=80), CPU)
     assert refused.chosen is None
@@ -235,7 +245,7 @@ def test_explain_raises_nothing_for_a_refusal(registry):
 
 
 def test_unknown_backend_is_named(registry):
-    with pytest.raises(UnknownOptionError, match="FAST.*NARROW, WIDE"):
+    with pytest.raises(UnknownOptionError, match=r"FAST.*NARROW, WIDE"):
         registry.choose(PLAIN.replace(backend="FAST"), CPU)
 
 

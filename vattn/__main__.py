@@ -105,9 +105,9 @@ def _explain(options: argparse.Namespace) -> int:
     from vattn.errors import VattnError
 
     values = {name: value for name, value in vars(options).items() if name not in ("command", "device")}
-    values["num_kv_heads"] = options.num_kv_heads or options.num_heads
-    values["head_size_v"] = options.head_size_v or options.head_size
-    values["scale"] = options.head_size**-0.5
+    values["num_kv_heads"] = options.num_heads if options.num_kv_heads is None else options.num_kv_heads
+    values["head_size_v"] = options.head_size if options.head_size_v is None else options.head_size_v
+    values["scale"] = max(1, options.head_size) ** -0.5
     if options.query_format == "none":
         values["query_scale"] = "none"
     try:

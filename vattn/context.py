@@ -1,7 +1,7 @@
 """Hand one step's metadata to every layer without passing it through the model's own signatures.
 
-A module attribute and no `ContextVar` (Dynamo cannot trace one): inside compiled code the metadata's tensors become graph
-inputs. Not shared between threads by design of the caller: pass `metadata=` where several threads run models at once.
+A module attribute and no `ContextVar` (Dynamo cannot trace one): inside compiled code the metadata's tensors become
+graph inputs. All threads see the same attribute: pass `metadata=` where several run models at once.
 """
 
 from __future__ import annotations

@@ -18,13 +18,16 @@ class VattnError(Exception):
     """
 
     def __init__(self, got: str, allowed: str = "", fix: str = "") -> None:
+        # The text is made in __str__, and Exception.__init__ is not called, because Dynamo can trace an error that way:
+        # raised in compiled code, its report shows these arguments.
         self.got, self.allowed, self.fix = got, allowed, fix
-        parts = [got.rstrip(".") + "."]
-        if allowed:
-            parts.append(f"Allowed: {allowed.rstrip('.')}.")
-        if fix:
-            parts.append(f"Try: {fix.rstrip('.')}.")
-        super().__init__(" ".join(parts))
+
+    def __str__(self) -> str:
+        text = self.got if self.got.endswith("\n") else self.got.rstrip(".") + ". "
+        for title, part in (("Allowed", self.allowed), ("Try", self.fix)):
+            if part:
+                text += f"{title}: {part.rstrip('.')}. "
+        return text.rstrip()
 
 
 class ConfigError(VattnError, ValueError):

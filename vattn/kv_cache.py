@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ __all__ = [
     "parse_bytes",
     "swap_blocks",
 ]
+
+BlockMapping: TypeAlias = Tensor | Sequence[tuple[int, int]]
+
+_NO_PAIRS = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
 
 class KVCacheLayer(Protocol):
@@ -337,14 +341,14 @@ def _zeros(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> Tensor:
         ) from error
 
 
-def swap_blocks(source: Tensor, destination: Tensor, block_mapping: Tensor, geometry: CacheGeometry) -> None:
+def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping, geometry: CacheGeometry) -> None:
     """Copy whole blocks, keys and values, from one storage to another, on the same device or not.
 
     All sources are read before any destination is written, so both may be the same storage.
 
     Args:
         source, destination: raw storages of the same geometry; their numbers of blocks may differ.
-        block_mapping: int64 `[n, 2]`, rows `(source block, destination block)`; a GPU tensor costs a sync.
+        block_mapping: pairs `(source block, destination block)`, or int64 `[n, 2]`; a GPU tensor costs a sync.
         geometry: the layer's `KVCacheSpec` or `AttentionConfig`.
 
     Raises:
@@ -365,14 +369,16 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: Tensor, geom
     _copy_pairs(source, destination, pairs)
 
 
-def copy_blocks(kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: Tensor) -> None:
+def copy_blocks(
+    kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: BlockMapping
+) -> None:
     """Copy whole blocks, keys and values, inside every layer's storage: what copy on write needs.
 
     All sources are read before any destination is written. A storage that several layers share is copied once.
 
     Args:
         kv_caches: the storages, by layer or in any order, or what `allocate_kv_cache` returned.
-        block_mapping: int64 `[n, 2]`, rows `(source block, destination block)`; a GPU tensor costs a sync.
+        block_mapping: pairs `(source block, destination block)`, or int64 `[n, 2]`; a GPU tensor costs a sync.
 
     Raises:
         CacheError: an id out of range or a destination named twice; nothing is copied, in no layer.
@@ -399,8 +405,10 @@ def _block_axis(storage: Tensor) -> int:
     return 0 if storage.dim() == 2 else 1
 
 
-def _check_mapping(mapping: Tensor, num_sources: int, num_destinations: int) -> Tensor:
+def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: int) -> Tensor:
     """Return the mapping on the CPU, checked."""
+    if not isinstance(mapping, Tensor):
+        mapping = _as_tensor(mapping)
     if mapping.dtype != torch.int64 or mapping.dim() != 2 or mapping.shape[1] != 2:
         raise CacheError(
             f"block_mapping of shape {tuple(mapping.shape)} and {dtype_name(mapping.dtype)}",
@@ -419,6 +427,15 @@ def _check_mapping(mapping: Tensor, num_sources: int, num_destinations: int) -> 
             f"destination block(s) {twice} named twice in block_mapping", "each once", "drop one of the rows"
         )
     return pairs
+
+
+def _as_tensor(pairs: Sequence[tuple[int, int]]) -> Tensor:
+    try:
+        return torch.tensor([tuple(pair) for pair in pairs], device="cpu") if len(pairs) else _NO_PAIRS
+    except (TypeError, ValueError) as error:
+        raise CacheError(
+            f"block_mapping {pairs!r}", "pairs (source block, destination block)", "pass [(3, 7)]"
+        ) from error
 
 
 def _copy_pairs(source: Tensor, destination: Tensor, pairs: Tensor) -> None:

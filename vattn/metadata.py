@@ -79,6 +79,7 @@ class AttentionMetadata:
         max_query_len, max_seq_len: over the real requests.
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
             to the builder's `decode_threshold`) and some cached ones.
+        block_size: tokens per block that tables and slots count in; 0: not told. Eager layers compare it with theirs.
     """
 
     query_start_loc: Tensor
@@ -99,6 +100,7 @@ class AttentionMetadata:
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     num_decode_tokens: int = 0
+    block_size: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; schedules as `plans.<key>`."""

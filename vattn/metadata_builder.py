@@ -235,6 +235,7 @@ class AttentionMetadataBuilder:
             num_prefill_tokens=real_tokens - decode_tokens,
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
+            block_size=self.block_size,
         )
 
     def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:

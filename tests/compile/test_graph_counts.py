@@ -235,6 +235,16 @@ class Breaking(nn.Module):
         return self.inner(x)
 
 
+def test_an_error_in_compiled_code_says_what_is_wrong() -> None:
+    layer = vattn.Attention(4, 16, 0.25, prefix="layers.7.attn")
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32)
+    step = builder.build([3], [3], [[1]])
+    with pytest.raises(RuntimeError) as caught:
+        vattn.compile(layer, backend="eager")(*(torch.randn(3, 64) for _ in range(3)), metadata=step)
+    for text in ("CacheNotBoundError", "layer 'layers.7.attn' has no KV cache", "vattn.allocate_kv_cache"):
+        assert text in str(caught.value)
+
+
 def test_regions_without_attention_are_refused() -> None:
     with pytest.raises(ConfigError, match="Sequential"):
         vattn.compile_regions(nn.Sequential(nn.Linear(2, 2)))

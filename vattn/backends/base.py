@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vattn.config import AttentionConfig
+from vattn.errors import DeviceError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, VarlenAttentionArgs
 
@@ -81,8 +82,21 @@ class DeviceInfo:
 
     @staticmethod
     def of(device: torch.device | str) -> DeviceInfo:
-        """Describe a torch device."""
-        device = torch.device(device)
+        """Describe a torch device.
+
+        Raises:
+            DeviceError: torch knows no such device, or this machine has no such GPU.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise DeviceError(f"device {device!r}", "a torch device such as 'cpu' or 'cuda:0'", "correct it") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(
+                f"device {str(device)!r} on a machine with {torch.cuda.device_count()} usable GPUs",
+                "a device of this machine",
+                "run `python -m vattn doctor`; for a GPU elsewhere, `python -m vattn explain --device sm_90`",
+            )
         interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)

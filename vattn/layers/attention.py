@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,13 @@ from vattn.errors import (
     ConfigError,
     DtypeError,
     GradientError,
+    MetadataError,
     ScaleError,
     ShapeError,
     UnsupportedRequestError,
 )
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
+from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.request import (
     StepKind,
     alibi_kind,
@@ -33,6 +35,7 @@ from vattn.layers.request import (
     check_storage,
     kv_scale,
     layer_index,
+    own_tensor,
     query_scale,
     scale_kind,
     step_configs,
@@ -45,11 +48,8 @@ from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
 
-_OWN_BUFFERS = ("k_scale", "v_scale", "q_scale", "output_scale", "scales_ready", "clip_counts", "alibi_slopes")
-"""Small tensors that follow the cache to its device and keep their dtype."""
 
-
-class Attention(nn.Module):
+class Attention(OwnBuffers):
     """Attend new tokens to everything their requests have seen, through a paged KV cache.
 
     Args:
@@ -66,8 +66,8 @@ class Attention(nn.Module):
         kv_sharing_target_layer_name: prefix of an earlier layer whose cache this layer reads and never writes.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         head_size_v: value width; default `head_size`.
-        **extra: `sinks` (`[num_heads]` tensor of learned logits), `chunk_lookback` (int >= 0),
-            `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool).
+        **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
+            `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -130,6 +130,8 @@ class Attention(nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.attn_backend = attn_backend or "auto"
         self.observing = False
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
         options = check_extra(extra)
         check_decoder(attn_type)
         if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
@@ -168,7 +170,9 @@ class Attention(nn.Module):
         self._ops: dict[StepKind, str] = {}
         self._refused: dict[StepKind, str] = {}
         self._plan_key = ""
-        self._register_tensors(alibi_slopes, options["sinks"])
+        # Buffers made in inference mode could not be calculated or loaded outside of it.
+        with torch.inference_mode(False):
+            self._register_tensors(alibi_slopes, options["sinks"])
         self._request_config(torch.bfloat16)
 
     def _choose_cache_dtype(self, window: int | None) -> str:
@@ -183,16 +187,16 @@ class Attention(nn.Module):
         heads = self.num_heads
         slopes = None
         if alibi_slopes is not None:
-            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32).detach().clone()
+            slopes = own_tensor(alibi_slopes)
             check_per_head("alibi_slopes", slopes, heads)
         self.register_buffer("alibi_slopes", slopes, persistent=False)
-        if sinks is not None:
-            sinks = torch.as_tensor(sinks)
-            check_per_head("sinks", sinks, heads)
-        if isinstance(sinks, nn.Parameter):
-            self.sinks: Tensor | None = sinks
+        learned = sinks if sinks is None or isinstance(sinks, nn.Parameter) else own_tensor(sinks)
+        if learned is not None:
+            check_per_head("sinks", learned, heads)
+        if isinstance(learned, nn.Parameter):
+            self.sinks: Tensor | None = learned
         else:
-            self.register_buffer("sinks", sinks, persistent=False)
+            self.register_buffer("sinks", learned, persistent=False)
 
         quant, shared = self.quant_config, self.kv_sharing_target_layer_name is not None
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
@@ -232,9 +236,12 @@ class Attention(nn.Module):
         )
         # Of k_scale, v_scale and q_scale: 1 once it is calculated, or given.
         query_ready = int(q_scale is None or quant.q_scale is not None)
-        ready = torch.tensor([0, 0, query_ready], dtype=torch.int32) if self.calculate_kv_scales else None
-        self.register_buffer("scales_ready", ready)
-        counts = torch.zeros((2, 2), dtype=torch.int64) if quantised else None
+        ready = [0, 0, query_ready]
+        self.register_buffer(
+            "scales_ready",
+            torch.tensor(ready, dtype=torch.int32, device="cpu") if self.calculate_kv_scales else None,
+        )
+        counts = torch.zeros((2, 2), dtype=torch.int64, device="cpu") if quantised else None
         self.register_buffer("clip_counts", counts, persistent=False)
         self.register_buffer("kv_cache", None, persistent=False)
 
@@ -311,15 +318,14 @@ class Attention(nn.Module):
             )
         config = self.resolve_config(dtype, storage.device, target)
         check_storage(storage, config)
+        self._check_values()
         device = DeviceInfo.of(storage.device)
         self._ops, self._refused = step_configs(config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage
-        for name in _OWN_BUFFERS:
-            buffer = self._buffers[name]
-            if buffer is not None:
-                self._buffers[name] = buffer.to(storage.device)
+        for name, buffer in self._own_buffers().items():
+            self._buffers[name] = buffer.to(storage.device)
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
 
@@ -372,11 +378,12 @@ class Attention(nn.Module):
                 "a bound cache whenever metadata is given",
                 "call vattn.allocate_kv_cache(model, num_blocks=...) first",
             )
-        if dtype_name(query.dtype) != self.config.dtype:
+        came = dtype_name(query.dtype)
+        if came != self.config.dtype:
             raise DtypeError(
-                f"query is {dtype_name(query.dtype)} in layer {self.prefix!r}",
+                f"query is {came} in layer {self.prefix!r}",
                 f"{self.config.dtype}, the dtype its cache was bound for",
-                "allocate the KV cache again after model.to(dtype)",
+                f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}",
             )
         op_config = self._op_config(metadata)
         if key is not None and value is not None:
@@ -408,6 +415,12 @@ class Attention(nn.Module):
                 "the same tokens for query, key and value",
                 "check what was projected",
             )
+        if query.shape[0] != metadata.slot_mapping.shape[0]:
+            raise ShapeError(
+                f"query has {query.shape[0]} tokens in layer {self.prefix!r}",
+                f"{metadata.slot_mapping.shape[0]}, the tokens of the metadata, padding included",
+                "build the step for the tokens of this call",
+            )
         inputs = (query, key, value, self.sinks)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             raise GradientError(
@@ -416,6 +429,12 @@ class Attention(nn.Module):
                 "call the model under torch.no_grad() or torch.inference_mode()",
             )
         config = AttentionConfig.parse(op_config)
+        if metadata.block_size not in (0, config.block_size):
+            raise MetadataError(
+                f"metadata for blocks of {metadata.block_size} tokens in layer {self.prefix!r}",
+                f"blocks of {config.block_size} tokens",
+                "give the builder layers=model, or the block_size of CacheConfig",
+            )
         if key is not None and value is not None:
             assert self.kv_cache is not None
             update = CacheUpdateArgs(
@@ -519,34 +538,6 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         output = output.flatten(1) if output_shape is None else output.view(*output_shape)
         return output if block_scale is None else (output, block_scale)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
-        """Move with the module, but keep dtypes: under `model.to(dtype)` a scale stays fp32, a cache keeps its bytes.
-
-        A cache does not move to another device: it is dropped, and using the layer then says so.
-        """
-        kept = {name: self._buffers[name] for name in (*_OWN_BUFFERS, "kv_cache")}
-        for name in kept:
-            self._buffers[name] = None
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            if buffer is None:
-                continue
-            device = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device)).device
-            if name == "kv_cache" and device != buffer.device:
-                self.config = None
-            else:
-                self._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load scales into the tensors there are, with `assign=True` too: other layers and CUDA graphs hold them."""
-        kept = {name: self._buffers[name] for name in _OWN_BUFFERS}
-        super()._load_from_state_dict(*args, **kwargs)
-        for name, buffer in kept.items():
-            loaded = self._buffers[name]
-            if buffer is not None and loaded is not None and loaded is not buffer:
-                self._buffers[name] = loaded.to(buffer.dtype) if buffer.is_meta else buffer.copy_(loaded)
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vattn.backends import selector
@@ -72,6 +74,12 @@ def check_decoder(attn_type: str | AttentionType) -> None:
             "'decoder'",
             "call torch.ops.vattn.varlen_attention for attention without a cache; its layers are not implemented yet",
         )
+
+
+def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
+    """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
+    device = source.device if isinstance(source, Tensor) else "cpu"
+    return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
 
 
 def check_per_head(name: str, tensor: Tensor, heads: int) -> None:

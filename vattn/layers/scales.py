@@ -78,8 +78,10 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
     if isinstance(source, str):
         if source != "unit":
             raise ScaleError(f"{name}={source!r}", allowed, "write 'unit' if 1.0 is meant")
-        return torch.ones(1)
-    scale = torch.as_tensor(source, dtype=torch.float32).detach().clone().reshape(-1)
+        return torch.ones(1, device="cpu")
+    # Numbers keep their values where modules are made on meta.
+    device = source.device if isinstance(source, Tensor) else "cpu"
+    scale = torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone().reshape(-1)
     if scale.numel() not in sizes:
         raise ScaleError(f"{name} has {scale.numel()} values", allowed, "give one value, or one per KV head")
     if scale.device.type != "meta" and not bool((torch.isfinite(scale) & (scale > 0)).all()):
