@@ -37,6 +37,11 @@ def _to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    # By a tensor: eager CUDA turns division by a number into multiplication by its rounded reciprocal.
+    return x / x.new_full((), divisor)
+
+
 def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
     """Shape one value or one value per head so that it broadcasts over `[..., num_heads, width]`."""
     if scale.numel() == 1:
@@ -223,7 +228,7 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool = False) -> tuple[T
     """
     scale = scale.reshape(())
     groups = _grouped(input, NVFP4_GROUP_SIZE)
-    block_scales = _to_e4m3(groups.abs().amax(dim=-1) / FP4_E2M1_MAX / scale)
+    block_scales = _to_e4m3(_divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
     step = block_scales.float() * scale
     # A block scale of zero can hold nothing but zeros; dividing by infinity makes them, with their signs.
     step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
