@@ -67,7 +67,8 @@ class AttentionConfig:
         output_format: name in `vattn.formats.OUTPUT_FORMATS`.
         output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
             that reciprocal. FP8 formats only.
-        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.MIN_ABSMAX / 448`.
+        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.MIN_ABSMAX / 448`. With 0,
+            rows of zeros become NaN.
         attn_type: see `AttentionType`.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
         sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
@@ -183,9 +184,9 @@ class AttentionConfig:
             "use output_arithmetic='divide'",
         )
         _check(
-            lowest is None or (fp8 and not fmt.static_scale and lowest > 0),
+            lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
             f"output_min_scale={lowest} with output_format={self.output_format!r}",
-            "a positive number with FP8 output formats that compute scales",
+            "a number from 0 up with FP8 output formats that compute scales",
             "pass None for the default",
         )
 

@@ -6,7 +6,6 @@ runs either of them op by op.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +48,9 @@ class Capture:
 
         view_to_reshape(gm)
         gm.graph.eliminate_dead_code()
-        before = copy.deepcopy(gm)
+        copied = torch.fx.Graph()
+        copied.output(copied.graph_copy(gm.graph, {}))
+        before = torch.fx.GraphModule(gm, copied)
         self.report += fuse_graph(gm.graph)
         gm.graph.lint()
         gm.recompile()
