@@ -88,18 +88,30 @@ def test_bf16_queries_beyond_the_range_of_fp16() -> None:
     run(batch, PLAIN)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"output_format": name} for name in OUTPUT_FORMATS},
+    "static-multiply": {"output_format": "fp8_static", "output_arithmetic": "multiply"},
+    "token-multiply": {"output_format": "fp8_per_token", "output_arithmetic": "multiply", "output_min_scale": 1e-5},
+    "group-multiply": {"output_format": "fp8_group64_col", "output_arithmetic": "multiply"},
+    "group-minimum": {"output_format": "fp8_group128_pow2", "output_min_scale": 0.003},
+}
+
+
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("fmt", OUTPUT_FORMATS)
-def test_quantised_outputs_are_the_reference_s_bit_for_bit(fmt: str, splits: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits: int) -> None:
     """The same kernel without quantisation, quantised by `vattn.quantization`, gives the same bytes."""
-    config = make_config(num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", output_format=fmt)
+    config = make_config(num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", **VARIANTS[variant])
+    fmt = config.output_format
     cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
     batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1], num_padding_tokens=2)
     launch.paged_attention(batch.args, config, cut)
     plain = batch.args._replace(output=torch.empty(7, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
-    launch.paged_attention(plain._replace(output_scale=None), config.replace(output_format="none"), cut)
+    unquantised = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
     expected = [poisoned_like(t) for t in (batch.args.output, batch.args.output_block_scale)]
-    quantise_output(plain.output, fmt, expected[0], expected[1], batch.args.output_scale)
+    variant_of = config.output_arithmetic, config.output_min_scale
+    quantise_output(plain.output, fmt, expected[0], expected[1], batch.args.output_scale, *variant_of)
     for got, want in zip((batch.args.output, batch.args.output_block_scale), expected, strict=True):
         if want is not None and got is not None:
             assert got.stride() == want.stride()

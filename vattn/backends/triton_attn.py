@@ -30,6 +30,7 @@ class TritonAttentionBackend(Backend):
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
+        output_variants=True,
         cuda_graphs="full",
     )
 
@@ -58,7 +59,7 @@ class TritonAttentionBackend(Backend):
         if args.query.is_cuda:
             from vattn.ops.triton import decode_fast
 
-            if decode_fast.accepts(args, config):
+            if config.output_arithmetic == "divide" and decode_fast.accepts(args, config):
                 decode_fast.decode(args, config)
                 return
         from vattn.ops.triton.launch import paged_attention

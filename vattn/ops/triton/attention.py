@@ -76,9 +76,12 @@ def any_invalid_block(table, low, high, num_blocks, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def load_tile(
     pointer, block, k, columns, mask, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return stored rows `[keys, columns]`; rows that are masked come back zero (`mask=None`: all are read)."""
+    """Return stored rows `[keys, columns]`; rows that are masked come back zero (`mask=None`: all are read).
+
+    WHOLE: no column lies beyond WIDTH.
+    """
     if PAGED:
         row = block.to(tl.int64) * STRIDE_BLOCK + (k % BLOCK_SIZE) * STRIDE_ROW
     else:
@@ -86,7 +89,7 @@ def load_tile(
     pointers = pointer + row[:, None] + columns[None, :]
     if mask is not None:
         return tl.load(pointers, mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
-    elif columns.shape[0] > WIDTH:
+    elif not WHOLE:
         return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0)
     else:
         return tl.load(pointers)
@@ -106,13 +109,13 @@ def score_tile(
     """
     s = tl.zeros([BLOCK_M, TILE], tl.float32)
     if D_STEP == BLOCK_D:
-        k_tile = load_tile(key, block, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+        k_tile = load_tile(key, block, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, D == BLOCK_D)
         return dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
     else:
-        for first in tl.static_range(0, BLOCK_D, D_STEP):
+        for first in tl.static_range(0, D, D_STEP):
             column = first + tl.arange(0, D_STEP)
             part = tl.load(query[:, None] + column[None, :], mask=query_mask[:, None] & (column < D)[None, :], other=0)
-            k_tile = load_tile(key, block, k, column, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D)
+            k_tile = load_tile(key, block, k, column, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, D % D_STEP == 0)
             k_tile = tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8))
             s = dot(decode(part, Q_FORMAT, COMPUTE, NATIVE_FP8), k_tile, s)
         return s
@@ -150,7 +153,8 @@ def attention_kernel(
     K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
     Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    MODEL: tl.constexpr, OUTPUT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr, MULTIPLY: tl.constexpr,
+    PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +280,7 @@ def attention_kernel(
             block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
             s = score_tile(q, query, row_valid, key, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
                            K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
-            v_tile = load_tile(value, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+            v_tile = load_tile(value, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
             s = s * row_factor[:, None]
             if MODIFIED:
                 s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
@@ -298,7 +302,7 @@ def attention_kernel(
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
         s = score_tile(q, query, row_valid, key, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
                        K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
-        v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V)
+        v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
         s = s * row_factor[:, None]
         if MODIFIED:
             s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
@@ -322,4 +326,4 @@ def attention_kernel(
         out_mask = out_mask & seen[:, None]
     elif lse is not None:
         tl.store(lse + lse_offsets, log * LN2, mask=row_valid)
-    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT)
+    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT, MULTIPLY)

@@ -96,7 +96,9 @@ def _shared_arguments(config: AttentionConfig, num_tokens: int, num_reqs: int) -
         "query": _meta(num_tokens, config.num_heads, config.head_size, dtype=query_dtype),
         "query_start_loc": _meta(num_reqs + 1, dtype=torch.int32),
         "output": _meta(num_tokens, config.num_heads, columns, dtype=container),
-        "output_block_scale": None if scale_shape is None else _meta(*scale_shape, dtype=fmt.block_scale_dtype),
+        "output_block_scale": (
+            None if scale_shape is None else _meta(*scale_shape, dtype=fmt.block_scale_dtype or torch.float32)
+        ),
         "lse": _meta(num_tokens, config.num_heads) if config.lse else None,
         "output_scale": _meta(1) if fmt.static_scale else None,
         "q_scale": scale(config.query_scale),
@@ -145,7 +147,8 @@ def update_launches(name: str, target: str, config: AttentionConfig) -> Iterator
         _meta(64, config.num_kv_heads, config.head_size_v, dtype=MODEL_DTYPES[config.dtype]),
         _meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
         _meta(64, dtype=torch.int64),
-        *(None if config.kv_scale == "none" else _meta(1) for _ in range(2)),
+        None if config.kv_scale == "none" else _meta(config.num_kv_heads),
+        None if config.kv_scale == "none" else _meta(config.num_kv_heads),
         config.encode(),
     )
     return record(name, target, lambda: launch.update_kv_cache(args, config))
@@ -186,7 +189,11 @@ CACHES = (("auto", "none"), ("fp8_e4m3", "tensor"), ("fp8_e5m2", "head"))
 
 
 def _config(dtype: str, cache: tuple[str, str], shape: dict[str, Any], **changes: Any) -> AttentionConfig:
-    values = {"dtype": dtype, "kv_cache_dtype": dtype if cache[0] == "auto" else cache[0], "kv_scale": cache[1]}
+    values: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_cache_dtype": dtype if cache[0] == "auto" else cache[0],
+        "kv_scale": cache[1],
+    }
     values |= {"head_size_v": shape["head_size"], "scale": 0.088, **shape, **changes}
     return AttentionConfig(**values)
 

@@ -1,7 +1,7 @@
 """Results to what the caller asked for, shared by every kernel.
 
 They are rounded to the model dtype first, then quantised in fp32. Every division is IEEE's, so that codes equal
-those of `vattn.quantization` bit for bit.
+those of `vattn.quantization` bit for bit. MULTIPLY is its other arithmetic: values times the reciprocal of the scale.
 """
 
 from __future__ import annotations
@@ -16,20 +16,35 @@ MIN_ABSMAX = tl.constexpr(1e-10)
 
 
 @triton.jit
-def store_rows(pointer, x, mask, output_scale, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
+def store_rows(
+    pointer, x, mask, output_scale, MODEL: tl.constexpr, OUTPUT: tl.constexpr, MULTIPLY: tl.constexpr = False
+):
     """Store fp32 results as they are ("partial"), in the model dtype ("none") or as static FP8 ("fp8_static")."""
     if OUTPUT == "partial":
         tl.store(pointer, x, mask=mask)
     elif OUTPUT == "none":
         tl.store(pointer, cast(x, MODEL), mask=mask)
     else:
-        tl.store(pointer, quantise_static(cast(x, MODEL).to(tl.float32), tl.load(output_scale)), mask=mask)
+        code = quantise_static(cast(x, MODEL).to(tl.float32), tl.load(output_scale), MULTIPLY)
+        tl.store(pointer, code, mask=mask)
 
 
 @triton.jit
-def quantise_static(x, scale):
-    """Return e4m3 bytes of x / scale."""
-    return encode_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
+def quantise_static(x, scale, MULTIPLY: tl.constexpr):
+    """Return e4m3 bytes of x under a given scale, which with MULTIPLY is the reciprocal already."""
+    if MULTIPLY:
+        return encode_e4m3(x * scale)
+    else:
+        return encode_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
+
+
+@triton.jit
+def quantise_dynamic(x, scale, MULTIPLY: tl.constexpr):
+    """Return e4m3 bytes of x under a computed scale."""
+    if MULTIPLY:
+        return encode_e4m3(x * tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
+    else:
+        return encode_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
 
 
 @triton.jit
@@ -41,10 +56,14 @@ def absolute_maximum(x):
 
 
 @triton.jit
-def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr):
-    """Return the FP8 scale of a row or group with this absolute maximum."""
-    raised = tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax)
-    scale = tl.div_rn(raised, tl.zeros_like(raised) + 448.0)
+def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """Return the FP8 scale of a row or group with this absolute maximum; MIN_SCALE 0 stands for the default."""
+    if MIN_SCALE > 0.0:
+        scale = tl.div_rn(absmax, tl.zeros_like(absmax) + 448.0)
+        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+    else:
+        raised = tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax)
+        scale = tl.div_rn(raised, tl.zeros_like(raised) + 448.0)
     if POWER_OF_TWO:
         # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000

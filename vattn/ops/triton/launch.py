@@ -151,6 +151,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "Q_FORMAT": config.dtype if config.query_format == "none" else config.query_format,
         "KV_FORMAT": fmt.name, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "NATIVE_FP8": limits.native_fp8,
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "OUTPUT": output_kind,
+        "MULTIPLY": config.output_arithmetic == "multiply",
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "CAUSALITY": config.causality, "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
@@ -195,6 +196,7 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
     columns = next_power_of_two(config.num_heads * config.head_size_v)
     return {
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
+        "MULTIPLY": config.output_arithmetic == "multiply", "MIN_SCALE": config.output_min_scale or 0.0,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
         "BLOCK": max(16, min(columns, 256 if split else 1024)),
     }  # fmt: skip
