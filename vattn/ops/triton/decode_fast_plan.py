@@ -85,7 +85,6 @@ def plan_kernel(
     UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests at a time. Chunks are multiples of UNIT tiles."""
-    PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
     chunk = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, UNIT, REQUESTS)
     padding_row = tl.load(query_start_loc + num_reqs)
     num_items = 0
@@ -108,21 +107,18 @@ def plan_kernel(
         split = num_splits + tl.cumsum(is_split, 0) - is_split
         many_rows = rows > 1
         all_tiles = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
-        begin_tile = tl.where(many_rows, 0, first_tile)
-        for first_part in range(0, tl.max(items, 0), PARTS):
-            part = first_part + tl.arange(0, PARTS)[None, :]
-            record = schedule + (1 + item[:, None] + part) * ITEM_FIELDS
-            mask = (part < items[:, None]) & (item[:, None] + part < max_items)
-            tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
-            tl.store(record + 1, first_row[:, None], mask=mask)
-            tl.store(record + 2, tl.where(is_empty, 1, rows)[:, None], mask=mask)
-            tl.store(record + 3, tl.where(is_empty, 0, seq_len)[:, None], mask=mask)
-            count = tl.maximum(items, 1)[:, None]
-            begin = tl.minimum(units[:, None] * part // count * UNIT, tiles[:, None])
-            end = tl.minimum(units[:, None] * (part + 1) // count * UNIT, tiles[:, None])
-            tl.store(record + 4, begin_tile[:, None] + begin, mask=mask)
-            tl.store(record + 5, tl.where(many_rows, all_tiles, first_tile)[:, None] + end, mask=mask)
-            tl.store(record + 6, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
+        for part in range(0, tl.max(items, 0)):
+            record = schedule + (1 + item + part) * ITEM_FIELDS
+            mask = (part < items) & (item + part < max_items)
+            tl.store(record, tl.where(is_empty, -1, request), mask=mask)
+            tl.store(record + 1, first_row, mask=mask)
+            tl.store(record + 2, tl.where(is_empty, 1, rows), mask=mask)
+            tl.store(record + 3, tl.where(is_empty, 0, seq_len), mask=mask)
+            begin = first_tile + tl.minimum(units * part // tl.maximum(items, 1) * UNIT, tiles)
+            end = first_tile + tl.minimum(units * (part + 1) // tl.maximum(items, 1) * UNIT, tiles)
+            tl.store(record + 4, tl.where(many_rows, 0, begin), mask=mask)
+            tl.store(record + 5, tl.where(many_rows, all_tiles, end), mask=mask)
+            tl.store(record + 6, tl.where(is_split > 0, slot + part, -1), mask=mask)
         record = schedule + (1 + max_items + split) * SPLIT_FIELDS
         tl.store(record, first_row, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
