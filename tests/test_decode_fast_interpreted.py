@@ -1,0 +1,80 @@
+"""The fast decode path's Triton kernels in the interpreter: schedule, chunks, reduction and masks against the reference.
+
+The interpreter knows no inline assembly and no bf16 products, so an FP8 cache takes the plain lowering and plain caches
+are fp16; programmatic launches are nothing there. What the GPU makes of the kernels is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import Batch, make_config, random_paged_batch, relative_l2
+
+pytest.importorskip("triton")
+
+TOLERANCE = 1e-3
+"""Relative L2: weights and results are rounded to fp16, 1.4e-4 of a value on average each."""
+
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+LENGTHS = [1, 16, 17, 300, 47, 129]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    import triton.language as tl
+
+    from vattn.ops.triton import decode_fast, decode_fast_kernels
+
+    for name, value in list(vars(decode_fast_kernels).items()):
+        if isinstance(value, tl.constexpr):
+            monkeypatch.setattr(decode_fast_kernels, name, value.value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    constants = decode_fast.decode_constants
+    monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+
+
+def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, **changes: Any) -> Batch:
+    values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, **changes}
+    query_lens = query_lens or [1] * len(lengths)
+    tokens = len(lengths) + padding - sum(query_lens)
+    return random_paged_batch(
+        make_config(**values), query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=tokens
+    )
+
+
+def check(batch: Batch, heads: int = 2) -> None:
+    from vattn.ops.triton import decode_fast
+
+    decode_fast.decode(batch.args, batch.config, decode_fast.Tuning(heads, 3, 2))
+    output, lse = batch.expected()
+    assert relative_l2(batch.output(), output) < TOLERANCE
+    assert relative_l2(batch.args.lse, lse) < 1e-4
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+def test_ragged_requests(cache: dict[str, Any]) -> None:
+    check(decode_batch(LENGTHS, **cache))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+def test_masks_and_padding(cache: dict[str, Any]) -> None:
+    changes = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}
+    check(decode_batch(LENGTHS, padding=2, **changes, **cache), heads=1)
+
+
+def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
+    check(decode_batch([40, 200], num_heads=33, num_kv_heads=3))
+
+
+def test_rows_that_are_not_one_per_request() -> None:
+    check(decode_batch([40, 100, 0, 90], query_lens=[2, 1, 0, 0], sinks=True))
+    check(decode_batch([40, 1, 30], query_lens=[0, 3, 0]))
