@@ -1,7 +1,7 @@
-"""The fast decode path's Triton kernels in the interpreter: schedule, chunks, reduction and masks against the reference.
+"""The fast decode path's Triton kernels in the interpreter: schedule, chunks, reduction, masks against the reference.
 
-The interpreter knows no inline assembly and no bf16 products, so an FP8 cache takes the plain lowering and plain caches
-are fp16; programmatic launches are nothing there. What the GPU makes of the kernels is in tests/gpu.
+The interpreter knows no inline assembly and no bf16 products, so an FP8 cache takes the plain lowering and plain
+caches are fp16; programmatic launches are nothing there. What the GPU makes of the kernels is in tests/gpu.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import Batch, make_config, random_paged_batch, relative_l2
 
