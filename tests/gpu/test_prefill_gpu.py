@@ -113,13 +113,13 @@ def test_many_requests_and_long_ones() -> None:
 def test_replays_in_a_graph_with_other_lengths() -> None:
     from vattn.ops.gluon import prefill_launch
 
-    batch = prefill_batch([(300, 900), (40, 900), (200, 900), (0, 900)], padding=60)
+    batch = prefill_batch([(300, 900), (40, 900), (200, 900), (1, 900)], padding=60)
     args = batch.args
     prefill_launch.prefill(args, batch.config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         prefill_launch.prefill(args, batch.config)
-    for starts, lengths in (([0, 1, 300, 301, 600], [5, 899, 64, 300]), ([0, 540, 540, 540, 540], [900, 3, 0, 1])):
+    for starts, lengths in (([0, 1, 300, 301, 520], [5, 899, 64, 300]), ([0, 540, 540, 540, 541], [900, 3, 0, 500])):
         args.query_start_loc[:5].copy_(torch.tensor(starts, dtype=torch.int32))
         args.query_start_loc[5:] = starts[-1]
         args.seq_lens[:4].copy_(torch.tensor(lengths, dtype=torch.int32))

@@ -64,12 +64,12 @@ LARGE: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
 
 @pytest.fixture(autouse=True)
 def the_general_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the fast decode path, which has tests of its own, from taking these requests over."""
+    """Keep the fast paths, which have tests of their own, from taking these requests over."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    from vattn.ops.triton import decode_fast
+    from vattn.backends import triton_attn
 
-    monkeypatch.setattr(decode_fast, "accepts", lambda *_: False)
+    monkeypatch.setattr(triton_attn, "run_fast_path", lambda *_: False)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -56,12 +56,8 @@ class TritonAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        if args.query.is_cuda:
-            from vattn.ops.triton import decode_fast
-
-            if config.output_arithmetic == "divide" and decode_fast.accepts(args, config):
-                decode_fast.decode(args, config)
-                return
+        if args.query.is_cuda and config.output_arithmetic == "divide" and run_fast_path(args, config):
+            return
         from vattn.ops.triton.launch import paged_attention
 
         paged_attention(args, config)
@@ -77,3 +73,18 @@ class TritonAttentionBackend(Backend):
         from vattn.ops.triton.launch import update_kv_cache
 
         update_kv_cache(args, config)
+
+
+def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Run a call by one of the paths made for Hopper; return whether one takes it."""
+    from vattn.ops.triton import decode_fast
+
+    if decode_fast.accepts(args, config):
+        decode_fast.decode(args, config)
+        return True
+    from vattn.ops.gluon import prefill_launch
+
+    if prefill_launch.accepts(args, config):
+        prefill_launch.prefill(args, config)
+        return True
+    return False

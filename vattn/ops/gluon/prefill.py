@@ -1,4 +1,6 @@
-"""Prefill attention over a paged 16-bit cache for Hopper (sm_90), in Gluon. Not verified on a GPU yet, and not in use.
+"""Prefill attention over a paged 16-bit cache for Hopper (sm_90), in Gluon.
+
+What has been run on a GPU is listed in `prefill_launch`, which takes no other call.
 
 One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies, and two consumer warpgroups of
 64 query rows each that share every key and value tile. Row tiles come from a schedule made on the device
@@ -140,8 +142,9 @@ def announce(schedule, messages, message_full, message_empty, item, turn, HEADS:
 def produce(
     query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
     query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full, key_empty,
-    value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr,
-    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    KV_GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     GROUP: gl.constexpr = HEADS // KV_HEADS

@@ -1,6 +1,9 @@
 """Host side of the Hopper prefill kernel: which layers and calls it takes, its schedule and its launch.
 
-Not verified on a GPU yet, and not hooked into a backend.
+`refusals` says what the kernel is written for; `accepts` takes only what has also been run on a GPU and compared with
+the reference: bf16, four query heads per KV head, the blocks of `RUN_ON_A_GPU`, outputs in bf16 or static FP8. Not run
+yet, so left to the general kernel: fp16, blocks of 32 and 128, other group sizes, odd numbers of KV heads, other output
+formats. `tests/gpu/test_prefill_gpu.py` has a test for each.
 
 Shapes choose it: many query rows per request on average. The op reads no length on the host; any split of the rows over
 the requests is computed right, a request of few rows merely wastes most of its tile.
@@ -33,6 +36,9 @@ FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
 
+RUN_ON_A_GPU = frozenset({(128, 16, "NHD"), (128, 16, "HND"), (128, 64, "HND"), (128, 256, "NHD"), (64, 16, "NHD")})
+"""Head size, block size and layout of the caches that `accepts` takes."""
+
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 _PANELS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)}
 
@@ -52,6 +58,8 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
     if config.block_size not in BLOCK_SIZES:
         found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.output_arithmetic != "divide":
+        found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
     if config.attn_type != "decoder":
         found.append(f"attn_type {config.attn_type} (runs decoder)")
     if config.scale <= 0:
@@ -62,16 +70,23 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+    """Return whether nothing is refused, and the like of it has been run."""
+    has_run = (
+        (config.head_size, config.block_size, config.kv_cache_layout) in RUN_ON_A_GPU
+        and config.dtype == "bfloat16"
+        and config.group_size == 4
+        and config.num_kv_heads % 2 == 0
+        and config.output_format in ("none", "fp8_static")
+    )
+    return has_run and not refusals(config, DeviceInfo.of(device))
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: an accepted layer, and many rows per request on average."""
+    """Return whether this call goes the fast way: a layer that `runs`, and many rows per request on average."""
     num_reqs = args.seq_lens.shape[0]
-    has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0
+    has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
     is_prefill = num_reqs > 0 and args.query.shape[0] >= MIN_ROWS_PER_REQUEST * num_reqs
-    return has_keys and is_prefill and runs(config, args.query.device)
+    return is_prefill and has_keys and runs(config, args.query.device)
 
 
 def plan(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig) -> Tensor:

@@ -1,0 +1,97 @@
+"""Which calls go to the Hopper prefill kernel; the kernel itself is tested on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support import make_config
+from vattn.backends.base import DeviceInfo
+from vattn.backends.triton_attn import run_fast_path
+from vattn.ops.gluon import prefill_launch
+
+HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
+LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": "float32"}, "dtype float32"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype fp8_e4m3"),
+    "fp8 query": ({"query_format": "fp8_e4m3"}, "query_format fp8_e4m3"),
+    "head": ({"head_size": 80}, "head_size 80"),
+    "unequal heads": ({"head_size_v": 64}, "unequal_head_sizes"),
+    "block": ({"block_size": 24}, "block_size 24"),
+    "no cache": ({"block_size": 0}, "contiguous_kv"),
+    "reciprocal": ({"output_format": "fp8_static", "output_arithmetic": "multiply"}, "output_arithmetic multiply"),
+    "encoder": ({"attn_type": "encoder", "causality": "bidirectional"}, "attn_type encoder"),
+    "scale": ({"scale": -1.0}, "scale -1.0"),
+    "alibi": ({"alibi": "linear"}, "alibi"),
+    "chunks": ({"sliding_window": 64, "chunk_lookback": 1}, "chunk_lookback"),
+    "tree": ({"tree_bias": True}, "tree_bias"),
+    "ranges": ({"mm_prefix": "full"}, "mm_prefix"),
+    "flags": ({"causality": "per_request"}, "causal_flags"),
+    "invariant": ({"batch_invariant": True}, "batch_invariant"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    changes, named = REFUSED[case]
+    assert prefill_launch.refusals(make_config(**LLAMA), HOPPER) == []
+    assert named in " ".join(prefill_launch.refusals(make_config(**{**LLAMA, **changes}), HOPPER))
+
+
+def test_other_devices_are_refused() -> None:
+    for device in (DeviceInfo("cpu"), DeviceInfo("cuda", (8, 0)), DeviceInfo("cuda", (10, 0))):
+        assert prefill_launch.refusals(make_config(**LLAMA), device)
+
+
+def prefill_call(rows: int = 640, reqs: int = 2, width: int = 4, blocks: int = 3) -> Any:
+    return SimpleNamespace(
+        query=SimpleNamespace(shape=(rows, 8, 128), device="a GPU"), seq_lens=torch.zeros(reqs),
+        block_table=torch.zeros(reqs, width), kv_cache=torch.zeros(2, blocks, 16),
+    )  # fmt: skip
+
+
+def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(**LLAMA)
+    calls: list[Any] = []
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: HOPPER)
+    monkeypatch.setattr(prefill_launch, "prefill", lambda *args: calls.append(args))
+    prefill_launch.runs.cache_clear()
+    assert run_fast_path(prefill_call(), config) and len(calls) == 1
+    assert run_fast_path(prefill_call(128), config) and len(calls) == 2
+    for call in (prefill_call(127), prefill_call(width=0), prefill_call(blocks=0)):
+        assert not run_fast_path(call, config)
+    strided = prefill_call()
+    strided.kv_cache = torch.zeros(2, 16, 3).transpose(1, 2)
+    assert not run_fast_path(strided, config)
+    for changes in (
+        {"alibi": "linear"},
+        {"dtype": "float16"},
+        {"block_size": 32},
+        {"num_heads": 3, "num_kv_heads": 3},
+        {"num_heads": 16},
+    ):
+        assert not run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+    prefill_launch.runs.cache_clear()
+    assert len(calls) == 2
+
+
+def test_tensor_maps_describe_the_cache() -> None:
+    for layout in ("NHD", "HND"):
+        config = make_config(**LLAMA, kv_cache_layout=layout, block_size=64)
+        rows = torch.arange(5 * 64 * 2).view(5, 64, 2, 1) if layout == "NHD" else torch.arange(640).view(5, 2, 64, 1)
+        storage = rows.expand(-1, -1, -1, 128).bfloat16().contiguous()
+        boxes = prefill_launch.cache_boxes(storage if layout == "NHD" else storage.transpose(1, 2), config)
+        assert boxes.block_shape == [1, 64, 64]
+        assert boxes.shape == ([5, 64, 256] if layout == "NHD" else [10, 64, 128])
+        seen = storage.as_strided(boxes.shape, boxes.strides)
+        block, token, head = 3, 17, 1
+        there = seen[block, token, head * 128] if layout == "NHD" else seen[block * 2 + head, token, 0]
+        logical = storage if layout == "NHD" else storage.transpose(1, 2)
+        assert there == logical[block, token, head, 0]

@@ -1,0 +1,158 @@
+"""Compile the Gluon kernels ahead of time for sm_90, their only target, on a machine with no GPU.
+
+`python -m vattn.ops.gluon.compile_all` compiles a sample, drawn by a printed seed (`VATTN_FUZZ_SEED` or `--seed`);
+`--all` compiles everything. Any register spill and any warning of the compilers (that matrix instructions are
+serialised, above all) is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"  # Before Triton is imported: interpreted kernels cannot be compiled.
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vattn.config import AttentionConfig
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import kv_cache_shape
+from vattn.ops.gluon import prefill_launch
+from vattn.ops.triton import compile_all as triton_compile_all
+from vattn.ops.triton.compile_all import source_of as plain_source_of
+from vattn.ops.triton.compile_cases import Launch
+
+TARGET = "sm_90"
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class _Kernel:
+    """Stand in for a jitted kernel and keep what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arguments = kernel, dict[str, Any]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> _Kernel:
+        return self
+
+    def __call__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def prefill_launch_of(config: AttentionConfig) -> Launch:
+    """Return the launch of a prefill step of a config."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
+    query = empty(160, heads, config.head_size, dtype=dtype)
+    static = OUTPUT_FORMATS[config.output_format].container
+    args = AttentionArgs(
+        query, empty(*kv_cache_shape(config, 6), dtype=dtype), empty(3), empty(2), empty(2, 48),
+        empty(*query.shape, dtype=static or dtype), None,
+        empty(160, heads, dtype=torch.float32) if config.lse else None,
+        empty(1, dtype=torch.float32) if static else None, None, None, None, None,
+        empty(heads, dtype=torch.float32) if config.sinks else None, None, None, None, None, None, [], None,
+        config.encode(),
+    )  # fmt: skip
+    recorder = _Kernel(prefill_launch.prefill_kernel)
+    with mock.patch.object(prefill_launch, "prefill_kernel", recorder):
+        prefill_launch.launch(args, config, empty(9, 8), args.output, 132)
+    name = " ".join(["prefill", *config.encode().split()[1:]])
+    return Launch(name, TARGET, recorder.kernel, recorder.arguments, {"num_warps": 4})
+
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"lse": True},
+    {"sliding_window": 1024, "sinks": True, "lse": True},
+    {"logits_soft_cap": 30.0, "sliding_window": 4096},
+    {"output_format": "fp8_static", "sinks": True},
+)
+
+
+def all_launches() -> Iterator[Launch]:
+    """Yield every case."""
+    for dtype, head_size, layout in itertools.product(prefill_launch.DTYPES, (64, 128), ("NHD", "HND")):
+        for block_size, features in itertools.product(prefill_launch.BLOCK_SIZES.values, FEATURES):
+            config = AttentionConfig(
+                32, 8, head_size, head_size, head_size**-0.5, dtype, dtype, block_size=block_size,
+                kv_cache_layout=layout, **features,
+            )  # fmt: skip
+            yield prefill_launch_of(config)
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """Return what the runtime would compile for a launch; tensor maps are described, the rest is as for Triton."""
+    boxes = {name: value for name, value in launch.arguments.items() if isinstance(value, TensorDescriptor)}
+    plain = {name: 0 if name in boxes else value for name, value in launch.arguments.items()}
+    source = plain_source_of(Launch(launch.name, launch.target, launch.kernel, plain, launch.options))
+    attributes = dict(source.attrs)
+    for index, parameter in enumerate(launch.kernel.params):
+        if parameter.name in boxes:
+            box = boxes[parameter.name]
+            shape = ",".join(map(str, box.block_shape))
+            source.signature[parameter.name] = f"tensordesc<{_DTYPES[box.base.dtype]}[{shape}],{box.layout!r}>"
+            attributes.pop((index,), None)
+    constants = {name[0] if isinstance(name, tuple) else name: value for name, value in source.constants.items()}
+    by_name = {launch.kernel.arg_names[k] if isinstance(k, int) else k: v for k, v in constants.items()}
+    return GluonASTSource(launch.kernel, source.signature, by_name, attributes)
+
+
+_jobs: list[Launch] = []
+
+
+def problems_of(index: int) -> list[str]:
+    """Compile one job and return what is wrong with it; jobs reach the workers by forking."""
+    with mock.patch.object(triton_compile_all, "source_of", source_of):
+        return triton_compile_all.compile_launch(_jobs[index])
+
+
+def main() -> int:
+    """Compile and report; return 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="compile everything")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
+    parser.add_argument("--count", type=int, default=6, help="how many to compile without --all")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    launches = list(all_launches())
+    total = len(launches)
+    if not options.all:
+        launches = random.Random(options.seed).sample(launches, min(options.count, total))
+    print(f"compiling {len(launches)} of {total} Gluon variants, seed {options.seed}, Triton {triton.__version__}")
+    _jobs.extend(launches)
+    failed, total_jobs = 0, len(launches)
+    # A fresh cache: what a cached kernel was warned of is not said again.
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
+        multiprocessing.get_context("fork").Pool(options.processes) as pool,
+    ):
+        for launch, problems in zip(launches, pool.imap(problems_of, range(total_jobs)), strict=True):
+            if problems:
+                failed += 1
+                print(f"FAILED {launch.name}", *problems, sep="\n    ", flush=True)
+    print(f"{len(launches) - failed} compiled, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
