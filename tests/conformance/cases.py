@@ -34,11 +34,18 @@ def make_batch(
     query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
     common = {"seed": seed, "device": device, "num_padding_tokens": padding[0], "num_padding_reqs": padding[1]}
     if config.block_size == 0:
-        return random_packed_batch(config, query_lens, seq_lens, **common)
+        return _with_reciprocal(random_packed_batch(config, query_lens, seq_lens, **common))
     width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" else None
     batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
     if table == "broken":
         break_table(batch, seed)
+    return _with_reciprocal(batch)
+
+
+def _with_reciprocal(batch: Batch) -> Batch:
+    """Give a static scale as its reciprocal where the config multiplies by it."""
+    if batch.config.output_arithmetic == "multiply" and batch.args.output_scale is not None:
+        batch.args = batch.args._replace(output_scale=batch.args.output_scale.reciprocal())
     return batch
 
 

@@ -136,7 +136,8 @@ def compare(result: Batch, out: Tensor, lse: Tensor) -> None:
         return
     ideal = replace(result, args=args._replace(output=torch.empty_like(args.output), **_empty_scales(args)))
     rounded = out.to(MODEL_DTYPES[config.dtype])
-    quantise_output(rounded, fmt, ideal.args.output, ideal.args.output_block_scale, args.output_scale)
+    variant = (config.output_arithmetic, config.output_min_scale)
+    quantise_output(rounded, fmt, ideal.args.output, ideal.args.output_block_scale, args.output_scale, *variant)
     _compare_scales(args.output_block_scale, ideal.args.output_block_scale, fmt, config, out.shape[0])
     _compare_codes(result, out, fmt)
 
@@ -200,6 +201,9 @@ def _unswizzled(scales: Tensor, rows: int, groups: int) -> Tensor:
 def _compare_codes(result: Batch, out: Tensor, fmt: OutputFormat) -> None:
     """Compare what the codes stand for under the scales that were written; those are compared by themselves."""
     config, args = result.config, result.args
+    if fmt.name == "fp8_static" and config.output_arithmetic == "multiply":
+        args = args._replace(output_scale=args.output_scale.reciprocal())
+        result = replace(result, args=args)
     got = dequantise_output(args.output, fmt, args.output_block_scale, args.output_scale)
     step, largest = _step_and_limit(result, out, fmt)
     expected = torch.minimum(torch.maximum(out, -largest), largest)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch
 from vattn.backends.base import FEATURES, DeviceInfo
@@ -163,7 +165,12 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
     config = config.replace(**changes)
     columns = config.num_heads * config.head_size_v
     formats = [f.name for f in OUTPUT_FORMATS.values() if f.group_size <= 0 or columns % f.group_size == 0]
-    return config.replace(output_format="none" if rng.random() < 0.4 else rng.choice(formats))
+    output = OUTPUT_FORMATS["none" if rng.random() < 0.4 else rng.choice(formats)]
+    changes = {"output_format": output.name}
+    if output.container is torch.float8_e4m3fn:
+        changes["output_arithmetic"] = rng.choice(("divide", "divide", "multiply"))
+        changes["output_min_scale"] = None if output.static_scale else rng.choice((None, None, 1e-7, 0.003))
+    return config.replace(**changes)
 
 
 def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (), size: Size = SMALL) -> Request:
@@ -203,7 +210,8 @@ def simpler(request: Request) -> Iterator[Request]:
     for index in range(len(request.lens) if len(request.lens) > 1 else 0):
         yield replace(request, lens=request.lens[:index] + request.lens[index + 1 :])
     less: tuple[dict[str, Any], ...] = (
-        {"output_format": "none"},
+        {"output_arithmetic": "divide", "output_min_scale": None},
+        {"output_format": "none", "output_arithmetic": "divide", "output_min_scale": None},
         {"query_format": "none", "query_scale": "none"},
         {"kv_cache_dtype": "float32", "kv_scale": "none"},
         {"dtype": "float32"},
@@ -262,6 +270,15 @@ def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict
             "head_size": {str(d): base.replace(head_size=d, head_size_v=d) for d in range(8, 1025, 8)},
             "block_size": {str(b): base.replace(block_size=b) for b in range(8, 257, 8)},
         },
+        "output_variants": {
+            "multiply": {
+                name: base.replace(output_format=name, output_arithmetic="multiply")
+                for name in _fp8_outputs(static=True)
+            },
+            "min_scale": {
+                name: base.replace(output_format=name, output_min_scale=1e-4) for name in _fp8_outputs(static=False)
+            },
+        },
         "outputs": _format_grid(base),
     }
     return {
@@ -270,6 +287,12 @@ def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict
         }
         for section, lines in grids.items()
     }
+
+
+def _fp8_outputs(static: bool) -> list[str]:
+    """Return the FP8 output formats, those with a given scale only if asked for."""
+    fp8 = [fmt for fmt in OUTPUT_FORMATS.values() if fmt.container is torch.float8_e4m3fn]
+    return [fmt.name for fmt in fp8 if static or not fmt.static_scale]
 
 
 def _format_grid(base: AttentionConfig) -> dict[str, dict[str, AttentionConfig]]:

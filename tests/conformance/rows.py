@@ -170,6 +170,12 @@ def _formats() -> dict[str, Row]:
     rows["many-rows-out-nvfp4_swizzled"] = Row(
         {"output_format": "nvfp4_swizzled", "num_heads": 2, "num_kv_heads": 1}, ((3, 3),), (127, 1)
     )
+    for output in ("fp8_static", "fp8_per_token", "fp8_group64_pow2", "fp8_group128_col"):
+        for lens, kind in ((MIXED, "mixed"), (LONG, "long")):
+            changes = {"output_format": output, "num_heads": 8, "output_arithmetic": "multiply"}
+            if output != "fp8_static":
+                changes["output_min_scale"] = 0.003
+            rows[f"multiply-{kind}-out-{output}"] = Row(changes, lens)
     rows["nvfp4-odd-groups"] = Row({"output_format": "nvfp4_swizzled", "num_heads": 3, "num_kv_heads": 1}, MIXED)
     return rows
 
