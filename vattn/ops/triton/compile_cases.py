@@ -20,10 +20,10 @@ from vattn.ops.triton import launch, merge
 from vattn.ops.triton.tiles import Limits
 
 TARGETS: dict[str, Limits] = {
-    "sm_80": Limits(108, 163 << 10, native_fp8=False),
+    "sm_80": Limits(108, 163 << 10, native_fp8=False, warpgroups=False),
     "sm_90": Limits(132, 227 << 10, native_fp8=True),
     "sm_100": Limits(148, 227 << 10, native_fp8=True),
-    "gfx942": Limits(304, 64 << 10, native_fp8=False, most_rows=32),
+    "gfx942": Limits(304, 64 << 10, native_fp8=False, most_rows=32, warpgroups=False),
 }
 """Targets that every kernel of this package declares, with what its launcher needs to know of them."""
 

@@ -26,6 +26,8 @@ class Limits:
         shared_bytes: shared memory that one program can have.
         native_fp8: whether the hardware converts FP8.
         most_rows: query rows beyond which registers spill whatever the head size.
+        warpgroups: whether matrix instructions read keys from shared memory (sm_90, sm_100); elsewhere they pass
+            through registers.
         interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
     """
 
@@ -33,6 +35,7 @@ class Limits:
     shared_bytes: int
     native_fp8: bool
     most_rows: int = 128
+    warpgroups: bool = True
     interpreted: bool = False
 
     @staticmethod
@@ -40,12 +43,13 @@ class Limits:
     def of(device: torch.device) -> Limits:
         """Describe a torch device."""
         if device.type != "cuda":
-            return Limits(4, 1 << 16, False, 32, True)
+            return Limits(4, 1 << 16, False, 32, False, True)
         properties: Any = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
-            return Limits(properties.multi_processor_count, 1 << 16, False, 32)
+            return Limits(properties.multi_processor_count, 1 << 16, False, 32, False)
         native = (properties.major, properties.minor) >= (8, 9)
-        return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin, native)
+        shared = properties.shared_memory_per_block_optin
+        return Limits(properties.multi_processor_count, shared, native, warpgroups=properties.major in (9, 10))
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     if block_m <= 32 and wide <= 256 and item == 2:
         tile *= 2
     converted = wide >= 256 and KV_FORMATS[config.kv_cache_dtype].element_size != item
-    if item == 4 or converted or _is_padded(config, wide):
+    through_registers = block_m >= 64 and not limits.warpgroups
+    if item == 4 or converted or through_registers or _is_padded(config, wide):
         tile = max(16, tile // 2)
     # One stage of keys and values and the query must fit.
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
