@@ -9,11 +9,10 @@ from torch import Tensor
 
 import vattn
 from vattn.formats import OUTPUT_FORMATS
-from vattn.layers.scales import quantise_query
 from vattn.metadata import AttentionMetadata
 from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization import dequantise_output
+from vattn.quantization import dequantise_output, encode_query
 
 HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS = 4, 2, 16, 8, 8
 
@@ -70,7 +69,7 @@ def expected(layer: vattn.Attention, query: Tensor, step: AttentionMetadata, **c
     config = layer.config.replace(causality=causal, output_format="none", **changes)
     query = query.view(-1, layer.num_heads, layer.head_size)
     if layer.q_scale is not None:
-        query = quantise_query(query, layer.q_scale, layer.num_kv_heads)
+        query = encode_query(query, layer.q_scale, layer.num_kv_heads)
     nothing: dict[str, Any] = dict.fromkeys(AttentionArgs._fields)
     args = nothing | {
         "query": query,

@@ -451,6 +451,13 @@ def test_a_sharing_layer_needs_the_tokens_of_the_step():
         model[1](make_inputs(4)[0], None, None, metadata=make_step())
 
 
+def test_causal_that_is_no_flag_is_refused():
+    """A list is true whatever it holds."""
+    step = dataclasses.replace(make_step(), causal=[1, 0])
+    with pytest.raises(MetadataError, match=r"metadata.causal=\[1, 0\]"):
+        make_layer()(*make_inputs(5), metadata=step)
+
+
 def test_metadata_of_another_block_size_is_refused():
     layer = make_layer()
     before = state_of(layer)

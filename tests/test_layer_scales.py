@@ -22,8 +22,7 @@ from tests.layer_support import (
 )
 from vattn.errors import ConfigError, ScaleError
 from vattn.formats import KV_FORMATS
-from vattn.layers.scales import HEADROOM, first_scale, make_scale, quantise_query
-from vattn.quantization import encode_query
+from vattn.layers.scales import HEADROOM, first_scale, make_scale
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 CALCULATE = {"cache_dtype": "fp8", "calculate_kv_scales": True}
@@ -154,6 +153,14 @@ def test_infinities_and_nan_of_real_tokens_do_not_count():
     torch.testing.assert_close(layer.k_scale[0], scale_of(key[torch.isfinite(key)]))
 
 
+def test_no_scale_is_calculated_for_what_is_quantised_already():
+    layer = calculated()
+    before, (query, key, value) = state_of(layer), make_inputs(5)
+    with pytest.raises(ScaleError, match="key is float8_e4m3fn"):
+        layer(query, key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn), metadata=make_step())
+    assert_same_state(layer, before)
+
+
 def test_query_scale_is_calculated_with_them():
     layer = calculated(quant_config=vattn.QuantConfig(query_format="fp8_e4m3"))
     query, key, value = make_inputs(9, real=5)
@@ -209,14 +216,6 @@ def test_make_scale_copies():
     scale = make_scale("k_scale", source, (1,))
     source.fill_(9.0)
     assert scale.item() == 0.5
-
-
-@pytest.mark.parametrize("kind", ["tensor", "head"])
-def test_the_layers_query_quantisation_is_the_reference_encoding(kind):
-    query = torch.randn(7, 4, 16) * 100
-    scale = torch.tensor([0.3, 0.07] if kind == "head" else [0.3])
-    got, want = quantise_query(query, scale, 2), encode_query(query, scale, 2)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 # What scales and caches survive

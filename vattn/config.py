@@ -39,6 +39,9 @@ class AttentionType(str, Enum):
     ENCODER_DECODER = "encoder_decoder"
 
 
+MAX_WINDOW = 1 << 30
+"""Largest sliding window: lengths are int32, and a position plus a window must be one too."""
+
 CAUSALITIES = ("causal", "bidirectional", "per_request")
 ALIBI_KINDS = ("none", "linear", "sqrt")
 MM_PREFIX_KINDS = ("none", "full", "clamped")
@@ -48,6 +51,15 @@ KV_CACHE_LAYOUTS = ("NHD", "HND")
 def _check(condition: bool, got: str, allowed: str, fix: str) -> None:
     if not condition:
         raise ConfigError(got, allowed, fix)
+
+
+def _check_window(window: int | None) -> None:
+    _check(
+        window is None or (type(window) is int and 1 <= window <= MAX_WINDOW),
+        f"sliding_window={window!r}",
+        f"None or an int from 1 to {MAX_WINDOW}",
+        "pass None for none",
+    )
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,7 @@ class AttentionConfig:
 
     def _check_mask(self) -> None:
         window, cap, lookback = self.sliding_window, self.logits_soft_cap, self.chunk_lookback
-        _check(window is None or window >= 1, f"sliding_window={window}", "None or an int >= 1", "pass None for none")
+        _check_window(window)
         _check(
             cap is None or (cap > 0 and cap < float("inf")),
             f"logits_soft_cap={cap}",
@@ -359,13 +371,7 @@ class CacheConfig:
             ", ".join(KV_CACHE_LAYOUTS),
             "kv_cache_layout='NHD'",
         )
-        window = self.sliding_window
-        _check(
-            window is None or (isinstance(window, int) and window >= 1),
-            f"sliding_window={window!r}",
-            "None or an int >= 1",
-            "pass None for none",
-        )
+        _check_window(self.sliding_window)
         for entry in self.kv_cache_dtype_skip_layers:
             _check(
                 entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),

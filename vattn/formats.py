@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vattn.errors import ConfigError
 
@@ -127,6 +128,21 @@ class OutputFormat:
         if self.swizzled:
             return (num_tokens + 127) // 128 * 128, (groups + 3) // 4 * 4
         return num_tokens, groups
+
+    def allocate(self, query: Tensor, head_size_v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return uninitialised output and block scales (`None`: there are none) for a query `[T, H, D]`.
+
+        Args:
+            dtype: model dtype.
+        """
+        tokens, heads = query.shape[:2]
+        output = query.new_empty((tokens, heads, self.output_columns(head_size_v)), dtype=self.container or dtype)
+        shape = self.block_scale_shape(tokens, heads * head_size_v)
+        if shape is None:
+            return output, None
+        if self.column_major:
+            return output, query.new_empty(shape[::-1], dtype=self.block_scale_dtype).t()
+        return output, query.new_empty(shape, dtype=self.block_scale_dtype)
 
 
 def _output_formats() -> dict[str, OutputFormat]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
-from vattn.formats import OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.metadata import AttentionMetadata
 
 
@@ -29,17 +29,11 @@ class AttentionOutput(NamedTuple):
 
 def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
     """Return uninitialised tensors that `vattn::attention` can write for this query and config."""
-    fmt = OUTPUT_FORMATS[config.output_format]
-    tokens, columns = query.shape[0], fmt.output_columns(config.head_size_v)
-    dtype = fmt.container or getattr(torch, config.dtype)
-    output = query.new_empty((tokens, config.num_heads, columns), dtype=dtype)
-    lse = query.new_empty((tokens, config.num_heads), dtype=torch.float32) if config.lse else None
-    shape = fmt.block_scale_shape(tokens, config.num_heads * config.head_size_v)
-    if shape is None:
-        return AttentionOutput(output, lse, None)
-    if fmt.column_major:
-        return AttentionOutput(output, lse, query.new_empty(shape[::-1], dtype=fmt.block_scale_dtype).t())
-    return AttentionOutput(output, lse, query.new_empty(shape, dtype=fmt.block_scale_dtype))
+    output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(
+        query, config.head_size_v, MODEL_DTYPES[config.dtype]
+    )
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if config.lse else None
+    return AttentionOutput(output, lse, block_scale)
 
 
 def update_kv_cache(

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import vattn
+from tests.compile_cache import cache_folder  # noqa: F401
 from vattn.backends import dispatch
 from vattn.passes.report import clear_fusion_report
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
-    yield
-    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    if before is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 @pytest.fixture(autouse=True)

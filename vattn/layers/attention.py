@@ -40,10 +40,11 @@ from vattn.layers.request import (
     scale_kind,
     step_configs,
 )
-from vattn.layers.scales import QuantConfig, count_clipped, first_scale, make_scale, quantise_query
+from vattn.layers.scales import QuantConfig, count_clipped, first_scale, make_scale
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.quantization import encode_query
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
@@ -364,7 +365,8 @@ class Attention(OwnBuffers):
                 "both for a layer with its own cache, neither for one that shares a cache",
                 "pass key and value, or None for both",
             )
-        output, block_scale = self._new_output(query)
+        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
+        output, block_scale = fmt.allocate(query, self.head_size_v, query.dtype)
         if output_shape is not None:
             _check_output_shape(output, output_shape)
         if metadata is None:
@@ -394,7 +396,7 @@ class Attention(OwnBuffers):
         if key is not None and value is not None:
             self._write_cache(query, key, value, metadata, op_config)
         if self.q_scale is not None:
-            query = quantise_query(query, self.q_scale, self.num_kv_heads)
+            query = encode_query(query, self.q_scale, self.num_kv_heads)
         torch.ops.vattn.attention(*self._attention_args(query, metadata, output, block_scale, op_config))
         return self._shaped(output, block_scale, output_shape)
 
@@ -449,8 +451,12 @@ class Attention(OwnBuffers):
     def _op_config(self, metadata: AttentionMetadata) -> str:
         if isinstance(metadata.causal, Tensor):
             causality = "per_request"
-        else:
+        elif isinstance(metadata.causal, bool):
             causality = "causal" if metadata.causal else "bidirectional"
+        else:
+            raise MetadataError(
+                f"metadata.causal={metadata.causal!r}", "a bool, or int32 flags [B]", "make it with builder.build"
+            )
         variant = (causality, metadata.tree_bias is not None, metadata.mm_ranges is not None)
         if variant not in self._ops:
             raise UnsupportedRequestError(
@@ -478,6 +484,13 @@ class Attention(OwnBuffers):
     def _calculate_scales(self, query: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Set the scales from the first step that has a real token, before anything of it is written."""
         assert self.config is not None
+        if key.dtype != query.dtype or value.dtype != query.dtype:
+            raise ScaleError(
+                f"key is {dtype_name(key.dtype)} and value {dtype_name(value.dtype)} in layer {self.prefix!r}, which "
+                "calculates its scales",
+                f"{dtype_name(query.dtype)}: what is quantised already has its scale",
+                "QuantConfig(k_scale=..., v_scale=...) without calculate_kv_scales",
+            )
         real, ready = slot_mapping >= 0, self.scales_ready.split(1)
         largest = KV_FORMATS[self.config.kv_cache_dtype].max_value
         new_k, k_ready = first_scale(key, real, self.k_scale, ready[0], largest)
@@ -520,18 +533,6 @@ class Attention(OwnBuffers):
             None,
             op_config,
         )
-
-    def _new_output(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
-        tokens, heads, width = query.shape[0], self.num_heads, self.head_size_v
-        output = query.new_empty((tokens, heads, fmt.output_columns(width)), dtype=fmt.container or query.dtype)
-        shape = fmt.block_scale_shape(tokens, heads * width)
-        if shape is None:
-            return output, None
-        dtype = fmt.block_scale_dtype
-        if fmt.column_major:
-            return output, query.new_empty(shape[::-1], dtype=dtype).t()
-        return output, query.new_empty(shape, dtype=dtype)
 
     def _shaped(
         self, output: Tensor, block_scale: Tensor | None, output_shape: torch.Size | Sequence[int] | None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import ConfigError, ScaleError
-from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.formats import OUTPUT_FORMATS, QUERY_FORMATS
 
 ScaleSource: TypeAlias = Tensor | float | Sequence[float] | str | None
 """A tensor or numbers (1 value or one per KV head), `"unit"`, or `None` for not given."""
@@ -111,17 +111,6 @@ def first_scale(values: Tensor, real: Tensor, old: Tensor, ready: Tensor, max_va
     scale = largest * (HEADROOM / max_value)
     usable = (ready == 0) & (scale > 0)
     return torch.where(usable, scale, old), torch.where(usable, torch.ones_like(ready), ready)
-
-
-def quantise_query(query: Tensor, q_scale: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `query [T, H, D]` as e4m3, in plain torch ops so that Inductor folds it into what made the query."""
-    tokens, heads, width = query.shape
-    if q_scale.shape[0] == 1:
-        scaled = query.float() / q_scale
-    else:
-        grouped = query.float().view(tokens, num_kv_heads, heads // num_kv_heads, width)
-        scaled = (grouped / q_scale[:, None, None]).view(tokens, heads, width)
-    return scaled.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def count_clipped(values: Tensor, real: Tensor, scale: Tensor, max_value: float) -> Tensor:
