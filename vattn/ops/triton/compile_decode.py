@@ -1,0 +1,177 @@
+"""Compile the fast decode path's kernels ahead of time for Hopper, on a machine with no GPU.
+
+`python -m vattn.ops.triton.compile_decode --all` compiles every tuning that `choose_tuning` hands out, in each format;
+without `--all` a quarter of them, which one `VATTN_FUZZ_SEED` says. Spills, shared memory over the limit and compiler
+warnings are errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"  # Before Triton is imported: interpreted kernels cannot be compiled.
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vattn.config import AttentionConfig
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.triton import decode_fast
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10
+SPILL_ALLOWANCE = 96
+"""Bytes of a thread's registers that may go to memory. Head size 256 and wide groups keep some outside of the loop."""
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+}
+_COMPLAINTS = re.compile(r"warning|serializ|unknown constraint|C75\d\d", re.IGNORECASE)
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
+def configs() -> Iterator[AttentionConfig]:
+    """Yield layers that between them reach every branch of the kernels."""
+    base = AttentionConfig(32, 8, 128, 128, 128**-0.5, "bfloat16", "bfloat16", lse=True)
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+    features: dict[str, Any] = {"sliding_window": 1024, "logits_soft_cap": 30.0, "sinks": True}
+    for formats in ({}, fp8, {"dtype": "float16", "kv_cache_dtype": "float16"}):
+        yield base.replace(**formats)
+        yield base.replace(**formats, **features, output_format="fp8_static")
+        yield base.replace(**formats, num_heads=128)
+        yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
+    yield base.replace(head_size=256, head_size_v=256)
+
+
+def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the launches of a decode step, recorded on tensors without storage."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def record(*args: Any, **kwargs: Any) -> None:
+                found.append((self.kernel, {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}))
+
+            return record
+
+    from vattn.ops.gluon import decode as gluon_decode
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dtype = getattr(torch, config.dtype)
+    quantised = config.kv_scale != "none"
+    output = torch.float8_e4m3fn if config.output_format == "fp8_static" else dtype
+    rows = (num_reqs, config.num_heads, config.head_size)
+    scale = empty(config.num_kv_heads) if quantised else None
+    lengths = empty(num_reqs, dtype=torch.int32)
+    args = AttentionArgs(
+        empty(*rows, dtype=dtype), torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),
+        empty(num_reqs + 1, dtype=torch.int32), lengths, empty(num_reqs, 8, dtype=torch.int32),
+        empty(*rows, dtype=output), None, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), None,
+        scale, scale, None, empty(config.num_heads) if config.sinks else None, None, None, None, None, None, [], None,
+        config.encode(),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(decode_fast, "_multiprocessors", lambda device: 132))
+        for module, name in (
+            (decode_fast, "plan_kernel"), (decode_fast, "decode_kernel"), (decode_fast, "reduce_kernel"),
+            (gluon_decode, "decode_kernel"),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
+        decode_fast.decode(args, config)
+    return found
+
+
+def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what the runtime would compile for a launch, and its options."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    options = {name: arguments[name] for name in _OPTIONS if arguments.get(name) is not None}
+    for index, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        signature[name] = "constexpr"
+        if parameter.is_constexpr or value is None:
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):
+            box = f"{_TYPES[value.base.dtype]}{list(value.block_shape)}"
+            layout = getattr(value, "layout", None)
+            signature[name] = f"tensordesc<{box}>" if layout is None else f"tensordesc<{box},{layout!r}>"
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    if "num_warps" in kernel.arg_names:
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes), options
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def problems_of(kernel: Any, arguments: dict[str, Any]) -> list[str]:
+    """Compile one launch and return what is wrong with it."""
+    source, options = source_of(kernel, arguments)
+    log = io.StringIO()
+    with (
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+        mock.patch.dict(os.environ, {"TRITON_DUMP_PTXAS_LOG": "1"}),
+    ):
+        compiled = triton.compile(source, target=TARGET, options=options)
+    found = [line for line in log.getvalue().splitlines() if _COMPLAINTS.search(line) and "FP_FUSION" not in line]
+    if compiled.metadata.shared > SHARED_BYTES:
+        found.append(f"{compiled.metadata.shared} bytes of shared memory")
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
+    return found + [f"{n} bytes of registers spill" for n in spills if n > SPILL_ALLOWANCE]
+
+
+def main() -> int:
+    """Compile and report; return 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="compile everything")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
+    options_given = parser.parse_args()
+    chosen = list(configs()) if options_given.all else list(configs())[options_given.seed % 4 :: 4]
+    failures, seen = 0, set()
+    for config in chosen:
+        for num_reqs in (4, 64):
+            for kernel, arguments in recorded(config, num_reqs):
+                source, options = source_of(kernel, arguments)
+                key = (source.hash(), str(options))
+                if key in seen:
+                    continue
+                seen.add(key)
+                for problem in problems_of(kernel, arguments):
+                    failures += 1
+                    print(f"{kernel.__name__} for {num_reqs} x {config.encode()}: {problem}")
+    print(f"{len(seen)} kernels compiled, {failures} problems")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
