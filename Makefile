@@ -4,6 +4,7 @@
 #   VENV=none                     use PYTHON as it is: no virtual environment, no network, nothing installed
 #   PIP_ARGS="..."                arguments for the pip call that installs torch (to choose its CPU build)
 #   TORCH="torch==2.12.0"         another torch
+#   JOBS=4                        test processes (2; one with VENV=none)
 #   PYTEST_ARGS="-k cache -x"     arguments for pytest
 #   DEMO_ARGS="--help"            arguments for the demo
 
@@ -11,12 +12,15 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 TORCH ?=
+JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 export PYTHON VENV PIP_ARGS TORCH
 
 RUN := $(if $(filter none,$(VENV)),$(PYTHON),$(VENV)/bin/python)
 INSTALL := @sh tools/install.sh
+PARALLEL := $(if $(filter none,$(VENV)),,OMP_NUM_THREADS=1)
+PYTEST := $(PARALLEL) $(RUN) -m pytest $(if $(PARALLEL),-n $(JOBS) --dist worksteal)
 
 .PHONY: help demo test slow gpu-test lint doctor clean
 .DEFAULT_GOAL := help
@@ -40,11 +44,11 @@ doctor:
 
 test:
 	$(INSTALL) test pytest hypothesis
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 slow:
 	$(INSTALL) test pytest hypothesis
-	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 gpu-test:
 	$(INSTALL) test pytest hypothesis
