@@ -1,4 +1,4 @@
-"""`python -m vattn doctor | explain | demo`."""
+"""`python -m vattn doctor | explain | explain-fusion | demo`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands.add_parser("doctor", help="what vattn can use on this machine"))
     _add_explain(commands.add_parser("explain", help="which backend a request gets, and why the others refuse"))
+    _add_explain_fusion(commands.add_parser("explain-fusion", help="what the compiler passes make of your model"))
     commands.add_parser("demo", help="a small compiled model answers prompts on the paged cache", add_help=False)
     if arguments[:1] == ["demo"]:
         from vattn.demo.main import main as demo
 
         return demo(arguments[1:])
     options = parser.parse_args(arguments)
+    if options.command == "explain-fusion":
+        from vattn import explain_fusion
+
+        return explain_fusion.main(options)
     return _doctor(options) if options.command == "doctor" else _explain(options)
+
+
+def _add_explain_fusion(parser: argparse.ArgumentParser) -> None:
+    from vattn import explain_fusion
+
+    explain_fusion.add_arguments(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

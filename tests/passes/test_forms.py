@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import grammar
@@ -10,6 +11,8 @@ import pytest
 import torch
 from harness import Attend, captured, inputs_of, step
 from torch import Tensor
+
+from vattn.passes.report import NodeReport
 
 FORMS = {
     **grammar.around(grammar.STATIC_BASE, grammar.STATIC_PARTS, grammar.static_form),
@@ -34,11 +37,23 @@ def assert_same_bits(got: Any, expected: Any) -> None:
         assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} bytes differ"
 
 
+def row(form: grammar.Form, node: NodeReport) -> str:
+    """Return a form's line of the table in docs/fusion.md."""
+    fused = node.outcome == "fused"
+    reason = re.sub(
+        r"\b(view|mul|div|convert_element_type|reduce|unsqueeze|add|full|copy_?)(_\d+)?\b", "an op", node.reason
+    )
+    return f"| {form.name} | {node.output_format if fused else ''} | {'' if fused else reason} |"
+
+
 def check(form: grammar.Form, expected: bool, steps: Any = ([3, 4], [5, 1, 2])) -> str:
     """Check one form's verdict, and that the graph with the passes computes what the one without does."""
     model = Attend(form.function)
     capture, target = captured(model)
     (node,) = capture.report
+    if "VATTN_FORM_TABLE" in os.environ:
+        with open(os.environ["VATTN_FORM_TABLE"], "a") as file:
+            file.write(row(form, node) + "\n")
     assert (node.outcome == "fused") == expected, str(node)
     for before, after in zip(capture.before, capture.after, strict=True):
         assert count_ops(before, "vattn.attention") == count_ops(after, "vattn.attention") == 1

@@ -160,9 +160,12 @@ def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
         for user in node.users:
             if user in dead or is_check(user):
                 continue
+            if user.op == "output":
+                what = "the attention output" if node is region.output else "a value made of the attention output"
+                raise Refusal(f"the graph also returns {what} unquantised", node, near=True)
             if user not in inside:
                 what = "the attention output" if node is region.output else node.name
-                raise Refusal(f"{user.name} also reads {what} before it is quantised", user, near=True)
+                raise Refusal(f"{user.name} reads {what}, which is not quantised yet", user, near=True)
             dead.add(user)
             stack.append(user)
     return dead

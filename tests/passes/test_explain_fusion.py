@@ -1,0 +1,61 @@
+"""The subcommand that shows a user what became of their model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forms import escaping, static
+from harness import Attend, inputs_of, step_of
+
+from vattn import explain_fusion
+from vattn.__main__ import main
+from vattn.errors import ConfigError
+
+
+def fusing() -> tuple[Any, ...]:
+    model = Attend(static)
+    return model, inputs_of(7), step_of(model, [3, 4])
+
+
+def missing() -> tuple[Any, ...]:
+    model = Attend(escaping)
+    return model, inputs_of(7), step_of(model, [3, 4])
+
+
+def wrong() -> int:
+    return 3
+
+
+not_callable = 5
+
+
+def test_report_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "graphs.dot"
+    assert main(["explain-fusion", f"{__name__}:fusing", "--strict", "--dot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 attention nodes: 1 fused") and "writes fp8_static" in printed
+    before, after = picture.read_text().split("digraph")[1:]
+    assert before.count("#a6cee3") == 1 and before.count("#fdbf6f") > 3 and "output_format" not in before
+    assert "clamp" not in after and "quant" not in after
+
+
+def test_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain-fusion", f"{__name__}:missing", "--strict", "--json"]) == 1
+    ((node,),) = json.loads(capsys.readouterr().out).values()
+    assert node["outcome"] == "near miss" and "forms.py" in node["source"] and "o + 1" in node["source"]
+
+
+@pytest.mark.parametrize("target", ["no_colon", "no_such_module:f", f"{__name__}:no_such", f"{__name__}:wrong"])
+def test_wrong_targets(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain-fusion", target]) == 2
+    assert capsys.readouterr().err.startswith("vattn: ")
+
+
+def test_a_target_that_is_no_function() -> None:
+    with pytest.raises(ConfigError, match="is no function"):
+        explain_fusion.load(f"{__name__}:not_callable")
+    assert torch.is_tensor(explain_fusion.load(f"{__name__}:fusing")()[1][0])
