@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from vattn.ops.triton import compile_all, compile_cases
 
 nothing = SimpleNamespace(asm={})
-assert compile_all._spills("0 bytes spill stores, 0 bytes spill loads", nothing) == []
-assert compile_all._spills("96 bytes spill stores, 90 bytes spill loads", nothing)
-assert compile_all._spills("", SimpleNamespace(asm={"amdgcn": ".vgpr_spill_count: 40"}))
+assert compile_all._spills("0 bytes spill stores, 0 bytes spill loads", nothing, 64) == []
+assert compile_all._spills("96 bytes spill stores, 90 bytes spill loads", nothing, 95)
+assert compile_all._spills("", SimpleNamespace(asm={"amdgcn": ".vgpr_spill_count: 40"}), 64)
 for line in ("Potential Performance Loss: wgmma.mma_async instructions are serialized due to", "ptxas warning : x"):
     assert compile_all._COMPLAINTS.search(line)
 launches = list(islice(compile_cases.all_launches(), 700))
