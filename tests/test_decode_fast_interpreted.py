@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support import Batch, make_config, random_paged_batch, relative_l2
+from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
+from vattn.quantization import quantise_output
 
 pytest.importorskip("triton")
 
@@ -77,3 +79,24 @@ def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
 def test_rows_that_are_not_one_per_request() -> None:
     check(decode_batch([40, 100, 0, 90], query_lens=[2, 1, 0, 0], sinks=True))
     check(decode_batch([40, 1, 30], query_lens=[0, 3, 0]))
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64", "nvfp4_swizzled"])
+def test_quantised_output(name: str) -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([90, 5, 33], output_format=name)
+    plain = batch.config.replace(output_format="none")
+    output = torch.empty(batch.args.query.shape, dtype=torch.float16)
+    for args, config in (
+        (batch.args, batch.config),
+        (batch.args._replace(output=output, output_block_scale=None, config=plain.encode()), plain),
+    ):
+        decode_fast.decode(args, config, decode_fast.Tuning(2, 3, 2))
+    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype)
+    scales = batch.args.output_block_scale
+    expected_scales = None if scales is None else torch.empty_like(scales)
+    quantise_output(output, name, expected, expected_scales, batch.args.output_scale)
+    assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
+    if scales is not None:
+        assert torch.equal(scales.view(torch.uint8), expected_scales.view(torch.uint8))
