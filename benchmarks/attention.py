@@ -214,7 +214,7 @@ def steps_of(cells: list[Cell], args: argparse.Namespace, fa3: Any, xqa: Any) ->
 
 def run_cell(shape: Shape, fp8: bool, args: argparse.Namespace, fa3: Any, xqa: Any) -> dict[str, Any]:
     """Check and time every kernel on one cell."""
-    size = sum(shape.lengths) * shape.kv_heads * shape.head_size * 2 * (1 if fp8 else 2)
+    size = shape.keys * shape.kv_heads * shape.head_size * 2 * (1 if fp8 else 2)  # what is read, not what is cached
     cells = [Cell(shape, fp8, seed) for seed in range(max(1, min(MAX_ROTATIONS, ROTATED_BYTES // size)))]
     row: dict[str, Any] = {"cell": shape.name, "cache": "fp8" if fp8 else "bf16", "kernels": {}}
     timers: dict[str, Timer] = {}
