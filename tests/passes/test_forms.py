@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import grammar
@@ -19,6 +20,9 @@ FORMS = {
     **grammar.around(grammar.DYNAMIC_BASE, grammar.DYNAMIC_PARTS, grammar.dynamic_form),
     **{form.name: form for form in (*grammar.OURS.values(), *grammar.WRONG.values())},
 }
+
+
+TABLE = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text().splitlines()
 
 
 def count_ops(graph: torch.fx.GraphModule, name: str) -> int:
@@ -37,23 +41,21 @@ def assert_same_bits(got: Any, expected: Any) -> None:
         assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} bytes differ"
 
 
+NODE_NAMES = re.compile(r"\b(view|mul|div|convert_element_type|reduce|unsqueeze|add|full|copy_?)(_\d+)?\b")
+
+
 def row(form: grammar.Form, node: NodeReport) -> str:
     """Return a form's line of the table in docs/fusion.md."""
     fused = node.outcome == "fused"
-    reason = re.sub(
-        r"\b(view|mul|div|convert_element_type|reduce|unsqueeze|add|full|copy_?)(_\d+)?\b", "an op", node.reason
-    )
+    reason = NODE_NAMES.sub("an op", re.sub(r"\(s\d+,", "(tokens,", node.reason))
     return f"| {form.name} | {node.output_format if fused else ''} | {'' if fused else reason} |"
 
 
-def check(form: grammar.Form, expected: bool, steps: Any = ([3, 4], [5, 1, 2])) -> str:
+def check(form: grammar.Form, expected: bool, steps: Any = ([3, 4], [5, 1, 2])) -> NodeReport:
     """Check one form's verdict, and that the graph with the passes computes what the one without does."""
     model = Attend(form.function)
     capture, target = captured(model)
     (node,) = capture.report
-    if "VATTN_FORM_TABLE" in os.environ:
-        with open(os.environ["VATTN_FORM_TABLE"], "a") as file:
-            file.write(row(form, node) + "\n")
     assert (node.outcome == "fused") == expected, str(node)
     for before, after in zip(capture.before, capture.after, strict=True):
         assert count_ops(before, "vattn.attention") == count_ops(after, "vattn.attention") == 1
@@ -61,7 +63,7 @@ def check(form: grammar.Form, expected: bool, steps: Any = ([3, 4], [5, 1, 2])) 
             assert count_ops(after, "clamp") == count_ops(after, "vattn.quant_") == count_ops(after, "float8") == 0
         else:
             assert node.reason
-            return node.outcome
+            return node
     for query_lens in steps:
         results = []
         for fused in (True, False):
@@ -69,14 +71,15 @@ def check(form: grammar.Form, expected: bool, steps: Any = ([3, 4], [5, 1, 2])) 
             with step(model, query_lens):
                 results.append(target(*inputs_of(sum(query_lens), seed=len(query_lens))))
         assert_same_bits(*results)
-    return node.outcome
+    return node
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str) -> None:
     form = FORMS[name]
     expected = not name.startswith("other") and (name.startswith("library") or grammar.meaning(form) is not None)
-    check(form, expected)
+    line = row(form, check(form, expected))
+    assert line in TABLE, f"docs/fusion.md lacks: {line}"
 
 
 @pytest.mark.slow
@@ -87,5 +90,5 @@ def test_random_forms() -> None:
         **grammar.sampled(grammar.DYNAMIC_PARTS, grammar.dynamic_form, 150, seed),
     }
     for name, form in forms.items():
-        outcomes[name] = check(form, grammar.meaning(form) is not None, ([3, 4], [1], [5, 1, 2], [16]))
+        outcomes[name] = check(form, grammar.meaning(form) is not None, ([3, 4], [1], [5, 1, 2], [16])).outcome
     assert 10 < sum(outcome == "fused" for outcome in outcomes.values()) < len(outcomes)
