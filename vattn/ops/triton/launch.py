@@ -194,9 +194,10 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
     fmt = OUTPUT_FORMATS[config.output_format]
     kind = "fp8_group" if fmt.name.startswith("fp8_group") else fmt.name
     columns = next_power_of_two(config.num_heads * config.head_size_v)
+    least = -1.0 if config.output_min_scale is None else config.output_min_scale
     return {
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
-        "MULTIPLY": config.output_arithmetic == "multiply", "MIN_SCALE": config.output_min_scale or 0.0,
+        "MULTIPLY": config.output_arithmetic == "multiply", "MIN_SCALE": least,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
         "BLOCK": max(16, min(columns, 256 if split else 1024)),
     }  # fmt: skip
