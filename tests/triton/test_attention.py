@@ -117,7 +117,9 @@ def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits:
     for got, want in zip((batch.args.output, batch.args.output_block_scale), expected, strict=True):
         if want is not None and got is not None:
             assert got.stride() == want.stride()
-            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=variant == "token-no-minimum")
+            torch.testing.assert_close(
+                got.float(), want.float(), rtol=0, atol=0, equal_nan=variant == "token-no-minimum"
+            )
 
 
 def poisoned_like(tensor: Tensor | None) -> Tensor | None:
