@@ -174,3 +174,22 @@ def test_export_and_aot_inductor(tmp_path: Any) -> None:
         # The compiled residual rounds to bf16 at other places than the eager one, which moves single codes by a step.
         want = run(model, model, query_lens).float()
         assert (got.float() - want).norm() < 0.02 * want.norm()
+
+
+def test_attention_without_a_cache() -> None:
+    """`vattn::varlen_attention` is an attention node too."""
+    config = vattn.AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16", block_size=0, attn_type="encoder_only")
+    config = config.replace(causality="bidirectional")
+
+    def packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, s: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        outputs = (out, None, None)
+        args = (query, key, value, starts, starts, *outputs, *[None] * 10, [], None, config.encode())
+        torch.ops.vattn.varlen_attention(*args)
+        return static(out.flatten(1), s)
+
+    rows = [torch.randn(7, heads, 32).bfloat16() for heads in (4, 2, 2)]
+    arguments = (*rows, torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0.01]))
+    got = torch.compile(packed, options=vattn.options(strict=True))(*arguments)
+    assert torch.equal(got.view(torch.uint8), packed(*arguments).view(torch.uint8))
+    assert [node.op for node in vattn.fusion_report()] == ["varlen_attention"]
