@@ -57,7 +57,7 @@ def absolute_maximum(x):
 
 @triton.jit
 def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE stands for the default."""
+    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default."""
     if MIN_SCALE >= 0.0:
         scale = tl.div_rn(absmax, tl.zeros_like(absmax) + 448.0)
         scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
