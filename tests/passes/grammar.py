@@ -176,6 +176,12 @@ STATIC_PARTS = (WIDEN, SCALED, CLAMPED, SHAPED)
 DYNAMIC_BASE = ("float()", "abs().amax()", "clamp 1e-10", "/", "any", "token", "clamp", "[T, G]")
 DYNAMIC_PARTS = (WIDEN, LARGEST, SCALE, APPLIED, POWER, GROUPS, CLAMPED, RETURNED)
 
+PAIRS = [
+    dynamic_form("float()", "abs().amax()", "plus 1e-6", "* (1 / scale)", "power of two", "token", "none", "[T, G]"),
+    dynamic_form("float()", "abs().max()", "no floor", "* reciprocal()", "power of two", "group 64", "clamp", "[T, G]"),
+]
+"""Combinations that random forms once found to be judged wrongly."""
+
 
 def around(base: tuple[str, ...], parts: tuple[dict[str, Any], ...], make: Callable[..., Form]) -> dict[str, Form]:
     """Return the base form and all that differ from it in one production."""

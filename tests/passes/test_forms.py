@@ -18,6 +18,7 @@ from vattn.passes.report import NodeReport
 FORMS = {
     **grammar.around(grammar.STATIC_BASE, grammar.STATIC_PARTS, grammar.static_form),
     **grammar.around(grammar.DYNAMIC_BASE, grammar.DYNAMIC_PARTS, grammar.dynamic_form),
+    **{form.name: form for form in grammar.PAIRS},
     **{form.name: form for form in (*grammar.OURS.values(), *grammar.WRONG.values())},
 }
 

@@ -26,7 +26,8 @@ PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
 them rounds otherwise when multiplied by the reciprocal (3 and 5 show no difference). Scales of eight bits, all that
 bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
 
-TOKEN_COUNTS = (29, 5)
+TOKEN_COUNTS = (31, 5)
+_SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
 
@@ -186,11 +187,12 @@ def probe_values(columns: int, scale: float) -> Tensor:
     ramp = torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 17 - 8.0)
     noise = torch.randn(6, columns, generator=rng)
     dynamic = []
-    for step in (7 / 512, 1.0, 7 / 16, 1.7e-3):
+    for step in (7 / 512, 1.0, 7 / 16, 1.7e-3, *_SMALL_STEPS):
         # A maximum of 448 steps in every group makes each of these ties a tie under the group's own scale.
         rows = _rows(ties[ties.abs() <= 448][torch.randperm(501, generator=rng)] * step, columns)
         rows[:, ::16] = 448 * step
-        dynamic.append(rows[:2])
+        # Small maxima, exactly at a power of two, show what is added to them.
+        dynamic.append(rows[:1] if step in _SMALL_STEPS else rows[:2])
     tiny = torch.stack([torch.full((columns,), size) for size in (0.0, 1e-39, 1e-12, 3e-8, 2e-5)])
     tiny[1:, ::3] = 0
     outlier, infinite, nan = noise[5].clone(), noise[5].clone(), noise[5].clone()
