@@ -234,7 +234,8 @@ def test_the_layers_own_window_wins_over_the_models():
 
 
 BAD_OPTIONS = {
-    "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "sink"),
+    "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "Try: sinks"),
+    "misspelt argument": ({"window": 4}, UnknownOptionError, "Try: per_layer_sliding_window"),
     "unknown backend": ({"attn_backend": "FAST"}, UnknownOptionError, "FAST"),
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
     "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "varlen_attention"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,7 @@ class Attention(OwnBuffers):
         self.observing = False
         if not isinstance(prefix, str):
             raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
-        options = check_extra(extra)
+        options = check_extra(extra, _NAMED_ARGUMENTS)
         check_decoder(attn_type)
         if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
             raise ConfigError(
@@ -549,6 +550,9 @@ class Attention(OwnBuffers):
         cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
         asked = "" if self.attn_backend == "auto" else " (asked for)"
         return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"
+
+
+_NAMED_ARGUMENTS = [name for name in inspect.signature(Attention).parameters if name != "extra"]
 
 
 def _given(tensor: Tensor | None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,14 +52,18 @@ def layer_index(prefix: str) -> int | None:
     return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
 
 
-def check_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra options with their defaults; refuse an unknown name."""
+def check_extra(extra: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
+    """Return the extra options with their defaults; refuse an unknown name. `named` are the layer's other arguments."""
     unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
     if unknown:
+        names = [*named, *EXTRA_OPTIONS]
+        close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+        # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
+        close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
         raise UnknownOptionError(
             f"Attention got unknown option(s) {', '.join(unknown)}",
-            ", ".join(EXTRA_OPTIONS),
-            "check the spelling; nothing is ignored",
+            ", ".join(names),
+            " or ".join(dict.fromkeys(close)) or "check the spelling; nothing is ignored",
         )
     return {**EXTRA_OPTIONS, **extra}
 
