@@ -48,7 +48,7 @@ test:
 
 slow:
 	$(INSTALL) test pytest hypothesis
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 gpu-test:
 	$(INSTALL) test pytest hypothesis
