@@ -112,16 +112,33 @@ def mutate(args: Any, rng: random.Random) -> tuple[str, Any]:
     if rng.random() < 0.25:
         return _toggle(args, rng)
     if rng.random() < 0.05:
-        text = rng.choice((args.config + " nonsense=1", args.config.replace("vattn1", "vattn9"), "", args.config + "0"))
-        return f"config={text!r}", args._replace(config=text)
+        return rng.choice(wrong_configs(args))
     tensors = [name for name, value in args._asdict().items() if isinstance(value, Tensor)]
     name, kind = rng.choice(tensors), rng.choice(list(MUTATIONS))
     return f"{name} {kind}", args._replace(**{name: MUTATIONS[kind](getattr(args, name), rng)})
 
 
+def wrong_configs(args: Any) -> list[tuple[str, Any]]:
+    """Return the arguments with config strings that nobody encoded."""
+    texts = (args.config + " nonsense=1", args.config.replace("vattn1", "vattn9"), "", args.config + "0")
+    return [(f"config={text!r}", args._replace(config=text)) for text in texts]
+
+
+def every_kind(args: Any) -> list[tuple[str, Any]]:
+    """Return the arguments with their first tensor wrong in every way, a wrong scale, and wrong config strings."""
+    rng, name = random.Random(0), args._fields[0]
+    changes = [
+        (f"{name} {kind}", args._replace(**{name: f(getattr(args, name), rng)})) for kind, f in MUTATIONS.items()
+    ]
+    return [*changes, _toggled(args, "k_scale"), *wrong_configs(args)]
+
+
 def _toggle(args: Any, rng: random.Random) -> tuple[str, Any]:
+    return _toggled(args, rng.choice([name for name in OPTIONAL if name in args._fields]))
+
+
+def _toggled(args: Any, name: str) -> tuple[str, Any]:
     """Leave out an optional tensor that is given, or give one that nobody asked for."""
-    name = rng.choice([name for name in OPTIONAL if name in args._fields])
     if getattr(args, name) is not None:
         return f"{name} missing", args._replace(**{name: None})
     like = args.slot_mapping if "slot_mapping" in args._fields else args.query
