@@ -62,7 +62,7 @@ def test_page_size_is_what_a_block_of_the_storage_takes(layout, kv_cache_dtype_n
 def test_full_attention_keeps_every_token(max_seq_len, blocks):
     spec = FullAttentionSpec(num_kv_heads=2, head_size=64)
     assert spec.max_blocks(max_seq_len) == blocks
-    assert spec.max_memory_bytes(max_seq_len) == blocks * 16 * 2 * 128 * 2
+    assert spec.max_memory_usage_bytes(max_seq_len) == blocks * 16 * 2 * 128 * 2
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,32 @@ from torch import Tensor, nn
 
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vattn.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    TQFullAttentionSpec,
+)
 from vattn.ops.cache_layout import CacheGeometry, kv_cache_dtype, kv_cache_shape
 
 __all__ = [
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
+    "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "KVCacheAllocation",
     "KVCacheLayer",
     "KVCacheSpec",
     "LayerCache",
+    "MLAAttentionSpec",
+    "SinkFullAttentionSpec",
     "SlidingWindowSpec",
+    "TQFullAttentionSpec",
     "allocate_kv_cache",
     "copy_blocks",
     "format_bytes",
