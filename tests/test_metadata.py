@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+import vattn
+from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError, ShapeError
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -263,3 +264,33 @@ def test_check_finds(name: str) -> None:
     with pytest.raises(MetadataError) as caught:
         hand_made(**change).check(BLOCK, num_blocks=5)
     assert text in str(caught.value)
+
+
+def test_a_step_without_a_cache() -> None:
+    builder = make_builder()
+    step = builder.build([3, 0, 5], num_tokens_padded=11, num_reqs_padded=4)
+    assert step.query_start_loc.tolist() == [0, 3, 3, 8, 8]
+    assert step.seq_lens.tolist() == [3, 0, 5, 0]
+    assert step.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0]
+    assert step.slot_mapping.tolist() == [-1] * 11
+    assert step.block_table.shape == (4, 0) and step.plans == {}
+    builder.check(step)
+    with pytest.raises(GraphContractError, match="table_width 8, captured 0"):
+        builder.build([3], [3], [[1]], capture_key=step.capture_key())
+
+
+def test_a_step_without_a_cache_has_no_cached_tokens_and_no_slots() -> None:
+    builder = make_builder()
+    with pytest.raises(MetadataError, match="request 1: seq_len 4 for 2 new tokens, and no block tables"):
+        builder.build([3, 2], [3, 4])
+    with pytest.raises(MetadataError, match="slot_mapping without block_tables"):
+        builder.build([2], slot_mapping=[1, 2])
+
+
+def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
+    layer = vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK))
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    before = layer.kv_cache.clone()
+    with pytest.raises(ShapeError, match=r"block_table has shape \(2, 0\)"):
+        layer(*(torch.randn(3, 16) for _ in range(3)), metadata=make_builder().build([3]))
+    assert torch.equal(layer.kv_cache, before)

@@ -67,7 +67,8 @@ class AttentionMetadata:
     Attributes:
         query_start_loc: int32 `[B + 1]`, where each request's new tokens start; padded requests repeat the last value.
         seq_lens: int32 `[B]`, cached plus new tokens.
-        block_table: int32 `[B, W]`; entries past a request's last block may hold garbage.
+        block_table: int32 `[B, W]`; entries past a request's last block may hold garbage. W is 0 in a step of layers
+            without a cache, which has no slots either.
         slot_mapping: int64 `[T]`, `block * block_size + offset` of every new token; -1 writes nothing.
         positions: int64 `[T]`, `seq_len - query_len + i`; 0 for padding.
         causal: `True` (each layer's own rule), `False` (bidirectional), or int32 `[B]` flags, nonzero = causal.
@@ -145,7 +146,8 @@ class AttentionMetadata:
         host = {name: tensor.cpu() for name, tensor in self.tensors().items() if not name.startswith("plans.")}
         _check_shapes(host)
         _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
-        check_block_table(host["block_table"], host["seq_lens"].long(), block_size, num_blocks)
+        if host["block_table"].shape[1] or bool((host["slot_mapping"] >= 0).any()):
+            check_block_table(host["block_table"], host["seq_lens"].long(), block_size, num_blocks)
         check_slots(host["slot_mapping"], block_size, num_blocks)
         real = int(host["query_start_loc"][-1])
         if bool((host["slot_mapping"][real:] >= 0).any()):

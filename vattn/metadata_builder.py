@@ -152,8 +152,8 @@ class AttentionMetadataBuilder:
     def build(
         self,
         query_lens: Lengths,
-        seq_lens: Lengths,
-        block_tables: Sequence[Sequence[int]] | Tensor,
+        seq_lens: Lengths | None = None,
+        block_tables: Sequence[Sequence[int]] | Tensor | None = None,
         *,
         slot_mapping: Lengths | None = None,
         num_reqs_padded: int | None = None,
@@ -168,7 +168,9 @@ class AttentionMetadataBuilder:
 
         Args:
             query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
-            block_tables: block ids of each request, in order; rows may be longer than needed.
+                `seq_lens=None`: nothing is cached.
+            block_tables: block ids of each request, in order; rows may be longer than needed. `None`: a step of layers
+                without a cache (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
             num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
@@ -208,7 +210,7 @@ class AttentionMetadataBuilder:
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
         to, plans = self._buffers, {}
-        for key, config in self._configs.items():
+        for key, config in self._configs.items() if not step.packed else ():
             shape = self._plan_shape(config, num_tokens, num_reqs)
             plans[key] = _alias(self._plans[key][: torch.Size(shape).numel()].view(shape))
         bias = step.tree_bias
@@ -219,7 +221,7 @@ class AttentionMetadataBuilder:
         return AttentionMetadata(
             query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),
             seq_lens=_alias(to.seq_lens[:num_reqs]),
-            block_table=_alias(to.block_table[:num_reqs]),
+            block_table=_alias(to.block_table[:num_reqs, : 0 if step.packed else None]),
             slot_mapping=_alias(to.slot_mapping[:num_tokens]),
             positions=_alias(to.positions[:num_tokens]),
             causal=step.causal if isinstance(step.causal, bool) else _alias(to.causal_flags[:num_reqs]),

@@ -47,13 +47,15 @@ class Step:
     tree_bias: Tensor | None
     tree_id: Tensor | None
     mm_ranges: Tensor | None
+    packed: bool = False
+    """Without a cache: no table, no slots."""
 
 
 def read_step(
     limits: Limits,
     query_lens: Lengths,
-    seq_lens: Lengths,
-    block_tables: Sequence[Sequence[int]] | Tensor,
+    seq_lens: Lengths | None,
+    block_tables: Sequence[Sequence[int]] | Tensor | None,
     slot_mapping: Lengths | None,
     causal: bool | Lengths,
     tree_bias: Tensor | None,
@@ -65,22 +67,30 @@ def read_step(
     Raises:
         MetadataError: values that contradict each other, the capacity or the cache.
     """
-    queries, lengths = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
+    queries = _integers("query_lens", query_lens)
+    lengths = queries if seq_lens is None else _integers("seq_lens", seq_lens)
     num_reqs = queries.shape[0]
     _check_count("seq_lens", lengths.shape[0], num_reqs)
-    _check_count("block_tables", len(block_tables), num_reqs)
+    if block_tables is not None:
+        _check_count("block_tables", len(block_tables), num_reqs)
     check_seq_lens(queries, lengths)
     num_tokens = int(queries.sum())
     _check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
     _check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
     _check_capacity("positions in one request", max(lengths.tolist(), default=0), limits.seq_len, "max_seq_len")
 
-    table = _table(block_tables, lengths, limits.block_size)
-    check_block_table(table, lengths, limits.block_size, limits.num_blocks)
     request = torch.repeat_interleave(torch.arange(num_reqs), queries)
     first = queries.cumsum(0) - queries
     positions = torch.arange(num_tokens) + (lengths - queries - first)[request]
-    if slot_mapping is None:
+    if block_tables is None:
+        _check_packed(queries, lengths, slot_mapping)
+        table = torch.zeros((num_reqs, 0), dtype=torch.int64)
+    else:
+        table = _table(block_tables, lengths, limits.block_size)
+        check_block_table(table, lengths, limits.block_size, limits.num_blocks)
+    if block_tables is None:
+        slots = torch.full_like(positions, -1)
+    elif slot_mapping is None:
         slots = table[request, positions // limits.block_size] * limits.block_size + positions % limits.block_size
     else:
         slots = _given_slots(slot_mapping, num_tokens)
@@ -88,7 +98,19 @@ def read_step(
     flags = causal if isinstance(causal, bool) else _flags(causal, num_reqs)
     bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
     ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
-    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges)
+    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None)
+
+
+def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None) -> None:
+    if not torch.equal(queries, lengths):
+        row = int((queries != lengths).nonzero()[0])
+        raise MetadataError(
+            f"request {row}: seq_len {int(lengths[row])} for {int(queries[row])} new tokens, and no block tables",
+            "equal lengths where nothing is cached",
+            "pass block_tables, or leave seq_lens out",
+        )
+    if slot_mapping is not None:
+        raise MetadataError("slot_mapping without block_tables", "both, or neither without a cache", "leave it out")
 
 
 def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
