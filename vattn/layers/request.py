@@ -52,7 +52,7 @@ def layer_index(prefix: str) -> int | None:
     return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
 
 
-def check_extra(extra: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
+def check_extra(layer: str, extra: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
     """Return the extra options with their defaults; refuse an unknown name. `named` are the layer's other arguments."""
     unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
     if unknown:
@@ -61,24 +61,31 @@ def check_extra(extra: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
         # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
         close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
         raise UnknownOptionError(
-            f"Attention got unknown option(s) {', '.join(unknown)}",
+            f"{layer} got unknown option(s) {', '.join(unknown)}",
             ", ".join(names),
             " or ".join(dict.fromkeys(close)) or "check the spelling; nothing is ignored",
         )
     return {**EXTRA_OPTIONS, **extra}
 
 
-def check_decoder(attn_type: str | AttentionType) -> None:
-    """Refuse attention types that are layers of their own."""
+_LAYERS = {
+    AttentionType.DECODER: "Attention",
+    AttentionType.ENCODER_DECODER: "CrossAttention",
+}
+"""Which layer runs which type of attention; the others have no cache."""
+
+
+def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -> None:
+    """Refuse attention types that are layers of their own; `own` is that of `layer`."""
     names = [t.value for t in AttentionType]
     if attn_type not in names:
         raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
-    if attn_type != AttentionType.DECODER:
-        raise UnsupportedRequestError(
-            f"attn_type={AttentionType(attn_type).value!r} in Attention",
-            "'decoder'",
-            "call torch.ops.vattn.varlen_attention for attention without a cache; its layers are not implemented yet",
-        )
+    if attn_type != own:
+        kind = AttentionType(attn_type)
+        fix = "call torch.ops.vattn.varlen_attention, which needs no cache"
+        if kind in _LAYERS:
+            fix = f"use vattn.{_LAYERS[kind]}"
+        raise UnsupportedRequestError(f"attn_type={kind.value!r} in {layer}", repr(own.value), fix)
 
 
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:

@@ -1,0 +1,143 @@
+"""`LayerStep`: what one attention layer reads of a step, and the arguments of the op that it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vattn.errors import MetadataError, ShapeError
+from vattn.layers.request import StepKind
+from vattn.metadata import AttentionMetadata
+
+
+class LayerStep(NamedTuple):
+    """A layer's own choice among the tensors of `AttentionMetadata`, which has their shapes.
+
+    Attributes:
+        query_slots: one entry per query row, negative for rows that are padding or not stored.
+        key_slots: one slot per row of key and value; `None` where this step writes none.
+        plan: the schedule of this kind of layer, if the builder made one.
+        block_size: tokens per block that table and slots count in; 0: not told.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    query_slots: Tensor
+    key_slots: Tensor | None
+    causal: bool | Tensor = True
+    tree_bias: Tensor | None = None
+    tree_id: Tensor | None = None
+    mm_ranges: Tensor | None = None
+    plan: Tensor | None = None
+    block_size: int = 0
+
+    @staticmethod
+    def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
+        """Return the step as a layer of plain decoder attention reads it."""
+        return LayerStep(
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            query_slots=metadata.slot_mapping,
+            key_slots=metadata.slot_mapping,
+            causal=metadata.causal,
+            tree_bias=metadata.tree_bias,
+            tree_id=metadata.tree_id,
+            mm_ranges=metadata.mm_ranges,
+            plan=metadata.plans.get(plan_key),
+            block_size=metadata.block_size,
+        )
+
+    def kind(self) -> StepKind:
+        """Return what this step changes about a layer's config.
+
+        Raises:
+            MetadataError: `causal` is neither a bool nor a tensor.
+        """
+        if isinstance(self.causal, Tensor):
+            causality = "per_request"
+        elif isinstance(self.causal, bool):
+            causality = "causal" if self.causal else "bidirectional"
+        else:
+            raise MetadataError(
+                f"metadata.causal={self.causal!r}", "a bool, or int32 flags [B]", "make it with builder.build"
+            )
+        return causality, self.tree_bias is not None, self.mm_ranges is not None
+
+    def arguments(
+        self,
+        query: Tensor,
+        kv_cache: Tensor | None,
+        output: Tensor,
+        block_scale: Tensor | None,
+        inputs: dict[str, Tensor | None],
+        op_config: str,
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `vattn::attention` in the schema's order.
+
+        Args:
+            inputs: the layer's own tensors: its scales, `alibi_slopes` and `sinks`.
+        """
+        return (
+            query,
+            kv_cache,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+            output,
+            block_scale,
+            None,
+            inputs["output_scale"],
+            inputs["q_scale"],
+            inputs["k_scale"],
+            inputs["v_scale"],
+            inputs["alibi_slopes"],
+            inputs["sinks"],
+            self.causal if isinstance(self.causal, Tensor) else None,
+            self.tree_bias,
+            self.tree_id if self.tree_bias is not None else None,
+            self.mm_ranges,
+            None,
+            [] if self.plan is None else [self.plan],
+            None,
+            op_config,
+        )
+
+
+def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
+    """Return `[tokens, heads, width]` of a tensor that has two or three dimensions.
+
+    Raises:
+        ShapeError: other sizes.
+    """
+    if tensor.dim() == 2 and tensor.shape[1] == heads * width:
+        return tensor.unflatten(1, (heads, width))
+    if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:
+        return tensor
+    raise ShapeError(
+        f"{name} has shape {tuple(tensor.shape)}",
+        f"[tokens, {heads * width}] or [tokens, {heads}, {width}]",
+        "reshape it, or check the head counts of the layer",
+    )
+
+
+def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:
+    """Refuse an output shape that does not hold the output's elements."""
+    size = 1
+    for length in shape:
+        size *= length
+    if size != output.numel():
+        raise ShapeError(
+            f"output_shape={tuple(shape)} for {output.numel()} elements",
+            f"a shape of {tuple(output.shape)}'s size, without -1",
+            "leave it out for [tokens, num_heads * head_size_v]",
+        )
+
+
+def given(tensor: Tensor | None) -> str:
+    """Return what a message says about an optional tensor."""
+    return "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
