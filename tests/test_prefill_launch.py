@@ -26,7 +26,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unequal heads": ({"head_size_v": 64}, "unequal_head_sizes"),
     "block": ({"block_size": 24}, "block_size 24"),
     "no cache": ({"block_size": 0}, "contiguous_kv"),
-    "reciprocal": ({"output_format": "fp8_static", "output_arithmetic": "multiply"}, "output_arithmetic multiply"),
     "encoder": ({"attn_type": "encoder", "causality": "bidirectional"}, "attn_type encoder"),
     "scale": ({"scale": -1.0}, "scale -1.0"),
     "alibi": ({"alibi": "linear"}, "alibi"),

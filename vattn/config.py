@@ -78,7 +78,8 @@ class AttentionConfig:
         query_format: `"none"` or `"fp8_e4m3"`.
         output_format: name in `vattn.formats.OUTPUT_FORMATS`.
         output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
-            that reciprocal. FP8 formats only.
+            that reciprocal. FP8 formats only. `"approximate_divide"` and `"approximate_multiply"` divide as code that
+            Inductor generates for CUDA does, which may differ in the last two places (`vattn.formats`).
         output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.MIN_ABSMAX / 448`. With 0,
             rows of zeros become NaN.
         attn_type: see `AttentionType`.
@@ -189,10 +190,11 @@ class AttentionConfig:
     def _check_output_variant(self) -> None:
         fmt, lowest = OUTPUT_FORMATS[self.output_format], self.output_min_scale
         fp8 = fmt.container is not None and fmt.container.is_floating_point
+        divides = self.output_arithmetic.removeprefix("approximate_") == "divide"
         _check(
-            self.output_arithmetic == "divide" or fp8,
+            self.output_arithmetic == "divide" or fp8 or (divides and fmt.container is not None),
             f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
-            "'multiply' with FP8 output formats",
+            "multiplication with FP8 output formats, approximate arithmetic with quantised ones",
             "use output_arithmetic='divide'",
         )
         _check(

@@ -168,14 +168,19 @@ def _quant_fp8_groups(
     groups = _grouped(input, group_size)
     largest = groups.abs().amax(dim=-1)
     if min_scale is None:
-        scales = largest.clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX
+        scales = _divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
     else:
-        scales = (largest / FP8_E4M3_MAX).clamp(min=min_scale)
+        scales = _divide(largest, FP8_E4M3_MAX).clamp(min=min_scale)
     if power_of_two:
         scales = ceil_power_of_two(scales)
     wide = scales.unsqueeze(-1)
-    codes = _to_e4m3(groups * wide.reciprocal() if arithmetic == "multiply" else groups / wide)
+    codes = _to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
     return codes.flatten(1).contiguous(), scales.contiguous()
+
+
+def _multiplies(arithmetic: str) -> bool:
+    # What is approximate on CUDA is rounded correctly here.
+    return arithmetic.removeprefix("approximate_") == "multiply"
 
 
 def _grouped(input: Tensor, group_size: int) -> Tensor:
@@ -323,7 +328,7 @@ def quantise_rows(
         return codes, _column_major(scales) if fmt.column_major else scales
     if fmt.container is torch.uint8:
         return quant_nvfp4(rows, output_scale, fmt.swizzled)
-    if arithmetic == "multiply":
+    if _multiplies(arithmetic):
         return _to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
     return quant_fp8_static(rows, output_scale), None
 

@@ -84,10 +84,19 @@ def test_a_backend_without_them_says_so() -> None:
     assert AttentionConfig.parse(config.encode()) == config
 
 
+def test_only_a_backend_that_divides_as_inductor_does_on_cuda_takes_approximate_arithmetic() -> None:
+    config = make_config(output_format="fp8_per_token", output_arithmetic="approximate_divide")
+    exact = selector.get_backend("TORCH_SDPA").reasons(config, selector.DeviceInfo("cpu"))
+    assert exact == ["output_arithmetic approximate_divide (divides exactly)"]
+    assert selector.get_backend("TRITON_ATTN").capabilities.approximate_division
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"output_format": "none", "output_arithmetic": "multiply"},
+        {"output_format": "none", "output_arithmetic": "approximate_divide"},
+        {"output_format": "nvfp4", "output_arithmetic": "approximate_multiply"},
         {"output_format": "nvfp4", "output_arithmetic": "multiply"},
         {"output_format": "fp8_static", "output_min_scale": 1e-6},
         {"output_format": "fp8_per_token", "output_min_scale": -1e-6},

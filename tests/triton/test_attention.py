@@ -122,6 +122,32 @@ def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits:
             )
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("arithmetic", ["approximate_divide", "approximate_multiply"])
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col"])
+def test_approximate_arithmetic_is_that_of_inductor_s_code(name: str, arithmetic: str, splits: int) -> None:
+    """Constant divisors become factors; what the interpreter divides is exact. The GPU tests compare with real code."""
+    config = make_config(
+        num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", output_format=name, output_arithmetic=arithmetic
+    )
+    cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
+    batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1])
+    launch.paged_attention(batch.args, config, cut)
+    plain = batch.args._replace(output=torch.empty(5, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
+    unquantised = config.replace(output_format="none", output_arithmetic="divide")
+    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
+    scale = batch.args.output_scale
+    rows = plain.output.flatten(1).float().view(5, -1, 64 if name == "fp8_group64_col" else 256)
+    if scale is None:
+        scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / 448)
+        assert torch.equal(batch.args.output_block_scale, scale.squeeze(-1))
+        codes = rows * (1 / scale) if arithmetic == "approximate_multiply" else rows / scale
+    else:
+        codes = rows * scale if arithmetic == "approximate_multiply" else rows / scale
+    expected = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(batch.args.output.view(torch.uint8).flatten(), expected.flatten())
+
+
 def poisoned_like(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None

@@ -199,6 +199,7 @@ class Capabilities:
         format_capability: lowest compute capability for a KV, query or output format by name.
         package: what must be installed.
         output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
+        approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -218,6 +219,7 @@ class Capabilities:
     format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
     package: Package | None = None
     output_variants: bool = False
+    approximate_division: bool = False
     cuda_graphs: str = "full"
     garbage_safe: bool = True
 
@@ -278,6 +280,8 @@ class Backend:
                 found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
             if config.output_min_scale is not None:
                 found.append(f"output_min_scale {config.output_min_scale} (has the default)")
+        elif config.output_arithmetic.startswith("approximate") and not can.approximate_division:
+            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
         fmt = OUTPUT_FORMATS[config.output_format]
         if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
             found.append(

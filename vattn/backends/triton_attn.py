@@ -31,6 +31,7 @@ class TritonAttentionBackend(Backend):
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
         output_variants=True,
+        approximate_division=True,
         cuda_graphs="full",
     )
 
@@ -56,7 +57,7 @@ class TritonAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        if args.query.is_cuda and config.output_arithmetic == "divide" and run_fast_path(args, config):
+        if args.query.is_cuda and run_fast_path(args, config):
             return
         from vattn.ops.triton.launch import paged_attention
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
-from vattn.passes import probe
+from vattn.passes import division, probe
 from vattn.passes.region import (
     AttentionNode,
     Refusal,
@@ -80,6 +80,7 @@ def _find_one(
         inputs = probe.find_inputs(needed, region.output)
         nodes = _with_side_results(region, needed, inputs)
         match = _classified(attention, region, quantised, nodes, inputs, names)
+    match = division.as_generated(match, nodes, value(region.output).device)
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
     dead = _dead_nodes(region, {*codes, *scales})

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn import quantization
-from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, OutputFormat
+from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, expression, value
 
 PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
@@ -284,7 +284,7 @@ def candidates(
         for least in (torch.tensor(number), torch.tensor(number) / FP8_E4M3_MAX, rounded / FP8_E4M3_MAX, rounded):
             if 0 < float(least) < 1:
                 floors[float(least)] = None
-    for arithmetic in OUTPUT_ARITHMETICS if container == torch.float8_e4m3fn else ("divide",):
+    for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
         for name in names:
             fmt = OUTPUT_FORMATS[name]
             fits = fmt.group_size <= 0 or columns % fmt.group_size == 0

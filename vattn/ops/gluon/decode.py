@@ -241,13 +241,20 @@ def encode_e4m3(x):
 
 @gluon.jit
 def store_result(pointers, result, mask, output_scale, MODEL: gl.constexpr, OUTPUT: gl.constexpr):
-    """Store results in the model dtype, or rounded to it and then as static FP8."""
+    """Store results in the model dtype, or rounded to it and then as static FP8; OUTPUT as in `vattn.ops.triton`."""
     rounded = result.to(MODEL)
     if OUTPUT == "none":
         gl.store(pointers, rounded, mask=mask)
     else:
-        scale = gl.load(output_scale)
-        gl.store(pointers, encode_e4m3(gl.div_rn(rounded.to(gl.float32), gl.zeros_like(result) + scale)), mask=mask)
+        value = rounded.to(gl.float32)
+        scale = gl.zeros_like(value) + gl.load(output_scale)
+        if OUTPUT == "fp8_multiply":
+            quotient = value * scale
+        elif OUTPUT == "fp8_approximate_divide":
+            quotient = value / scale
+        else:
+            quotient = gl.div_rn(value, scale)
+        gl.store(pointers, encode_e4m3(quotient), mask=mask)
 
 
 @gluon.jit

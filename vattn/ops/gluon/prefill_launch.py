@@ -27,6 +27,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.gluon.prefill import GROUP_ROWS, LOG2E, PANEL, prefill_kernel
 from vattn.ops.gluon.prefill_plan import KEY_TILE, RECORD_WORDS, ROW_TILE, max_row_tiles, prefill_plan_kernel
+from vattn.ops.triton.epilogue import row_output
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
@@ -58,8 +59,6 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
     if config.block_size not in BLOCK_SIZES:
         found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
-    if config.output_arithmetic != "divide":
-        found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
     if config.attn_type != "decoder":
         found.append(f"attn_type {config.attn_type} (runs decoder)")
     if config.scale <= 0:
@@ -153,7 +152,7 @@ def constants(config: AttentionConfig) -> dict[str, Any]:
         "D": config.head_size, "BLOCK_SIZE": config.block_size, "HND": config.kv_cache_layout == "HND",
         "WINDOW": config.sliding_window or 0, "SOFT_CAP": config.logits_soft_cap is not None,
         "STAGES": 2 if config.head_size == 128 else 4, "MODEL": _GLUON_DTYPES[config.dtype],
-        "OUTPUT": "fp8_static" if config.output_format == "fp8_static" else "none", "num_warps": 4,
+        "OUTPUT": row_output(config), "num_warps": 4,
     }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def attention_kernel(
     K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
     Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    MODEL: tl.constexpr, OUTPUT: tl.constexpr, MULTIPLY: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
@@ -326,4 +326,4 @@ def attention_kernel(
         out_mask = out_mask & seen[:, None]
     elif lse is not None:
         tl.store(lse + lse_offsets, log * LN2, mask=row_valid)
-    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT, MULTIPLY)
+    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT)

@@ -34,6 +34,7 @@ from vattn.ops.triton.decode_fast_kernels import (
     reduce_kernel,
 )
 from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
+from vattn.ops.triton.epilogue import row_output
 
 # 256 compiles, with small spills, but has not run on a GPU yet: the general kernel takes it.
 HEAD_SIZES = Sizes(values=(64, 128))
@@ -234,7 +235,7 @@ def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tens
         "output_stride": output.stride(0), "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
         "HEAD_SIZE": config.head_size, "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _TRITON_DTYPES[config.dtype],
-        "OUTPUT": "fp8_static" if config.output_format == "fp8_static" else "none",
+        "OUTPUT": row_output(config),
     }  # fmt: skip
 
 

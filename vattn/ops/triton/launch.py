@@ -14,6 +14,7 @@ from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionA
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton.attention import attention_kernel
 from vattn.ops.triton.cache_update import cache_update_kernel
+from vattn.ops.triton.epilogue import row_output
 from vattn.ops.triton.reduce import finish_kernel
 from vattn.ops.triton.tiles import Limits, Tiles, choose_tiles, compute_dtype, next_power_of_two
 
@@ -117,7 +118,7 @@ def _launch_attention(
     if splits > 1:
         output_kind = "partial"
     else:
-        output_kind = "fp8_static" if fmt.name == "fp8_static" else "none"
+        output_kind = row_output(config)
     grid = (num_tokens // tiles.block_q + num_reqs + 1, config.num_kv_heads * chunks, splits)
     attention_kernel[grid](
         query=as_bytes(args.query), query_start_loc=args.query_start_loc, output=target, lse=target_lse,
@@ -151,7 +152,6 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "Q_FORMAT": config.dtype if config.query_format == "none" else config.query_format,
         "KV_FORMAT": fmt.name, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "NATIVE_FP8": limits.native_fp8,
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "OUTPUT": output_kind,
-        "MULTIPLY": config.output_arithmetic == "multiply",
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "CAUSALITY": config.causality, "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
@@ -197,7 +197,7 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     return {
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
-        "MULTIPLY": config.output_arithmetic == "multiply", "MIN_SCALE": least,
+        "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
         "BLOCK": max(16, min(columns, 256 if split else 1024)),
     }  # fmt: skip

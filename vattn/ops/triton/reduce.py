@@ -77,7 +77,7 @@ def finish_kernel(
     num_tokens, num_reqs, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
     H: tl.constexpr, V: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    MULTIPLY: tl.constexpr, MIN_SCALE: tl.constexpr,
+    ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Finish one block of columns of a row. Grid: rows (of padded scales if swizzled), column blocks.
 
@@ -102,14 +102,14 @@ def finish_kernel(
             x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
                                 MODEL, SPLIT)  # fmt: skip
             absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
-        row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE)
+        row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE, ARITHMETIC)
         tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), row_scale)
         for base in range(0, COLUMNS, BLOCK):
             c = base + tl.arange(0, BLOCK)
             inside = c < COLUMNS
             x, log = load_columns(source, source_lse, sinks, row, c, inside, is_real, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip
-            code = tl.reshape(quantise_dynamic(x[None, :], row_scale[:, None], MULTIPLY), [BLOCK])
+            code = tl.reshape(quantise_dynamic(x[None, :], row_scale[:, None], ARITHMETIC), [BLOCK])
             offsets = row.to(tl.int64) * stride_ot + c // V * stride_oh + c % V
             tl.store(output + offsets, code, mask=inside)
             if SPLIT and lse is not None:
@@ -125,19 +125,19 @@ def finish_kernel(
         if OUTPUT == "none":
             tl.store(output + offsets, cast(x, MODEL), mask=inside)
         elif OUTPUT == "fp8_static":
-            tl.store(output + offsets, quantise_static(x, tl.load(output_scale), MULTIPLY), mask=inside)
+            tl.store(output + offsets, quantise_static(x, tl.load(output_scale), ARITHMETIC), mask=inside)
         else:
             GROUPS: tl.constexpr = BLOCK // GROUP
             group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
             x_groups = tl.reshape(x, [GROUPS, GROUP])
             if OUTPUT == "fp8_group":
-                scale = dynamic_scale(absolute_maximum(x_groups), POWER_OF_TWO, MIN_SCALE)
-                code = tl.reshape(quantise_dynamic(x_groups, scale[:, None], MULTIPLY), [BLOCK])
+                scale = dynamic_scale(absolute_maximum(x_groups), POWER_OF_TWO, MIN_SCALE, ARITHMETIC)
+                code = tl.reshape(quantise_dynamic(x_groups, scale[:, None], ARITHMETIC), [BLOCK])
                 tl.store(output + offsets, code, mask=inside)
                 scale_offsets = row.to(tl.int64) * stride_br + group.to(tl.int64) * stride_bg
                 tl.store(output_block_scale + scale_offsets, scale, mask=group < COLUMNS // GROUP)
             else:
-                codes, block_scale = quantise_nvfp4(x_groups, tl.load(output_scale))
+                codes, block_scale = quantise_nvfp4(x_groups, tl.load(output_scale), ARITHMETIC)
                 pair = tl.reshape(codes, [BLOCK // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
                 byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
                 bytes_of_head: tl.constexpr = V // 2

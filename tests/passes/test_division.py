@@ -1,0 +1,85 @@
+"""The arithmetic that a fused epilogue takes over is that of the code which Inductor generates for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forms import static
+from harness import Attend, captured
+
+from vattn.passes import division
+from vattn.passes.probe import Match
+
+E4M3 = torch.float8_e4m3fn
+
+
+def per_token(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
+
+
+def floor_of_the_scale(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (o.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=3e-7)
+    return (o.float() * scale.reciprocal()).clamp(-448, 448).to(E4M3), scale
+
+
+def by_a_number(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return (o.float() / 0.0137).clamp(-448, 448).to(E4M3)
+
+
+def by_reciprocal(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return (o.float() * s.reciprocal()).clamp(-448, 448).to(E4M3)
+
+
+def by_our_op(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return torch.ops.vattn.quant_fp8_static(o, s)
+
+
+AS_GENERATED = division.as_generated
+
+
+def seen_by_the_pass(form: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Match, Any]:
+    """Return what probing a form found, and the nodes of its region."""
+    seen: list[tuple[Match, Any]] = []
+    monkeypatch.setattr(division, "as_generated", lambda match, nodes, device: seen.append((match, nodes)) or match)
+    captured(Attend(form))
+    return seen[0]
+
+
+def matched(form: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[Match, Match]:
+    """Return a form's match as the CPU shows it and as code for a device would compute it."""
+    match, nodes = seen_by_the_pass(form, monkeypatch)
+    return match, AS_GENERATED(match, nodes, torch.device(device))
+
+
+@pytest.mark.parametrize("form", [static, per_token, floor_of_the_scale, by_a_number, by_reciprocal, by_our_op])
+def test_on_a_cpu_it_is_what_was_probed(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed, made = matched(form, monkeypatch, "cpu")
+    assert made == probed and not probed.arithmetic.startswith("approximate")
+
+
+def test_on_cuda_quotients_are_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert matched(static, monkeypatch, "cuda")[1].arithmetic == "approximate_divide"
+    assert matched(by_reciprocal, monkeypatch, "cuda")[1].arithmetic == "approximate_multiply"
+    assert matched(by_our_op, monkeypatch, "cuda")[1].arithmetic == "divide"
+
+
+def test_on_cuda_a_constant_divisor_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = matched(by_a_number, monkeypatch, "cuda")
+    assert made.arithmetic == "approximate_multiply" and made.scale == 1.0 / 0.0137
+    factor = torch.tensor(1.0 / 448.0)
+    probed, made = matched(per_token, monkeypatch, "cuda")
+    assert probed.min_scale == float(torch.tensor(1e-12) / 448.0)
+    assert made.arithmetic == "approximate_divide" and made.min_scale == float(torch.tensor(1e-12) * factor)
+    probed, made = matched(floor_of_the_scale, monkeypatch, "cuda")
+    assert made.arithmetic == "approximate_multiply" and made.min_scale == probed.min_scale
+
+
+def test_rounded_divisions_are_taken_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch._inductor.config.patch({"eager_numerics.division_rounding": True}):
+        assert matched(static, monkeypatch, "cuda")[1].arithmetic == "divide"
+        assert matched(by_a_number, monkeypatch, "cuda")[1].arithmetic == "approximate_multiply"
+        with pytest.raises(division.Refusal, match="division_rounding"):
+            matched(per_token, monkeypatch, "cuda")

@@ -1,0 +1,78 @@
+"""What becomes of a region's divisions in the code that Inductor generates, which a fused epilogue has to repeat.
+
+A region is probed on a CPU, where divisions round correctly, in eager and in generated code alike. Code that Inductor
+generates for CUDA multiplies by the reciprocal of a divisor known at compile time, and its other quotients are the
+hardware's approximate ones unless `torch._inductor.config.eager_numerics.division_rounding` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
+from vattn.passes.probe import Match
+from vattn.passes.region import Refusal
+
+_DIVISIONS = ("div", "true_divide")
+
+
+def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> Match:
+    """Return a match with the arithmetic, and the floor, of the code that a region becomes on a device.
+
+    Args:
+        nodes: the region's nodes, among which `match.codes` counts.
+
+    Raises:
+        Refusal: the code would round its divisions in a way that no epilogue has.
+    """
+    fmt = OUTPUT_FORMATS[match.output_format]
+    if device.type != "cuda" or any(_is_own(node) for node in nodes):
+        return match  # our quantising ops are not generated code: they divide exactly wherever they run
+    if fmt.static_scale and isinstance(match.scale, float) and match.arithmetic == "divide":
+        if fmt.container is not torch.float8_e4m3fn:
+            return replace(match, arithmetic="approximate_divide")
+        return replace(match, arithmetic="approximate_multiply", scale=1.0 / _divisor(match.scale, nodes))
+    if _divisions_are_rounded():
+        if fmt.static_scale and fmt.container is torch.float8_e4m3fn:
+            return match
+        why = f"with eager_numerics.division_rounding no epilogue divides as Inductor does for {match.output_format}"
+        raise Refusal(why, nodes[match.codes[0]], near=True)
+    return replace(match, arithmetic=f"approximate_{match.arithmetic}", min_scale=_floor(match, nodes))
+
+
+def _is_own(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "vattn"
+
+
+def _divisions_are_rounded() -> bool:
+    from torch._inductor import config
+
+    return bool(getattr(getattr(config, "eager_numerics", None), "division_rounding", False))
+
+
+def _divisor(scale: float, nodes: Sequence[Node]) -> float:
+    """Return the number that a constant scale is the fp32 rounding of; Inductor takes the reciprocal of that number."""
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _DIVISIONS:
+            divisor = node.args[1]
+            if isinstance(divisor, (int, float)) and float(torch.tensor(float(divisor))) == scale:
+                return float(divisor)
+    return scale
+
+
+def _floor(match: Match, nodes: Sequence[Node]) -> float | None:
+    """Return the floor under the scale; one under the maximum is multiplied where the probe divided it."""
+    if not match.min_scale:
+        return match.min_scale
+    for node in nodes:
+        for argument in node.args:
+            if (
+                isinstance(argument, (int, float))
+                and float(torch.tensor(float(argument)) / FP8_E4M3_MAX) == match.min_scale
+            ):
+                return float(torch.tensor(float(argument)) * torch.tensor(1.0 / FP8_E4M3_MAX))
+    return match.min_scale
