@@ -13,6 +13,7 @@ from vattn.formats import KV_CACHE_DTYPES, KV_FORMATS, OUTPUT_FORMATS, resolve_k
 
 BASE = AttentionConfig(8, 2, 64, 64, 0.125, "float16", "float16")
 
+CROSS = {"attn_type": "encoder_decoder", "causality": "bidirectional"}
 BAD_FIELDS = {
     "no heads": ({"num_heads": 0}, "num_heads=0"),
     "heads not an int": ({"num_heads": 8.0}, "num_heads=8.0"),
@@ -56,6 +57,10 @@ BAD_FIELDS = {
     "sqrt alibi is causal": ({"alibi": "sqrt", "causality": "bidirectional"}, "alibi='sqrt'"),
     "sqrt alibi is not per request": ({"alibi": "sqrt", "causality": "per_request"}, "alibi='sqrt'"),
     "tree is causal": ({"tree_bias": True, "causality": "bidirectional"}, "tree_bias"),
+    "cross attention is not causal": ({"attn_type": "encoder_decoder"}, "causality='causal'"),
+    "cross attention has no window": ({**CROSS, "sliding_window": 8}, "sliding_window=8"),
+    "cross attention has no alibi": ({**CROSS, "alibi": "linear"}, "alibi='linear'"),
+    "cross attention has no ranges": ({**CROSS, "mm_prefix": "full"}, "mm_prefix='full'"),
     "flag not a bool": ({"sinks": 1}, "sinks=1"),
     "backend name with a space": ({"backend": "MY BACKEND"}, "backend='MY BACKEND'"),
     "empty backend name": ({"backend": ""}, "backend=''"),
@@ -115,6 +120,9 @@ def configs(draw):
     query = draw(st.sampled_from(["none", "fp8_e4m3"]))
     causality = draw(st.sampled_from(CAUSALITIES))
     alibi = draw(st.sampled_from([kind for kind in ALIBI_KINDS if causality == "causal" or kind != "sqrt"]))
+    mm_prefix = draw(st.sampled_from(["none", "full", "clamped"]))
+    compares_positions = causality != "bidirectional" or window is not None or alibi != "none" or mm_prefix != "none"
+    kinds = [kind for kind in AttentionType if kind != AttentionType.ENCODER_DECODER or not compares_positions]
     scales = st.sampled_from(["tensor", "head"])
     return AttentionConfig(
         num_heads=kv_heads * draw(st.integers(1, 4)),
@@ -130,7 +138,7 @@ def configs(draw):
         query_format=query,
         query_scale=draw(scales) if query != "none" else "none",
         output_format=draw(st.sampled_from(list(OUTPUT_FORMATS))),
-        attn_type=draw(st.sampled_from(list(AttentionType))),
+        attn_type=draw(st.sampled_from(kinds)),
         causality=causality,
         sliding_window=window,
         chunk_lookback=lookback,
@@ -138,7 +146,7 @@ def configs(draw):
         alibi=alibi,
         sinks=draw(st.booleans()),
         tree_bias=causality == "causal" and draw(st.booleans()),
-        mm_prefix=draw(st.sampled_from(["none", "full", "clamped"])),
+        mm_prefix=mm_prefix,
         lse=draw(st.booleans()),
         context_parallel=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),

@@ -252,6 +252,13 @@ def test_masks_drawn_by_hand() -> None:
     ]
 
 
+def test_cross_attention_sees_every_key_from_every_row() -> None:
+    """Also from rows that would lie before the first key, if they had a position."""
+    config = make_config(attn_type="encoder_decoder", causality="bidirectional")
+    for query_len, seq_len in ((5, 2), (2, 5), (3, 0), (1, 1)):
+        assert visible_mask(config, query_len, seq_len).tolist() == [[True] * seq_len] * query_len
+
+
 def test_multimodal_ranges_drawn_by_hand() -> None:
     assert mask_of(5, 5, mm_prefix="full", ranges=[[1, 3]]) == ["x....", "xxxx.", "xxxx.", "xxxx.", "xxxxx"]
     # The range goes beyond the window to the left and right; clamped, to the right alone.

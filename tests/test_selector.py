@@ -299,9 +299,3 @@ def test_builtin_defaults_by_device():
 def test_what_nobody_implements_is_refused_by_name(feature):
     with pytest.raises(UnsupportedRequestError, match=f"{feature} is not implemented"):
         selector.choose(PLAIN.replace(**{feature: True}), CPU)
-
-
-@pytest.mark.parametrize("attn_type", ["encoder_decoder"])
-def test_an_attention_type_nobody_implements_is_refused_by_name(attn_type):
-    with pytest.raises(UnsupportedRequestError, match=f"attn_type {attn_type}"):
-        selector.choose(PLAIN.replace(attn_type=attn_type), CPU)

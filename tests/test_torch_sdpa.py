@@ -122,7 +122,7 @@ def test_small_chunks_change_nothing(feature, monkeypatch):
 
 def test_chunks_stay_within_their_budget():
     config = make_config(num_heads=8, num_kv_heads=8, lse=True)
-    request = torch_sdpa._Request(0, 0, 3000, 9000, 9000, causal=True)
+    request = torch_sdpa._Request(0, 0, 3000, 9000, 6000, 9000, causal=True)
     chunks = list(torch_sdpa._chunks(request, config, plain=False))
     assert [c.first_row for c in chunks] == [0, *(c.end_row for c in chunks[:-1])] and chunks[-1].end_row == 3000
     assert max((c.end_row - c.first_row) * (c.end_key - c.first_key) * 8 for c in chunks) <= 1 << 22
@@ -235,10 +235,17 @@ def test_encoder_types_run_packed(attn_type):
     check(random_packed_batch(config, [7, 1, 33], [7, 1, 33]))
 
 
+@pytest.mark.parametrize("block_size", [0, 8])
+def test_cross_attention_rows_have_no_position(block_size):
+    """Every row sees all keys, however many rows there are."""
+    config = make_config(block_size=block_size, attn_type="encoder_decoder", causality="bidirectional", lse=True)
+    make = random_paged_batch if block_size else random_packed_batch
+    check(make(config, [7, 1, 3, 33], [2, 40, 0, 33], num_padding_tokens=2, num_padding_reqs=1))
+
+
 def test_capabilities_refuse_what_is_not_implemented():
     cpu = DeviceInfo("cpu")
     for changes, reason in (
-        ({"attn_type": "encoder_decoder"}, "attn_type encoder_decoder"),
         ({"context_parallel": True}, "context_parallel"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"head_size": 12}, "head_size 12"),

@@ -82,7 +82,8 @@ class AttentionConfig:
             Inductor generates for CUDA does, which may differ in the last two places (`vattn.formats`).
         output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.MIN_ABSMAX / 448`. With 0,
             rows of zeros become NaN.
-        attn_type: see `AttentionType`.
+        attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
+            sees every key of its request, and nothing that compares positions can be asked for.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
         sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
         chunk_lookback: with `sliding_window=W`: chunks of `W // (lookback + 1)` tokens, a row sees its own chunk and
@@ -221,6 +222,19 @@ class AttentionConfig:
                 "give the window that the chunks divide",
             )
         causal = self.causality == "causal"
+        asked = {
+            "causality": self.causality != "bidirectional",
+            "sliding_window": window is not None,
+            "alibi": self.alibi != "none",
+            "mm_prefix": self.mm_prefix != "none",
+        }
+        for name, compares in asked.items() if self.attn_type == "encoder_decoder" else ():
+            _check(
+                not compares,
+                f"{name}={getattr(self, name)!r} with attn_type='encoder_decoder'",
+                "bidirectional attention without windows, ALiBi and ranges: queries have no position among the keys",
+                f"leave {name} to self-attention",
+            )
         _check(
             causal or self.alibi != "sqrt",
             f"alibi='sqrt' with causality={self.causality!r}",

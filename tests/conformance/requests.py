@@ -15,7 +15,7 @@ import torch
 
 from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch
-from vattn.backends.base import FEATURES, DeviceInfo
+from vattn.backends.base import FEATURES, DeviceInfo, requested_features
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.ops.arguments import CacheUpdateArgs
@@ -39,6 +39,9 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 
 _SELDOM = {"context_parallel": 0.015, "batch_invariant": 0.015, "contiguous_kv": 0.12, "hnd_layout": 0.35}
 """How often a feature is drawn, if not one time in four; nobody implements the first two."""
+
+_POSITIONS = {"bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix"}
+"""Features that compare the positions of queries and keys; cross attention has the first, and no other."""
 
 MEDIUM = range(8, 72, 8)
 
@@ -162,6 +165,8 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
         changes["mm_prefix"] = rng.choice(("full", "clamped"))
     if config.head_size_v != config.head_size:
         changes["head_size_v"] = rng.choice([size for size in MEDIUM if size != config.head_size])
+    if requested_features(config) & _POSITIONS == {"bidirectional"} and rng.random() < 0.4:
+        changes["attn_type"] = "encoder_decoder"
     config = config.replace(**changes)
     columns = config.num_heads * config.head_size_v
     formats = [f.name for f in OUTPUT_FORMATS.values() if f.group_size <= 0 or columns % f.group_size == 0]
@@ -229,6 +234,7 @@ def simpler(request: Request) -> Iterator[Request]:
         {"num_heads": request.config.num_kv_heads},
         {"num_heads": 1, "num_kv_heads": 1},
         {"attn_type": "decoder"},
+        {"attn_type": "decoder", "causality": "causal"},
     )
     for changes in less:
         if any(getattr(request.config, name) != value for name, value in changes.items()):
@@ -262,7 +268,12 @@ def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict
         },
         "attn_types": {
             kind: {
-                place: base.replace(attn_type=kind, block_size=size) for place, size in (("paged", 16), ("packed", 0))
+                place: base.replace(
+                    attn_type=kind,
+                    block_size=size,
+                    causality="bidirectional" if kind == "encoder_decoder" else "causal",
+                )
+                for place, size in (("paged", 16), ("packed", 0))
             }
             for kind in ("decoder", "encoder", "encoder_only", "encoder_decoder")
         },

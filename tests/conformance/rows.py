@@ -31,6 +31,9 @@ MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
 
 DECODES = ((1, 9), (1, 40), (1, 8), (1, 33), (1, 0))
 LONG = ((1, 150), (6, 131))
+ENCODED = ((9, 4), (1, 26), (3, 0), (0, 7), (6, 6), (40, 150), (1, 1))
+"""Queries of any length over encoder states: longer, shorter, none, and a request that is not asked."""
+
 IMAGES = ((9, 21), (20, 20), (1, 30), (4, 3))
 
 WINDOW = {"sliding_window": 5}
@@ -44,6 +47,7 @@ ALIBI = {"alibi": "linear"}
 CAP = {"logits_soft_cap": 1.3}
 FLAGS = {"causality": "per_request"}
 BOTH_WAYS = {"causality": "bidirectional"}
+CROSS = {**BOTH_WAYS, "attn_type": "encoder_decoder"}
 PACKED = {"block_size": 0}
 
 _SINGLE: dict[str, Row] = {
@@ -113,6 +117,13 @@ _PAIRS: dict[str, Row] = {
     "fp8+tree+alibi+lse": Row({**FP8, **TREE, **ALIBI, **LSE}, MIXED),
     "fp8+decodes+sinks": Row({**FP8, **SINKS}, DECODES),
     "fp8-unequal-hnd": Row({**FP8_HEADS, "head_size_v": 24, "kv_cache_layout": "HND"}, MIXED),
+    "cross+lse": Row({**CROSS, **LSE}, ENCODED),
+    "cross+soft-cap+sinks+decodes": Row({**CROSS, **CAP, **SINKS}, DECODES),
+    "cross+fp8-heads+fp8-query": Row({**CROSS, **FP8_HEADS, **FP8_QUERY}, ENCODED),
+    "cross+unequal+hnd+broken-table": Row(
+        {**CROSS, "head_size_v": 24, "kv_cache_layout": "HND"}, ENCODED, table="broken"
+    ),
+    "packed+cross+fp8-static": Row({**PACKED, **CROSS, "output_format": "fp8_static"}, ENCODED),
     "packed+window+flags+lse": Row({**PACKED, **WINDOW, **FLAGS, **LSE}, MIXED),
     "packed+bidirectional+alibi": Row({**PACKED, **BOTH_WAYS, **ALIBI}, MIXED),
     "packed+tree+sinks": Row({**PACKED, **TREE, **SINKS}, MIXED),
@@ -187,7 +198,6 @@ _REFUSED: dict[str, Row] = {
     "head-size1032": Row({"head_size": 1032}, ((1, 9),)),
     "block-size12": Row({"block_size": 12}, MIXED),
     "block-size512": Row({"block_size": 512}, MIXED),
-    "encoder-decoder": Row({"attn_type": "encoder_decoder"}, MIXED),
 }
 """Refused by every backend there is today; one that learns to run a row must then be right."""
 

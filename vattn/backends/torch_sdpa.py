@@ -42,7 +42,8 @@ class _Request:
     Attributes:
         index: row of the block table.
         first_row: first row of the packed query.
-        query_len, seq_len: new tokens, and keys in all; query row i sits at `seq_len - query_len + i`.
+        query_len, seq_len: new tokens, and keys in all.
+        context_len: position of query row 0; negative when some rows lie before the sequence.
         num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
         causal: causal or bidirectional.
         tree: which tree bias applies, -1 = none.
@@ -52,14 +53,10 @@ class _Request:
     first_row: int
     query_len: int
     seq_len: int
+    context_len: int
     num_keys: int
     causal: bool
     tree: int = -1
-
-    @property
-    def context_len(self) -> int:
-        """Position of query row 0; negative when some rows lie before the sequence."""
-        return self.seq_len - self.query_len
 
     @property
     def rows(self) -> slice:
@@ -91,7 +88,7 @@ class TorchSDPABackend(Backend):
         kv_cache_dtypes=tuple(KV_FORMATS),
         query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
-        attn_types=("decoder", "encoder", "encoder_only"),
+        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 1024),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
@@ -216,7 +213,9 @@ def _requests(args: Args, config: AttentionConfig, seq_lens: list[int], num_keys
         if args.bias is not None and tree >= args.bias.shape[0]:
             tree = -1
         seq_len = max(0, seq_lens[index])
-        yield _Request(index, start, end - start, seq_len, max(0, num_keys[index]), causal, tree)
+        # Rows that have no position among the keys are counted from 0, which is before no key.
+        context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
+        yield _Request(index, start, end - start, seq_len, context_len, max(0, num_keys[index]), causal, tree)
 
 
 def _start_result(args: Args, requests: list[_Request], config: AttentionConfig) -> Tensor:

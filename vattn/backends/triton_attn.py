@@ -23,7 +23,7 @@ class TritonAttentionBackend(Backend):
         kv_cache_dtypes=tuple(KV_FORMATS),
         query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
-        attn_types=("decoder", "encoder", "encoder_only"),
+        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 512),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},

@@ -1,7 +1,8 @@
 """Who sees whom, and what is added to a score: the mask algebra of vattn, stated once.
 
 Query row i of a request sits at position `seq_len - query_len + i`, key k at position k. The positions of queries and
-keys are broadcast against each other, so every formula below reads as if for one pair (q, k).
+keys are broadcast against each other, so every formula below reads as if for one pair (q, k). Under attention type
+`encoder_decoder` rows have no position among the keys, and see all of them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def visible_mask(
         tensor([[0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
+    if config.attn_type == "encoder_decoder":
+        return torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
     q, k = positions(query_len, seq_len, device)
     causal = is_causal(config, causal)
     visible = k <= q if causal else torch.ones_like(k <= q)

@@ -210,8 +210,12 @@ def attention_kernel(
     causal = 1
     if CAUSALITY == "per_request":
         causal = tl.load(causal_flags + request)
-    q_first = seq_len - query_len + first
-    q_last = tl.minimum(q_first + BLOCK_Q, seq_len - query_len + (q_end - q_begin)) - 1
+    context_len = seq_len - query_len
+    if CAUSALITY == "cross":
+        # Rows that have no position among the keys are counted from 0, which is before no key.
+        context_len = 0
+    q_first = context_len + first
+    q_last = tl.minimum(q_first + BLOCK_Q, context_len + (q_end - q_begin)) - 1
     q_pos = q_first + m_index // GROUP_TILE
     low, high = key_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
     if PAGED:

@@ -153,7 +153,8 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "KV_FORMAT": fmt.name, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "NATIVE_FP8": limits.native_fp8,
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "OUTPUT": output_kind,
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
-        "CAUSALITY": config.causality, "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
+        "CAUSALITY": "cross" if config.attn_type == "encoder_decoder" else config.causality,
+        "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
         "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
     }  # fmt: skip
