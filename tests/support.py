@@ -15,7 +15,7 @@ from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.ops.mask_reference import visible_mask
-from vattn.quantization import decode_kv, decode_query, dequantise_output, encode_kv, encode_query
+from vattn.quantization import decode_kv, dequantise_output, encode_kv, encode_query, load_query
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""
@@ -286,9 +286,9 @@ def _query(
     num_tokens, dtype = sum(query_lens), MODEL_DTYPES[config.dtype]
     query = torch.randn(num_tokens, config.num_heads, config.head_size, generator=rng).to(dtype)
     q_scale = random_scale(config.query_scale, config.num_kv_heads, 4.0, rng)
-    if q_scale is not None:
+    if q_scale is not None and config.takes_fp8_query:
         query = encode_query(query, q_scale, config.num_kv_heads)
-    queries = list(decode_query(query, q_scale, config.num_kv_heads).split(list(query_lens)))
+    queries = list(load_query(query, q_scale, config.num_kv_heads, config.query_load).split(list(query_lens)))
     shape = (num_padding_tokens, config.num_heads, config.head_size)
     padding = poisoned_empty(shape, query.dtype) if poison else torch.zeros(shape, dtype=query.dtype)
     return torch.cat([query, padding]), queries, q_scale

@@ -21,6 +21,7 @@ from vattn.formats import (
     OUTPUT_ARITHMETICS,
     OUTPUT_FORMATS,
     QUERY_FORMATS,
+    QUERY_LOADS,
     SCALE_KINDS,
 )
 
@@ -76,6 +77,9 @@ class AttentionConfig:
         kv_cache_layout: `"NHD"` or `"HND"`, the physical order inside a block.
         kv_scale, query_scale: `"none"`, `"tensor"` or `"head"` (one value per KV head).
         query_format: `"none"` or `"fp8_e4m3"`.
+        query_load: `"plain"`: the query comes in its format. Other names of `vattn.formats.QUERY_LOADS`: an FP8 query
+            comes in the model dtype and is rounded as it is loaded; `"divide"` by `q_scale`, or `"multiply"` by its
+            reciprocal, in fp32.
         output_format: name in `vattn.formats.OUTPUT_FORMATS`.
         output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
             that reciprocal. FP8 formats only. `"approximate_divide"` and `"approximate_multiply"` divide as code that
@@ -111,6 +115,7 @@ class AttentionConfig:
     kv_scale: str = "none"
     query_format: str = "none"
     query_scale: str = "none"
+    query_load: str = "plain"
     output_format: str = "none"
     output_arithmetic: str = "divide"
     output_min_scale: float | None = None
@@ -155,6 +160,7 @@ class AttentionConfig:
             "kv_scale": SCALE_KINDS,
             "query_scale": SCALE_KINDS,
             "query_format": QUERY_FORMATS,
+            "query_load": QUERY_LOADS,
             "output_format": tuple(OUTPUT_FORMATS),
             "output_arithmetic": OUTPUT_ARITHMETICS,
             "attn_type": tuple(t.value for t in AttentionType),
@@ -177,6 +183,12 @@ class AttentionConfig:
             f"query_scale={self.query_scale!r} with query_format={self.query_format!r}",
             "query_scale 'tensor' or 'head' for an FP8 query, 'none' otherwise",
             "give q_scale with an FP8 query, and only with one",
+        )
+        _check(
+            self.query_load == "plain" or self.query_format != "none",
+            f"query_load={self.query_load!r} with query_format={self.query_format!r}",
+            "another query_load than 'plain' for an FP8 query alone",
+            "set query_format='fp8_e4m3'",
         )
         self._check_output_variant()
         group = OUTPUT_FORMATS[self.output_format].group_size
@@ -254,6 +266,11 @@ class AttentionConfig:
         if self.chunk_lookback is None or self.sliding_window is None:
             return None
         return self.sliding_window // (self.chunk_lookback + 1)
+
+    @property
+    def takes_fp8_query(self) -> bool:
+        """Whether the query argument of the ops is e4m3; otherwise it is in the model dtype."""
+        return self.query_format != "none" and self.query_load == "plain"
 
     @property
     def group_size(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from vattn.backends import selector
 from vattn.backends.base import FEATURES, Backend, DeviceInfo, Package
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 
 OPTIONAL_PACKAGES: dict[str, str] = {
     "triton": "TRITON_ATTN; comes with CUDA builds of torch",
@@ -223,6 +223,7 @@ def support_table() -> str:
     flags("feature", "features", FEATURES)
     flags("KV cache", "kv_cache_dtypes", KV_FORMATS)
     flags("query", "query_formats", QUERY_FORMATS)
+    flags("query rounded by the kernel", "query_loads", QUERY_LOADS[1:])
     flags("output", "output_formats", OUTPUT_FORMATS)
     for backend in backends:
         lines += _limits(backend)

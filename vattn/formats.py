@@ -165,13 +165,17 @@ def _output_formats() -> dict[str, OutputFormat]:
 OUTPUT_FORMATS: dict[str, OutputFormat] = _output_formats()
 
 QUERY_FORMATS: tuple[str, ...] = ("none", "fp8_e4m3")
-"""How the query reaches the op: in the model dtype, or as e4m3 with `q_scale`."""
+"""How the query is multiplied: in the model dtype, or as e4m3 with `q_scale`."""
 
 OUTPUT_ARITHMETICS: tuple[str, ...] = ("divide", "multiply", "approximate_divide", "approximate_multiply")
 """How output codes come from values: divided by the scale, or multiplied by its reciprocal in fp32. The two round ties
 differently, so a fused epilogue does what the code that it replaces did. The approximate ones divide as code that
 Inductor generates for CUDA: quotients are the hardware's (`div.full`, at most two units in the last place off), and
 divisors known at compile time are multiplied by their reciprocals."""
+
+QUERY_LOADS: tuple[str, ...] = ("plain", *OUTPUT_ARITHMETICS)
+"""How an e4m3 query reaches the op: as e4m3 (`"plain"`), or in the model dtype, to be rounded as it is loaded: divided
+by `q_scale`, or multiplied by its reciprocal, as in `OUTPUT_ARITHMETICS`."""
 
 SCALE_KINDS: tuple[str, ...] = ("none", "tensor", "head")
 """Granularity of k/v/q scales: none, one value, or one value per KV head."""

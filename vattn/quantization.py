@@ -106,9 +106,27 @@ def decode_kv(stored: Tensor, fmt_name: str, scale: Tensor | None = None) -> Ten
     return values if scale is None else values * _over_heads(scale, stored.shape[-2])
 
 
-def encode_query(query: Tensor, q_scale: Tensor, num_kv_heads: int) -> Tensor:
-    """Quantise a query `[T, H, D]` to e4m3 with one value or one per KV head."""
-    return _to_e4m3(query.float() / _over_query_heads(q_scale, query.shape[1], num_kv_heads))
+def encode_query(query: Tensor, q_scale: Tensor, num_kv_heads: int, arithmetic: str = "divide") -> Tensor:
+    """Quantise a query `[T, H, D]` to e4m3 with one value or one per KV head.
+
+    Args:
+        arithmetic: name in `OUTPUT_ARITHMETICS`: divided by the scale, or multiplied by its reciprocal.
+    """
+    scale = _over_query_heads(q_scale, query.shape[1], num_kv_heads)
+    wide = query.float()
+    return _to_e4m3(wide * scale.reciprocal() if _multiplies(arithmetic) else wide / scale)
+
+
+def load_query(query: Tensor, q_scale: Tensor | None, num_kv_heads: int, query_load: str) -> Tensor:
+    """Return the fp32 values that scores are made of, from a query `[T, H, D]` as the op gets it.
+
+    Args:
+        q_scale: `None` for a query that is not quantised.
+        query_load: `query_load` of `vattn.AttentionConfig`.
+    """
+    if query_load != "plain" and q_scale is not None:
+        query = encode_query(query, q_scale, num_kv_heads, query_load)
+    return decode_query(query, q_scale, num_kv_heads)
 
 
 def decode_query(query: Tensor, q_scale: Tensor | None, num_kv_heads: int) -> Tensor:

@@ -17,7 +17,7 @@ from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch
 from vattn.backends.base import FEATURES, DeviceInfo, requested_features
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 from vattn.ops.arguments import CacheUpdateArgs
 
 _EXCLUSIVE = (
@@ -145,6 +145,7 @@ def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size:
         kv_scale="tensor" if KV_FORMATS[kv_format].quantised else "none",
         query_format=query,
         query_scale="none" if query == "none" else "tensor",
+        query_load="plain" if query == "none" else rng.choice(("plain", "divide", "multiply")),
         block_size=rng.choice((8, 8, 16, 24, 56, 256)) if rng.random() >= 0.015 else rng.choice((12, 264)),
         attn_type=rng.choice(("encoder", "encoder_only")) if "contiguous_kv" in features else "decoder",
         backend=backend,
@@ -217,7 +218,8 @@ def simpler(request: Request) -> Iterator[Request]:
     less: tuple[dict[str, Any], ...] = (
         {"output_arithmetic": "divide", "output_min_scale": None},
         {"output_format": "none", "output_arithmetic": "divide", "output_min_scale": None},
-        {"query_format": "none", "query_scale": "none"},
+        {"query_load": "plain"},
+        {"query_format": "none", "query_scale": "none", "query_load": "plain"},
         {"kv_cache_dtype": "float32", "kv_scale": "none"},
         {"dtype": "float32"},
         {"causality": "causal"},
@@ -289,6 +291,12 @@ def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict
             "min_scale": {
                 name: base.replace(output_format=name, output_min_scale=1e-4) for name in _fp8_outputs(static=False)
             },
+        },
+        "query_loads": {
+            kind: {
+                load: base.replace(query_format="fp8_e4m3", query_scale=kind, query_load=load) for load in QUERY_LOADS
+            }
+            for kind in ("tensor", "head")
         },
         "outputs": _format_grid(base),
     }

@@ -41,6 +41,7 @@ TREE = {"tree_bias": True}
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 FP8_HEADS = {**FP8, "kv_scale": "head"}
 FP8_QUERY = {"query_format": "fp8_e4m3"}
+ROUNDED_QUERY = {**FP8_QUERY, "query_load": "divide"}
 SINKS = {"sinks": True}
 LSE = {"lse": True}
 ALIBI = {"alibi": "linear"}
@@ -84,6 +85,9 @@ _SINGLE: dict[str, Row] = {
     "packed": Row(PACKED, MIXED),
     "fp8-heads": Row(FP8_HEADS, MIXED),
     "fp8-query-heads": Row({**FP8_QUERY, "query_scale": "head"}, MIXED),
+    "rounded-query": Row(ROUNDED_QUERY, MIXED),
+    "rounded-query-heads": Row({**ROUNDED_QUERY, "query_scale": "head"}, MIXED),
+    "rounded-query-multiply": Row({**ROUNDED_QUERY, "query_load": "multiply", "query_scale": "head"}, DECODES),
     "scale-zero": Row({"scale": 0.0}, MIXED),
     "scale-negative": Row({"scale": -0.7}, MIXED),
 }
@@ -114,6 +118,8 @@ _PAIRS: dict[str, Row] = {
     "fp8-heads+fp8-query-heads": Row({**FP8_HEADS, **FP8_QUERY, "query_scale": "head"}, MIXED),
     "fp8-heads+fp8-query": Row({**FP8_HEADS, **FP8_QUERY}, MIXED),
     "fp8+fp8-query-heads": Row({**FP8, **FP8_QUERY, "query_scale": "head"}, MIXED),
+    "fp8-heads+rounded-query-heads-long": Row({**FP8_HEADS, **ROUNDED_QUERY, "query_scale": "head"}, LONG),
+    "rounded-query+soft-cap+packed": Row({**PACKED, **ROUNDED_QUERY, **CAP}, MIXED),
     "fp8+tree+alibi+lse": Row({**FP8, **TREE, **ALIBI, **LSE}, MIXED),
     "fp8+decodes+sinks": Row({**FP8, **SINKS}, DECODES),
     "fp8-unequal-hnd": Row({**FP8_HEADS, "head_size_v": 24, "kv_cache_layout": "HND"}, MIXED),
@@ -160,6 +166,7 @@ def _formats() -> dict[str, Row]:
     """Every KV format with every output format; model dtypes, queries and scale kinds take turns."""
     rows = {}
     dtypes, queries, kinds = itertools.cycle(MODEL_DTYPES), itertools.cycle((False, False, True)), itertools.cycle("th")
+    loads = itertools.cycle(("divide", "multiply"))
     for kv in KV_FORMATS:
         for output in OUTPUT_FORMATS:
             changes: dict[str, Any] = {"dtype": next(dtypes), "kv_cache_dtype": kv, "output_format": output}
@@ -172,6 +179,8 @@ def _formats() -> dict[str, Row]:
     for dtype, kv in itertools.product(MODEL_DTYPES, KV_FORMATS):
         rows[f"{dtype}-kv-{kv}"] = Row({"dtype": dtype, "kv_cache_dtype": kv}, MIXED)
         rows[f"{dtype}-kv-{kv}-fp8-query"] = Row({"dtype": dtype, "kv_cache_dtype": kv, **FP8_QUERY}, DECODES)
+        rounded = {"dtype": dtype, "kv_cache_dtype": kv, **ROUNDED_QUERY, "query_load": next(loads)}
+        rows[f"{dtype}-kv-{kv}-rounded-query"] = Row(rounded, LONG)
     for output in ("fp8_static", "fp8_per_token", "fp8_group128_pow2_col", "nvfp4_swizzled"):
         # A split over the keys ends in another kernel than one pass does.
         rows[f"long-out-{output}"] = Row({"output_format": output, "num_heads": 8, "dtype": "bfloat16"}, LONG)

@@ -193,6 +193,7 @@ class Capabilities:
         devices: device types; `"interpreter"` means CPU tensors under Triton's interpreter.
         dtypes, kv_cache_dtypes, query_formats, output_formats, attn_types: allowed names.
         head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
+        query_loads: names of `vattn.formats.QUERY_LOADS` that the backend has.
         features: allowed names of `FEATURES`.
         exclusions: combinations that are refused.
         minimum_capability: lowest compute capability on CUDA.
@@ -220,6 +221,7 @@ class Capabilities:
     package: Package | None = None
     output_variants: bool = False
     approximate_division: bool = False
+    query_loads: tuple[str, ...] = ("plain",)
     cuda_graphs: str = "full"
     garbage_safe: bool = True
 
@@ -269,6 +271,7 @@ class Backend:
             ("output_format", config.output_format, can.output_formats),
             ("attn_type", config.attn_type, can.attn_types),
         ]
+            ("query_load", config.query_load, can.query_loads),
         found = [f"{name} {value} (runs {', '.join(names)})" for name, value, names in checks if value not in names]
         for size in dict.fromkeys((config.head_size, config.head_size_v)):
             if size not in can.head_sizes:
@@ -295,7 +298,15 @@ class Backend:
         found = [f"{name} is not implemented" for name in FEATURES if name in asked - self.capabilities.features]
         present = asked | {
             f"{name}={getattr(config, name)}"
-            for name in ("dtype", "kv_cache_dtype", "query_format", "output_format", "attn_type", "causality")
+            for name in (
+                "dtype",
+                "kv_cache_dtype",
+                "query_format",
+                "query_load",
+                "output_format",
+                "attn_type",
+                "causality",
+            )
         }
         found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
         return found

@@ -94,6 +94,7 @@ class TorchSDPABackend(Backend):
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
         output_variants=True,
         cuda_graphs="never",
+        query_loads=("plain", "divide", "multiply"),
     )
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
@@ -183,6 +184,11 @@ def _is_plain(config: AttentionConfig) -> bool:
     """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
     return not (
         # Some of its kernels mask before they scale: -inf times a scale that is not positive is no mask.
+def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
+    """Return the fp32 values of query rows `[n, H, D]`."""
+    return quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
+
+
         config.scale <= 0
         or config.lse
         or config.sinks
@@ -234,7 +240,7 @@ def _start_result(args: Args, requests: list[_Request], config: AttentionConfig)
 def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Read, result: Tensor) -> None:
     plain = _is_plain(config)
     for request in requests:
-        query = quantization.decode_query(args.query[request.rows], args.q_scale, config.num_kv_heads)
+        query = _load_query(args.query[request.rows], args, config)
         ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]
         for chunk in _chunks(request, config, plain):
             key, value, exists = read(request, chunk.first_key, chunk.end_key)
@@ -359,7 +365,7 @@ def _plain_decodes(
         for cache, scale in ((key_cache, args.k_scale), (value_cache, args.v_scale))
     )
     out = scaled_dot_product_attention(
-        quantization.decode_query(args.query[row], args.q_scale, config.num_kv_heads)[:, :, None],
+        _load_query(args.query[row], args, config)[:, :, None],
         key,
         value,
         attn_mask=visible[:, None, None],

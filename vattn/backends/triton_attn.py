@@ -9,8 +9,9 @@ import torch
 
 from vattn.backends.base import FEATURES, Backend, Capabilities, Package, Sizes
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, VarlenAttentionArgs
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.rope_config import RopeConfig
 
 
 class TritonAttentionBackend(Backend):
@@ -30,6 +31,7 @@ class TritonAttentionBackend(Backend):
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
+        query_loads=QUERY_LOADS,
         output_variants=True,
         approximate_division=True,
         cuda_graphs="full",

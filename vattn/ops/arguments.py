@@ -33,7 +33,8 @@ class AttentionArgs(NamedTuple):
     """`vattn::attention`: packed queries attend to a paged cache."""
 
     query: Tensor
-    """`[T, H, D]`, model dtype, or e4m3 with `q_scale`; rows of a request follow each other without padding."""
+    """`[T, H, D]`, model dtype, or e4m3 for a quantised query with `query_load="plain"`; rows of a request follow each
+    other without padding."""
     kv_cache: Tensor
     """This layer's storage; read only."""
     query_start_loc: Tensor

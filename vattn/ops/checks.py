@@ -194,7 +194,7 @@ def _check_shared(
 ) -> None:
     """Check what both attention ops have in common."""
     num_tokens, num_heads = args.query.shape[0] if args.query.ndim else 0, config.num_heads
-    query_dtype = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
+    query_dtype = torch.float8_e4m3fn if config.takes_fp8_query else MODEL_DTYPES[config.dtype]
     _check_rows("query", args.query, (num_tokens, num_heads, config.head_size), (query_dtype,), device)
     _check("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
     _check_outputs(args, config, num_tokens, device)

@@ -20,7 +20,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.mask_reference import alibi_bias, tree_bias, visible_mask
-from vattn.quantization import decode_kv, decode_query, encode_kv, quantise_output
+from vattn.quantization import decode_kv, encode_kv, load_query, quantise_output
 
 KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor]"]
 """Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, and bool `[s]`: which of them exist."""
@@ -115,7 +115,7 @@ def _attend_requests(
 ) -> tuple[Tensor, Tensor]:
     """Attend request by request; rows that belong to none stay at output 0 and LSE -inf."""
     num_tokens = args.query.shape[0]
-    query = decode_query(args.query, args.q_scale, config.num_kv_heads)
+    query = load_query(args.query, args.q_scale, config.num_kv_heads, config.query_load)
     out = query.new_zeros((num_tokens, config.num_heads, config.head_size_v))
     lse = query.new_full((num_tokens, config.num_heads), -torch.inf)
     starts = args.query_start_loc.tolist()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vattn.ops.triton.codec import cast, decode, dot
-from vattn.ops.triton.epilogue import store_rows
+from vattn.ops.triton.epilogue import quantise_dynamic, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E, full_range, key_range, modify_scores, visible
 
 SEARCH = tl.constexpr(256)
@@ -32,9 +32,22 @@ def find_request(tile, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def load_query(query, mask, scale, COMPUTE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return query rows as COMPUTE and what their scores must be multiplied by, `[rows]`."""
+def load_rows(query, mask, q_step, LOAD: tl.constexpr):
+    """Return query rows as they lie in memory or, unless LOAD is "plain", as e4m3 bytes under the scale q_step."""
     q = tl.load(query, mask=mask, other=0)
+    if LOAD == "plain":
+        return q
+    else:
+        return quantise_dynamic(q.to(tl.float32), tl.zeros([1, 1], tl.float32) + q_step, LOAD)
+
+
+@triton.jit
+def load_query(
+    query, mask, q_step, scale, COMPUTE: tl.constexpr, LOAD: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return query rows as COMPUTE and what their scores must be multiplied by, `[rows]`."""
+    q = load_rows(query, mask, q_step, LOAD)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * scale
     if FORMAT == "bfloat16" and COMPUTE == tl.float16:
         # A power of two per row brings bf16 into the range of fp16.
@@ -97,9 +110,9 @@ def load_tile(
 
 @triton.jit
 def score_tile(
-    q, query, query_mask, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    q, query, query_mask, q_step, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, K_BLOCK: tl.constexpr, K_ROW: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, D_STEP: tl.constexpr, Q_FORMAT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, D_STEP: tl.constexpr, Q_LOAD: tl.constexpr, Q_FORMAT: tl.constexpr,
     KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Return query rows times the keys of one tile, `[rows, keys]`.
@@ -114,7 +127,8 @@ def score_tile(
     else:
         for first in tl.static_range(0, D, D_STEP):
             column = first + tl.arange(0, D_STEP)
-            part = tl.load(query[:, None] + column[None, :], mask=query_mask[:, None] & (column < D)[None, :], other=0)
+            part_mask = query_mask[:, None] & (column < D)[None, :]
+            part = load_rows(query[:, None] + column[None, :], part_mask, q_step, Q_LOAD)
             k_tile = load_tile(key, block, k, column, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, D % D_STEP == 0)
             k_tile = tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8))
             s = dot(decode(part, Q_FORMAT, COMPUTE, NATIVE_FP8), k_tile, s)
@@ -152,7 +166,8 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
-    Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    Q_LOAD: tl.constexpr, Q_FORMAT: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     MODEL: tl.constexpr, OUTPUT: tl.constexpr,
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
@@ -223,16 +238,18 @@ def attention_kernel(
 
     # Scales and per-row values.
     factor = scale
+    q_step = 1.0
     if q_scale is not None:
-        factor = factor * tl.load(q_scale + (kv_head if PER_HEAD_Q else 0))
+        q_step = tl.load(q_scale + (kv_head if PER_HEAD_Q else 0))
+        factor = factor * q_step
     out_factor = 1.0
     if k_scale is not None:
         factor = factor * tl.load(k_scale + (kv_head if PER_HEAD_KV else 0))
         out_factor = tl.load(v_scale + (kv_head if PER_HEAD_KV else 0))
     q_offsets = token.to(tl.int64) * stride_qt + head * stride_qh
     query += q_offsets
-    q, row_factor = load_query(query[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], factor,
-                               COMPUTE, Q_FORMAT, NATIVE_FP8)  # fmt: skip
+    q, row_factor = load_query(query[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], q_step, factor,
+                               COMPUTE, Q_LOAD, Q_FORMAT, NATIVE_FP8)  # fmt: skip
     MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
     if not MODIFIED:
         row_factor = row_factor * LOG2E
@@ -282,8 +299,9 @@ def attention_kernel(
             k = j * TILE + n
             # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
             block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
-            s = score_tile(q, query, row_valid, key, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
-                           K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
+            s = score_tile(q, query, row_valid, q_step, key, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
+                           K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
+                           NATIVE_FP8)  # fmt: skip
             v_tile = load_tile(value, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
             s = s * row_factor[:, None]
             if MODIFIED:
@@ -304,8 +322,9 @@ def attention_kernel(
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
-        s = score_tile(q, query, row_valid, key, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
-                       K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_FORMAT, KV_FORMAT, COMPUTE, NATIVE_FP8)  # fmt: skip
+        s = score_tile(q, query, row_valid, q_step, key, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
+                       K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
+                       NATIVE_FP8)  # fmt: skip
         v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
         s = s * row_factor[:, None]
         if MODIFIED:

@@ -86,7 +86,7 @@ def _shared_arguments(config: AttentionConfig, num_tokens: int, num_reqs: int) -
     """Return what the paged and the packed op have in common."""
     fmt = OUTPUT_FORMATS[config.output_format]
     scale_shape = fmt.block_scale_shape(num_tokens, config.num_heads * config.head_size_v)
-    query_dtype = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
+    query_dtype = torch.float8_e4m3fn if config.takes_fp8_query else MODEL_DTYPES[config.dtype]
     columns, container = fmt.output_columns(config.head_size_v), fmt.container or MODEL_DTYPES[config.dtype]
 
     def scale(kind: str) -> Tensor | None:
@@ -228,6 +228,9 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8_static", target, static, *counts)
         quantised = static.replace(query_format="fp8_e4m3", query_scale="head")
         yield from attention_launches(f"{dtype}/{cache[0]} {step} fp8-query", target, quantised, *counts)
+        load = "divide" if dtype == "bfloat16" else "multiply"
+        rounded = quantised.replace(query_load=load)
+        yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -105,6 +105,8 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
     if config.dtype not in DTYPES:
         found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    if config.query_load != "plain":
+        found.append(f"query_load {config.query_load} (runs plain)")
     if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
     if config.head_size not in HEAD_SIZES:
