@@ -1,0 +1,45 @@
+"""Which kernels a function launches on a GPU, by torch.profiler; kernels inside CUDA graphs are listed too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, memory copy or fill that ran: its name, its time in us, and when it began."""
+
+    name: str
+    us: float
+    start: float
+
+
+def profile_kernels(function: Callable[[], object]) -> list[Kernel]:
+    """Return what one call runs on the device, in order."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        function()
+        torch.cuda.synchronize()
+    events = [event for event in prof.events() if event.device_type == DeviceType.CUDA]
+    kernels = [Kernel(e.name, e.time_range.elapsed_us(), e.time_range.start) for e in events]
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def kernels_of_layer(kernels: Sequence[Kernel], mark: str, layers: int) -> list[Kernel]:
+    """Return the kernels of a layer in the middle: from one whose name holds `mark` up to the next such one.
+
+    Raises:
+        ValueError: there is not one such kernel for each layer.
+    """
+    places = [index for index, kernel in enumerate(kernels) if mark in kernel.name]
+    if len(places) != layers or layers < 2:
+        raise ValueError(f"{len(places)} kernels named {mark} in {layers} layers")
+    middle = (layers - 1) // 2
+    return list(kernels[places[middle] : places[middle + 1]])
