@@ -238,7 +238,7 @@ BAD_OPTIONS = {
     "misspelt argument": ({"window": 4}, UnknownOptionError, "Try: per_layer_sliding_window"),
     "unknown backend": ({"attn_backend": "FAST"}, UnknownOptionError, "FAST"),
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
-    "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "varlen_attention"),
+    "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "use vattn.EncoderOnlyAttention"),
     "heads do not divide": ({"num_kv_heads": 3}, ConfigError, "num_kv_heads=3"),
     "no heads": ({"num_heads": 0, "num_kv_heads": 1}, ConfigError, "num_heads=0"),
     "no KV heads": ({"num_kv_heads": 0}, ConfigError, "num_kv_heads=0"),

@@ -8,7 +8,7 @@ from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
-from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, update_kv_cache
+from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
 from vattn.kv_cache import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -23,12 +23,25 @@ from vattn.kv_cache import (
     copy_blocks,
     swap_blocks,
 )
-from vattn.layers import Attention, QuantConfig, clip_rates, observe_clipping
+from vattn.layers import (
+    Attention,
+    EncoderFP8Config,
+    EncoderOnlyAttention,
+    MMEncoderAttention,
+    QuantConfig,
+    check_cu_seqlens,
+    clip_rates,
+    observe_clipping,
+    pad_cu_seqlens,
+    read_encoder_scales,
+    save_encoder_scales,
+)
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.passes.entry import backend, disable, enable, options
 from vattn.passes.report import FusionReport, fusion_report
+from vattn.rope_config import RopeConfig
 
 __version__ = "0.1.0"
 
@@ -44,17 +57,22 @@ __all__ = [
     "CacheConfig",
     "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
+    "EncoderFP8Config",
+    "EncoderOnlyAttention",
     "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "FusionReport",
     "KVCacheSpec",
     "MLAAttentionSpec",
+    "MMEncoderAttention",
     "QuantConfig",
+    "RopeConfig",
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "TQFullAttentionSpec",
     "allocate_kv_cache",
     "backend",
+    "check_cu_seqlens",
     "clip_rates",
     "compile",
     "compile_regions",
@@ -70,8 +88,12 @@ __all__ = [
     "merge_attn_states",
     "observe_clipping",
     "options",
+    "pad_cu_seqlens",
     "paged_attention",
+    "read_encoder_scales",
     "register_backend",
+    "rope_update_kv_cache",
+    "save_encoder_scales",
     "swap_blocks",
     "update_kv_cache",
 ]

@@ -114,5 +114,5 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
         for entries in model.modules()
         if isinstance(entries, nn.ModuleList)
         for layer in entries
-        if any(hasattr(part, "bind_kv_cache") for part in layer.modules())
+        if any(hasattr(part, "get_kv_cache_spec") for part in layer.modules())
     ]

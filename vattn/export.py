@@ -117,7 +117,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
         torch.Size([4, 32])
     """
     layers = _cached_layers(model)
-    if not layers:
+    if not layers and not any(hasattr(layer, "get_kv_cache_spec") for layer in model.modules()):
         raise CacheNotBoundError(
             f"{type(model).__name__} has no layer with a KV cache",
             "a model with bound caches",

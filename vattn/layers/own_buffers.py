@@ -20,12 +20,14 @@ _OWN_BUFFERS = (
     "clip_counts",
     "alibi_slopes",
     "sinks",
+    "amax_history",
+    "amax_steps",
 )
 """Small tensors that follow the cache to its device and keep their dtype; sinks only where they are no parameter."""
 
 
 class OwnBuffers(nn.Module):
-    """Module with a KV cache and buffers named in `_OWN_BUFFERS`, any of which may be missing or `None`."""
+    """Attention layer with buffers named in `_OWN_BUFFERS`, and maybe a cache; any of them may be missing or `None`."""
 
     prefix: str
     config: AttentionConfig | None

@@ -71,8 +71,10 @@ def check_extra(layer: str, extra: dict[str, Any], named: Iterable[str]) -> dict
 _LAYERS = {
     AttentionType.DECODER: "Attention",
     AttentionType.ENCODER_DECODER: "CrossAttention",
+    AttentionType.ENCODER: "MMEncoderAttention",
+    AttentionType.ENCODER_ONLY: "EncoderOnlyAttention",
 }
-"""Which layer runs which type of attention; the others have no cache."""
+"""Which layer runs which type of attention."""
 
 
 def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -> None:
@@ -82,10 +84,9 @@ def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -
         raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
     if attn_type != own:
         kind = AttentionType(attn_type)
-        fix = "call torch.ops.vattn.varlen_attention, which needs no cache"
-        if kind in _LAYERS:
-            fix = f"use vattn.{_LAYERS[kind]}"
-        raise UnsupportedRequestError(f"attn_type={kind.value!r} in {layer}", repr(own.value), fix)
+        raise UnsupportedRequestError(
+            f"attn_type={kind.value!r} in {layer}", repr(own.value), f"use vattn.{_LAYERS[kind]}"
+        )
 
 
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
