@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.rope_cases import MAX_POSITIONS, make_call
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch
 from vattn.backends import dispatch, selector
 from vattn.backends.torch_sdpa import TorchSDPABackend
@@ -16,11 +17,13 @@ from vattn.config import AttentionConfig
 from vattn.errors import GradientError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops import arguments, schemas
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.rope_config import RopeConfig
 
 ARGUMENTS: dict[str, Any] = {
     "kv_cache_update": CacheUpdateArgs,
+    "rope_kv_cache_update": RopeUpdateArgs,
     "attention": AttentionArgs,
     "varlen_attention": VarlenAttentionArgs,
     "plan": PlanArgs,
@@ -28,6 +31,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 WRITTEN = {
     "kv_cache_update": {"kv_cache"},
+    "rope_kv_cache_update": {"query_out", "kv_cache"},
     "attention": {"output", "output_block_scale", "lse", "workspace"},
     "varlen_attention": {"output", "output_block_scale", "lse", "workspace"},
     "plan": {"schedule"},
@@ -134,6 +138,20 @@ def test_opcheck_of_kv_cache_update() -> None:
     check("kv_cache_update", update_args(head_size=24, head_size_v=8))
 
 
+def rope_args(**changes: Any) -> RopeUpdateArgs:
+    config = make_config(block_size=8, backend="TORCH_SDPA", **changes)
+    args = make_call(config, RopeConfig(config.head_size // 2, norm="rms", norm_eps=1e-6), num_tokens=5)
+    args.query_out.zero_()
+    args.kv_cache.zero_()
+    return args
+
+
+def test_opcheck_of_rope_kv_cache_update() -> None:
+    check("rope_kv_cache_update", rope_args())
+    check("rope_kv_cache_update", rope_args(kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", query_scale="head"))
+    check("rope_kv_cache_update", rope_args(head_size=24, head_size_v=8, kv_cache_layout="HND"))
+
+
 class _Planner(TorchSDPABackend):
     """A backend whose schedule is the number of keys per request."""
 
@@ -195,6 +213,7 @@ def calls_with_gradients() -> dict[str, tuple[Any, ...]]:
         "attention with a schedule": args._replace(query=args.query.detach(), plan=schedules),
         "varlen_attention": packed._replace(value=packed.value.requires_grad_()),
         "kv_cache_update": update._replace(key=update.key.requires_grad_()),
+        "rope_kv_cache_update": rope_args()._replace(cos=torch.ones(MAX_POSITIONS, 4, requires_grad=True)),
         "merge_attn_states": merge_args()._replace(prefix_lse=torch.zeros(3, 2, requires_grad=True)),
         "quant_fp8_static": (x, torch.ones(1)),
         "quant_fp8_per_token": (x,),

@@ -11,6 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.metadata import AttentionMetadata
+from vattn.rope_config import RopeConfig
 
 
 class AttentionOutput(NamedTuple):
@@ -55,6 +56,85 @@ def update_kv_cache(
         k_scale, v_scale: fp32, for a quantised cache.
     """
     torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
+
+
+def rope_update_kv_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    rope: RopeConfig,
+    config: AttentionConfig,
+    *,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values into their slots of a cache in place, and return the queries.
+
+    One kernel on a GPU. Norm and rotation are computed in fp32; results are rounded to the model dtype and then
+    quantised, if the config asks for it. `vattn.options(rope=...)` finds the same steps in a compiled model.
+
+    Args:
+        query: `[T, num_heads, head_size]` in the model dtype; like key and value maybe a slice of one projection.
+        key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
+        cos, sin: float `[N, R / 2]`, one angle per pair, or `[N, R]`, one factor per column; R = `rope.rotary_dim`. Row
+            t is token t's (N = T), or row `positions[t]`.
+        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        slot_mapping: int64 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
+        rope: the rotation, and the norm ahead of it.
+        positions: int32 or int64 `[T]`; rows of the tables.
+        q_weight, k_weight: `[head_size]` of the norms, fp32 or model dtype.
+        q_scale: fp32, 1 value or one per KV head, with a query format in the config.
+        k_scale, v_scale: fp32, for a quantised cache.
+
+    Returns:
+        `[T, num_heads, head_size]` in the model dtype, or e4m3 with a query format; every row is written.
+
+    Raises:
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: a tensor contradicts the configs.
+        UnsupportedRequestError: the config's backend has no such op.
+
+    Example:
+        >>> import torch, vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=8)
+        >>> cache = torch.zeros(vattn.kv_cache_shape(config, num_blocks=2))
+        >>> angles = torch.outer(torch.arange(32.0), 10000 ** (-torch.arange(8) / 8))
+        >>> ones, slots, rope = torch.ones(2, 1, 16), torch.tensor([8, 9]), vattn.RopeConfig(rotary_dim=16)
+        >>> turned = vattn.rope_update_kv_cache(
+        ...     torch.ones(2, 2, 16), ones, ones, angles.cos(), angles.sin(), cache, slots, rope, config,
+        ...     positions=torch.tensor([0, 3]),
+        ... )
+        >>> bool((turned[0] == 1).all()), bool((turned[1] == cache[0, 1, 1]).all())
+        (True, True)
+    """
+    dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
+    query_out = query.new_empty(query.shape, dtype=dtype)
+    torch.ops.vattn.rope_kv_cache_update(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        positions,
+        query_out,
+        kv_cache,
+        slot_mapping,
+        q_weight,
+        k_weight,
+        q_scale,
+        k_scale,
+        v_scale,
+        rope.encode(),
+        config.encode(),
+    )
+    return query_out
 
 
 def paged_attention(

@@ -21,7 +21,7 @@ for line in ("Potential Performance Loss: wgmma.mma_async instructions are seria
     assert compile_all._COMPLAINTS.search(line)
 launches = list(islice(compile_cases.all_launches(), 700))
 kernels = {launch.kernel.__name__ for launch in launches}
-assert kernels == {"attention_kernel", "finish_kernel", "cache_update_kernel", "merge_kernel"}, kernels
+assert kernels == {"attention_kernel", "finish_kernel", "cache_update_kernel", "merge_kernel", "rope_update_kernel"}, kernels
 assert {launch.target for launch in launches} == set(compile_cases.TARGETS) == set(compile_all.GPU_TARGETS)
 first, again = (compile_all._sample(launches, 30, 7) for _ in range(2))
 assert [x.name for x in first] == [x.name for x in again] and len(first) == 30

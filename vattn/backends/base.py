@@ -14,7 +14,8 @@ import torch
 from vattn.config import AttentionConfig
 from vattn.errors import DeviceError
 from vattn.formats import OUTPUT_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.rope_config import RopeConfig
 
 FEATURES: tuple[str, ...] = (
     "bidirectional",
@@ -201,6 +202,7 @@ class Capabilities:
         package: what must be installed.
         output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
         approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
+        rope_update: whether there is `rope_kv_cache_update`, for every KV format that the backend stores.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -221,7 +223,7 @@ class Capabilities:
     package: Package | None = None
     output_variants: bool = False
     approximate_division: bool = False
-    query_loads: tuple[str, ...] = ("plain",)
+    rope_update: bool = False
     cuda_graphs: str = "full"
     garbage_safe: bool = True
 
@@ -333,4 +335,8 @@ class Backend:
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`. Arguments are checked already."""
+        raise NotImplementedError
+
+    def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+        """Run `vattn::rope_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError

@@ -15,9 +15,18 @@ from torch import Tensor
 from vattn.backends import selector
 from vattn.backends.base import Backend, DeviceInfo
 from vattn.config import AttentionConfig
+from vattn.errors import UnsupportedRequestError
 from vattn.ops import checks
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.arguments import (
+    AttentionArgs,
+    CacheUpdateArgs,
+    MergeArgs,
+    PlanArgs,
+    RopeUpdateArgs,
+    VarlenAttentionArgs,
+)
 from vattn.passes.report import read_note
+from vattn.rope_config import RopeConfig
 
 
 @lru_cache(maxsize=4096)
@@ -32,6 +41,20 @@ def kv_cache_update(*arguments: Any) -> None:
     backend, config = _resolve(args.config, args.key.device)
     checks.check_kv_cache_update(args, config)
     backend.kv_cache_update(args, config)
+
+
+def rope_kv_cache_update(*arguments: Any) -> None:
+    args = RopeUpdateArgs(*arguments)
+    backend, config = _resolve(args.config, args.query.device)
+    rope = RopeConfig.parse(args.rope)
+    if not backend.capabilities.rope_update:
+        raise UnsupportedRequestError(
+            f"rope_kv_cache_update on backend {backend.name}",
+            "backends whose capabilities say rope_update=True",
+            "rotate ahead of kv_cache_update and attention",
+        )
+    checks.check_rope_kv_cache_update(args, rope, config)
+    backend.rope_kv_cache_update(args, rope, config)
 
 
 def _present(plan: list[Tensor]) -> list[Tensor]:

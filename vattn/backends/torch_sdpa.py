@@ -23,8 +23,10 @@ from vattn.backends.base import FEATURES, Backend, Capabilities, Sizes
 from vattn.config import AttentionConfig
 from vattn.errors import GraphContractError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops import rope_reference
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import key_value_views
+from vattn.rope_config import RopeConfig
 
 _SCORES_PER_CHUNK = 1 << 22
 """Scores that the written-out math holds at once (16 MiB in fp32)."""
@@ -94,6 +96,7 @@ class TorchSDPABackend(Backend):
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
         output_variants=True,
         cuda_graphs="never",
+        rope_update=True,
         query_loads=("plain", "divide", "multiply"),
     )
 
@@ -145,6 +148,11 @@ class TorchSDPABackend(Backend):
         for rows, cache, scale in ((args.key, key_cache, args.k_scale), (args.value, value_cache, args.v_scale)):
             stored = quantization.encode_kv(rows, config.kv_cache_dtype, scale).view(cache.dtype)
             cache[index] = torch.where(valid.any(), stored[token], cache[index])
+
+    def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+        """Run `vattn::rope_kv_cache_update`, without a sync."""
+        with torch.autocast(args.query.device.type, enabled=False):
+            self.kv_cache_update(rope_reference.rotate_all(args, rope, config), config)
 
 
 def _refuse_capture(query: Tensor) -> None:

@@ -34,6 +34,7 @@ class TritonAttentionBackend(Backend):
         query_loads=QUERY_LOADS,
         output_variants=True,
         approximate_division=True,
+        rope_update=True,
         cuda_graphs="full",
     )
 
@@ -76,6 +77,12 @@ class TritonAttentionBackend(Backend):
         from vattn.ops.triton.launch import update_kv_cache
 
         update_kv_cache(args, config)
+
+    def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+        """Run `vattn::rope_kv_cache_update`, in one launch."""
+        from vattn.ops.triton.rope_cache_update import rope_update
+
+        rope_update(args, rope, config)
 
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -29,6 +29,44 @@ class CacheUpdateArgs(NamedTuple):
     config: str
 
 
+class RopeUpdateArgs(NamedTuple):
+    """`vattn::rope_kv_cache_update`: rotate queries and keys, write the queries out, keys and values into their slots.
+
+    R = `rotary_dim` of the rope config; rows of all tokens are written to `query_out`, padding included.
+    """
+
+    query: Tensor
+    """`[T, H, D]`, model dtype; may be a strided slice of one projection's result, as key and value."""
+    key: Tensor
+    """`[T, K, D]`, model dtype."""
+    value: Tensor
+    """`[T, K, V]`, model dtype or already in the cache's FP8 dtype (then stored as it is)."""
+    cos: Tensor
+    """`[N, R / 2]`: one angle per pair of columns, or `[N, R]`: one factor per column; float, any strides. Row t is
+    token t's (N = T), or with `positions` row `positions[t]`."""
+    sin: Tensor
+    """As `cos`, same shape and dtype."""
+    positions: Tensor | None
+    """int32 or int64 `[T]`: rows of a table. Negative ones count from its end; one outside of it gives NaN."""
+    query_out: Tensor
+    """`[T, H, D]`, model dtype, or e4m3 if the config has a query format; mutated."""
+    kv_cache: Tensor
+    """This layer's storage; mutated."""
+    slot_mapping: Tensor
+    """int64 `[T]`; as for `kv_cache_update`."""
+    q_weight: Tensor | None
+    """fp32 or model dtype `[D]`: of the query's RMSNorm, if the rope config has a norm."""
+    k_weight: Tensor | None
+    """fp32 or model dtype `[D]`: of the key's."""
+    q_scale: Tensor | None
+    """fp32, 1 value or K values: the scale of a quantised query, or its reciprocal (`RopeConfig.query_arithmetic`)."""
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    rope: str
+    """`RopeConfig.encode()`."""
+    config: str
+
+
 class AttentionArgs(NamedTuple):
     """`vattn::attention`: packed queries attend to a paged cache."""
 

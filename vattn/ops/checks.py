@@ -23,8 +23,9 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.rope_config import RopeConfig
 
 _FP32 = (torch.float32,)
 _INT32 = (torch.int32,)
@@ -36,6 +37,12 @@ _LAYOUTS = {
     "key": "[T, num_kv_heads, head_size]",
     "value": "[T, num_kv_heads, head_size_v]",
     "kv_cache": "vattn.kv_cache_shape(config, num_blocks) with num_blocks >= 1",
+    "cos": "[N, rotary_dim / 2] or [N, rotary_dim]; N = T without positions",
+    "sin": "as cos",
+    "positions": "[T]",
+    "query_out": "[T, num_heads, head_size]",
+    "q_weight": "[head_size]",
+    "k_weight": "[head_size]",
     "slot_mapping": "[T], one slot per row of key",
     "query_start_loc": "[B + 1] with B = len(seq_lens)",
     "kv_start_loc": "[B + 1] with B >= 1",
@@ -69,6 +76,8 @@ _ASKED_BY = {
     "mm_ranges": "mm_prefix='full' or 'clamped'",
     "output_block_scale": "an output_format with dynamic scales",
     "output_scale": "an output_format with a static scale",
+    "q_weight": "a norm in its rope config",
+    "k_weight": "a norm in its rope config",
     "q_scale": "query_scale='tensor' or 'head'",
     "k_scale": "kv_scale='tensor' or 'head'",
     "v_scale": "kv_scale='tensor' or 'head'",
@@ -93,6 +102,62 @@ def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> Non
     _check_kv_cache(args.kv_cache, config, device)
     _check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
     _check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
+
+
+def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+    """Check the arguments of `vattn::rope_kv_cache_update`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
+    """
+    device, model = args.query.device, MODEL_DTYPES[config.dtype]
+    num_tokens = args.query.shape[0] if args.query.ndim else 0
+    if rope.rotary_dim > config.head_size:
+        raise ConfigError(
+            f"rotary_dim={rope.rotary_dim} for heads of {config.head_size} columns",
+            f"an even number up to {config.head_size}",
+            "give the columns of one head that turn",
+        )
+    if rope.query_arithmetic != "divide" and config.query_format == "none":
+        raise ConfigError(
+            f"query_arithmetic={rope.query_arithmetic!r} with query_format='none'",
+            "'divide' for a query that is not quantised",
+            "leave query_arithmetic out",
+        )
+    query_shape = (num_tokens, config.num_heads, config.head_size)
+    _check_rows("query", args.query, query_shape, (model,), device)
+    _check_rows("key", args.key, (num_tokens, config.num_kv_heads, config.head_size), (model,), device)
+    values: tuple[torch.dtype, ...] = (model,)
+    if config.kv_scale != "none":
+        values = (*values, KV_FORMATS[config.kv_cache_dtype].value_dtype)
+    _check_rows("value", args.value, (num_tokens, config.num_kv_heads, config.head_size_v), values, device)
+    _check_tables(args, rope, num_tokens, device)
+    out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
+    _check("query_out", args.query_out, query_shape, (out_dtype,), device)
+    _check("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    _check_kv_cache(args.kv_cache, config, device)
+    for name, weight in (("q_weight", args.q_weight), ("k_weight", args.k_weight)):
+        if weight is not None:
+            _check_optional(name, weight, rope.norm != "none", (config.head_size,), (torch.float32, model), device)
+    _check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
+    _check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
+    _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
+    for part in (args.query, args.key, args.value):
+        _check_no_overlap("query_out", args.query_out, part)
+
+
+def _check_tables(args: RopeUpdateArgs, rope: RopeConfig, num_tokens: int, device: torch.device) -> None:
+    """Check cos, sin and positions; strides of the tables are free."""
+    rows, columns = args.cos.shape if args.cos.ndim == 2 else (0, 0)
+    if args.positions is None:
+        rows = num_tokens
+    else:
+        _check("positions", args.positions, (num_tokens,), (torch.int32, torch.int64), device)
+        rows = max(1, rows)
+    if columns != rope.rotary_dim:
+        columns = rope.rotary_dim // 2
+    _refuse("cos", args.cos, (rows, columns), _FLOATS, device)
+    _refuse("sin", args.sin, (rows, columns), (args.cos.dtype,), device)
 
 
 def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -350,6 +415,16 @@ def _check_no_alias(name: str, output: Tensor, args: MergeArgs) -> None:
             raise StrideError(
                 f"{name} shares its storage with an input", "a storage of its own", f"allocate {name} separately"
             )
+
+
+def _check_no_overlap(name: str, output: Tensor, part: Tensor) -> None:
+    """Refuse an output whose bytes lie among those of an input; compiled code may place both in one storage."""
+    if not output.numel() or not part.numel():
+        return
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    start, first = output.data_ptr(), part.data_ptr()
+    if start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize:
+        raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
 
 
 def _refuse(

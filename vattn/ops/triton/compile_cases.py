@@ -14,10 +14,11 @@ from torch import Tensor
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import launch, merge
+from vattn.ops.triton import launch, merge, rope_cache_update
 from vattn.ops.triton.tiles import Limits
+from vattn.rope_config import RopeConfig
 
 TARGETS: dict[str, Limits] = {
     "sm_80": Limits(108, 163 << 10, native_fp8=False, warpgroups=False),
@@ -69,6 +70,7 @@ def record(name: str, target: str, call: Callable[[], None]) -> Iterator[Launch]
             (launch, "finish_kernel"),
             (launch, "cache_update_kernel"),
             (merge, "merge_kernel"),
+            (rope_cache_update, "rope_update_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -154,6 +156,44 @@ def update_launches(name: str, target: str, config: AttentionConfig) -> Iterator
     return record(name, target, lambda: launch.update_kv_cache(args, config))
 
 
+ROPES: dict[str, tuple[RopeConfig, bool]] = {
+    "neox": (RopeConfig(64), False),
+    "interleaved-full": (RopeConfig(64, "interleaved"), True),
+    "partial-norm": (RopeConfig(48, norm="rms", norm_eps=1e-6, round_query=False), True),
+    "interleaved-norm": (RopeConfig(24, "interleaved", "rms_one_plus", 1e-6), False),
+}
+"""Rotations that every head size of `SHAPES` has room for, and whether tables have a factor for every column."""
+
+
+def rope_launches(name: str, target: str, config: AttentionConfig, rope: RopeConfig, full: bool) -> Iterator[Launch]:
+    """Yield the launch of one cache update with RoPE."""
+    dtype, heads, size = MODEL_DTYPES[config.dtype], config.num_heads, config.head_size
+    out_dtype = torch.float8_e4m3fn if config.query_format != "none" else dtype
+    table = _meta(4096, rope.rotary_dim if full else rope.rotary_dim // 2, dtype=dtype if full else torch.float32)
+    weight = None if rope.norm == "none" else _meta(size, dtype=dtype)
+    kv_scale = None if config.kv_scale == "none" else _meta(config.num_kv_heads)
+    args = RopeUpdateArgs(
+        _meta(64, heads, size, dtype=dtype),
+        _meta(64, config.num_kv_heads, size, dtype=dtype),
+        _meta(64, config.num_kv_heads, config.head_size_v, dtype=dtype),
+        table,
+        table,
+        _meta(64, dtype=torch.int64),
+        _meta(64, heads, size, dtype=out_dtype),
+        _meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
+        _meta(64, dtype=torch.int64),
+        weight,
+        weight,
+        None if config.query_format == "none" else _meta(config.num_kv_heads),
+        kv_scale,
+        kv_scale,
+        rope.encode(),
+        config.encode(),
+    )
+    limits = TARGETS[target]
+    return record(name, target, lambda: rope_cache_update.rope_update(args, rope, config, limits))
+
+
 def merge_launches(name: str, target: str, dtype: torch.dtype, width: int) -> Iterator[Launch]:
     """Yield the launch of one merge."""
     args = MergeArgs(
@@ -217,6 +257,11 @@ def _small_kernels(target: str) -> Iterator[Launch]:
             config = _config(name, cache, SHAPES[shape])
             if config.block_size:
                 yield from update_launches(f"{name}/{cache[0]} {shape}", target, config)
+                quantised = cache[0] != "auto"
+                asked = {"query_format": "fp8_e4m3", "query_scale": cache[1]} if quantised else {}
+                for kind, (rope, full) in ROPES.items():
+                    label = f"{name}/{cache[0]} {shape} {kind}"
+                    yield from rope_launches(label, target, config.replace(**asked), rope, full)
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])

@@ -1,0 +1,105 @@
+"""What one layer's rotary position embedding asks for: frozen, hashable, and one canonical string.
+
+`RopeConfig` travels with `vattn::rope_kv_cache_update` as `rope.encode()`, beside the string of the `AttentionConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vattn.config import NOTE_MARK, _canonical, _check, _parse_value
+from vattn.errors import ConfigError
+from vattn.formats import OUTPUT_ARITHMETICS
+
+ROPE_VERSION = 1
+
+ROPE_STYLES = ("neox", "interleaved")
+"""Which columns turn together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J, complex numbers)."""
+
+ROPE_NORMS = ("none", "rms", "rms_one_plus")
+"""RMSNorm of every query and key head ahead of the rotation: none, times the weight, or times 1 + weight (Gemma)."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Describe what happens to queries and keys before they are quantised and cached.
+
+    Attributes:
+        rotary_dim: leading columns of each head that are rotated, even; the others pass.
+        style: `"neox"` or `"interleaved"`, see `ROPE_STYLES`.
+        norm: see `ROPE_NORMS`; over the whole head, ahead of the rotation. Weights are tensor arguments and optional.
+        norm_eps: added to the mean square under the root.
+        round_query: round a query that is quantised to the model dtype first, as separate steps would. Compiled code
+            that quantises in the kernel of the rotation does not.
+        query_arithmetic: `"divide"` by `q_scale`, or `"multiply"` by it: then it is the reciprocal of the scale that
+            attention gets.
+
+    Example:
+        >>> RopeConfig(rotary_dim=64, style="interleaved").encode()
+        'rope1 rotary_dim=64 style=interleaved'
+    """
+
+    rotary_dim: int
+    style: str = "neox"
+    norm: str = "none"
+    norm_eps: float = 0.0
+    round_query: bool = True
+    query_arithmetic: str = "divide"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _canonical(field.name, str(field.type), getattr(self, field.name)))
+        _check(
+            self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
+            f"rotary_dim={self.rotary_dim}",
+            "an even number from 2 up",
+            "give the number of columns that turn, not of pairs",
+        )
+        for name, allowed in (("style", ROPE_STYLES), ("norm", ROPE_NORMS), ("query_arithmetic", OUTPUT_ARITHMETICS)):
+            value = getattr(self, name)
+            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        _check(
+            self.norm_eps >= 0 and (self.norm != "none" or self.norm_eps == 0),
+            f"norm_eps={self.norm_eps} with norm={self.norm!r}",
+            "a number from 0 up, and 0 without a norm",
+            "name the norm that the epsilon belongs to",
+        )
+
+    def encode(self) -> str:
+        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
+        parts = [f"rope{ROPE_VERSION}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
+        return " ".join(parts)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> RopeConfig:
+        """Read what `encode` wrote, without a note behind it.
+
+        Raises:
+            ConfigError: another version, an unknown field or a value out of range.
+        """
+        head, *pairs = text.partition(NOTE_MARK)[0].split(" ")
+        _check(
+            head == f"rope{ROPE_VERSION}",
+            f"rope string starts with {head!r}",
+            f"rope{ROPE_VERSION}",
+            "compile or export again with this version of vattn",
+        )
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(RopeConfig)}
+        values: dict[str, object] = {}
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            _check(name in kinds, f"rope field {name!r}", ", ".join(kinds), "check the spelling")
+            values[name] = _parse_value(kinds[name], value)
+        try:
+            return RopeConfig(**values)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(
+                f"rope string {text!r}: {error}", "a string made by encode()", "use RopeConfig.encode"
+            ) from None
