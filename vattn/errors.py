@@ -94,6 +94,14 @@ class MissingPackageError(VattnError, ImportError):
     """An optional package that the request needs is not installed or too old."""
 
 
+class TransferError(VattnError, RuntimeError):
+    """Blocks could not be loaded from, or saved to, where a connector keeps them. One request fails, no other."""
+
+
+class SignatureError(VattnError, TypeError):
+    """A function was decorated that lacks a parameter which the decorator needs."""
+
+
 class FusionError(VattnError, RuntimeError):
     """Strict fusion was asked for and an attention node is not fused. The text says which, why and where."""
 

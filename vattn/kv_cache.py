@@ -103,6 +103,7 @@ class KVCacheAllocation:
     dtype: torch.dtype
     device: torch.device
     layers: tuple[LayerCache, ...]
+    groups: tuple[()] = ()
 
     @property
     def kv_caches(self) -> list[Tensor]:
@@ -217,7 +218,7 @@ def allocate_kv_cache(
     if dtype not in MODEL_DTYPES.values():
         raise DtypeError(f"model dtype {dtype}", ", ".join(MODEL_DTYPES), "pass dtype=torch.bfloat16")
     device = _model_device(model) if device is None else _device(device)
-    modules = _find_layers(model)
+    modules = find_layers(model)
     specs = {name: spec for name, m in modules.items() if (spec := m.get_kv_cache_spec(dtype)) is not None}
     targets = _sharing_targets(modules, specs)
     block_size = _common_block_size(specs)
@@ -267,7 +268,7 @@ def _model_device(model: nn.Module) -> torch.device:
     return _device(devices.pop())
 
 
-def _find_layers(model: nn.Module) -> dict[str, KVCacheLayer]:
+def find_layers(model: nn.Module) -> dict[str, KVCacheLayer]:
     """Return the attention layers by prefix, or by path where they have none, in the model's order."""
     found: dict[str, KVCacheLayer] = {}
     for path, module in model.named_modules():

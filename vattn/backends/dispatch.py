@@ -99,6 +99,18 @@ def merge_attn_states(*arguments: Any) -> None:
     merge(args)
 
 
+def kv_transfer_wait(kv_cache: Tensor) -> None:
+    from vattn.kv_transfer import points
+
+    points.kv_transfer_wait(kv_cache)
+
+
+def kv_transfer_save(kv_cache: Tensor, token: Tensor) -> None:
+    from vattn.kv_transfer import points
+
+    points.kv_transfer_save(kv_cache, token)
+
+
 def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
     from vattn import quantization
 

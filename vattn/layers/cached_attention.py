@@ -28,6 +28,7 @@ from vattn.errors import (
 )
 from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
 from vattn.layers.cache_scales import CacheScales
+from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerStep, check_output_shape, given, split_heads
 from vattn.layers.request import (
     StepKind,
@@ -61,6 +62,7 @@ class CachedAttention(CacheScales):
 
     alibi_slopes: Tensor | None
     kv_cache: Tensor | None
+    kv_transfer_token: Tensor | None
 
     def __init__(
         self,
@@ -145,6 +147,8 @@ class CachedAttention(CacheScales):
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)
         self.register_buffer("kv_cache", None, persistent=False)
+        # Given by KVTransfer; without it the layer has no transfer ops.
+        self.register_buffer("kv_transfer_token", None, persistent=False)
 
     def _canonical(self, dtype: torch.dtype) -> str:
         return resolve_kv_cache_dtype(self._cache_dtype, dtype)
@@ -273,11 +277,15 @@ class CachedAttention(CacheScales):
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
         if not torch.compiler.is_compiling():
             self._check_step(query, key, value, step, output, block_scale, op_config)
+        if self.kv_transfer_token is not None:
+            wait_for_layer_load(self.kv_cache)
         if key is not None and value is not None and step.key_slots is not None:
             self._write_cache(query, key, value, step.query_slots, step.key_slots, op_config)
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         torch.ops.vattn.attention(*self._arguments(query, step, output, block_scale, op_config))
+        if self.kv_transfer_token is not None:
+            save_kv_layer(self.kv_cache, self.kv_transfer_token)
         return self._shaped(output, block_scale, output_shape)
 
     def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:

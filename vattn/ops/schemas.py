@@ -52,6 +52,13 @@ MUTATING_OPS: dict[str, str] = {
 }
 """Ops that write into tensors the caller gives."""
 
+TRANSFER_OPS: dict[str, str] = {
+    "kv_transfer_wait": "(Tensor(a!) kv_cache) -> ()",
+    "kv_transfer_save": "(Tensor kv_cache, Tensor(a!) token) -> ()",
+}
+"""Ops around a layer with a connector: loads arrive in the cache, saves mark a token so that nothing drops them. They
+wait on the host, so no CUDA graph may hold them."""
+
 QUANTISING_OPS: dict[str, str] = {
     "quant_fp8_static": "(Tensor input, Tensor scale) -> Tensor",
     "quant_fp8_per_token": "(Tensor input) -> (Tensor, Tensor)",
@@ -135,7 +142,7 @@ def _fake_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, T
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(MUTATING_OPS, _fake_nothing),
+    **dict.fromkeys([*MUTATING_OPS, *TRANSFER_OPS], _fake_nothing),
     "quant_fp8_static": _fake_static,
     "quant_fp8_per_token": _fake_per_token,
     "quant_fp8_group": _fake_group,
@@ -164,8 +171,8 @@ def _shape_function(name: str) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    for name, schema in {**MUTATING_OPS, **QUANTISING_OPS}.items():
-        library.define(name + schema)
+    for name, schema in {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS}.items():
+        library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,) if name in TRANSFER_OPS else ())
         for key in _DEVICE_KEYS:
             library.impl(name, _device_kernel(name), key)
         torch.library.register_fake(f"vattn::{name}", _shape_function(name), lib=library)

@@ -1,0 +1,119 @@
+"""What keeps blocks outside of the cache: the `KVConnector` protocol, and the names that blocks go by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from vattn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TransferRequest:
+    """Blocks of one request that are to be loaded or saved.
+
+    Attributes:
+        request_id: the caller's name of the request.
+        keys: content key of each whole block, in order (`block_keys`).
+        block_ids: where each lies in the cache; none is the null block, none is named twice.
+    """
+
+    request_id: str
+    keys: tuple[str, ...]
+    block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(self.keys))
+        object.__setattr__(self, "block_ids", tuple(self.block_ids))
+        wrong = ""
+        if len(self.keys) != len(self.block_ids) or not self.keys:
+            wrong = f"{len(self.keys)} keys and {len(self.block_ids)} block ids"
+        elif len(set(self.block_ids)) != len(self.block_ids):
+            wrong = f"a block id twice in {list(self.block_ids)}"
+        elif len(set(self.keys)) != len(self.keys):
+            wrong = "a key twice"
+        elif min(self.block_ids) < 1:
+            wrong = f"block id {min(self.block_ids)}; 0 is the null block"
+        if wrong:
+            raise ConfigError(
+                f"transfer of request {self.request_id!r} with {wrong}",
+                "one key for each block, all different, block ids from 1 on",
+                "pass block_keys(tokens, block_size) and as many blocks of the request's table",
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the transfer."""
+        return len(self.keys)
+
+
+class KVConnector(Protocol):
+    """Where pages are kept. A page is one block of one layer as bytes: all of its keys, then all of its values.
+
+    `KVTransfer` calls `wait_for_layer_load`, `save_kv_layer` and `finish` from a thread of the request, in the order of
+    the layers, so several requests may call at once; the others from the thread that drives the model. What a method
+    raises fails the request that it was called for, and no other.
+    """
+
+    def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
+        """Learn the layers, and the bytes of a page in each.
+
+        Args:
+            page_bytes: by layer name, in the model's order.
+            fingerprint: hash of everything that must agree for pages to mean the same: layers, formats, scales, and the
+                caller's namespace. Pages of another fingerprint must not be found.
+        """
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Return how many of the first keys are held, for all layers."""
+
+    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Tensor:
+        """Return the pages of a layer: uint8 `[blocks, page_bytes]`, on the host or the cache's device.
+
+        The tensor must stay as it is until `finish`.
+        """
+
+    def page_buffer(self, layer_name: str, request: TransferRequest) -> Tensor | None:
+        """Return where pages that will be saved may be written directly (host, pinned); `None`: nowhere."""
+
+    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor) -> None:
+        """Keep the pages of a layer.
+
+        Args:
+            pages: uint8 `[blocks, page_bytes]` on the host: what `page_buffer` returned, or a tensor that is valid
+                during the call only.
+        """
+
+    def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
+        """End a load (`saved` is False) or a save. With an error, nothing of a save may be found later."""
+
+
+def block_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> list[str]:
+    """Return a content key for every whole block of a token sequence.
+
+    A key depends on the block's tokens and on all tokens before them, so equal keys mean equal prefixes.
+
+    Args:
+        tokens: ids from the beginning of the request.
+        block_size: tokens per block; a last block that is not full has no key.
+        salt: whatever else the content depends on: adapters, images, a tenant.
+
+    Example:
+        >>> from vattn.kv_transfer import block_keys
+        >>> [key[:8] for key in block_keys(range(40), block_size=16)]
+        ['8bfc6f19', '0ee0c057']
+        >>> block_keys(range(40), 16)[0] == block_keys([*range(16), 99, 98], 16)[0]
+        True
+    """
+    if block_size < 1:
+        raise ConfigError(f"block_size={block_size}", "a positive int", "pass the block size of the cache")
+    keys, parent = [], hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest()
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        text = ",".join(str(int(token)) for token in tokens[start : start + block_size])
+        parent = hashlib.sha256(parent + text.encode()).digest()
+        keys.append(parent.hex())
+    return keys

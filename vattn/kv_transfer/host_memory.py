@@ -1,0 +1,173 @@
+"""`HostMemoryConnector`: keep blocks in host memory, the least recently used of them making room for new ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vattn.errors import ConfigError, TransferError
+from vattn.kv_cache import format_bytes, parse_bytes
+from vattn.kv_transfer.connector import TransferRequest
+
+
+class HostMemoryConnector:
+    """Keep pages in host memory that is allocated once; pinned where there is a CUDA device.
+
+    Args:
+        memory: bytes for all layers together, an int or such as `"8GiB"`; rounded down to whole blocks. (PyTorch rounds
+            pinned allocations, one per layer, up to powers of two.)
+        pin_memory: default: where CUDA is available.
+
+    Attributes:
+        capacity: blocks that fit, 0 before a `KVTransfer` has attached it.
+
+    Raises:
+        ConfigError: no byte count; when attached: memory for less than one block, or attached twice.
+
+    What a load reads is not evicted meanwhile. The end of a prefix is evicted before its beginning.
+    """
+
+    def __init__(self, memory: int | str, *, pin_memory: bool | None = None) -> None:
+        self.memory = parse_bytes(memory)
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.capacity = 0
+        self._lock = threading.Lock()
+        self._arenas: dict[str, Tensor] = {}
+        self._rows: OrderedDict[str, int] = OrderedDict()
+        """Row of each key, the least recently used first."""
+        self._free: list[int] = []
+        self._readers: Counter[int] = Counter()
+        self._loads: dict[int, list[int]] = {}
+        self._saves: dict[int, dict[str, int]] = {}
+
+    def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
+        """Allocate the memory."""
+        if self._arenas:
+            raise ConfigError("a HostMemoryConnector attached twice", "one model for each", "make a second one")
+        per_block = sum(page_bytes.values())
+        if self.memory < per_block:
+            raise ConfigError(
+                f"memory={format_bytes(self.memory)} for blocks of {format_bytes(per_block)}",
+                "at least one block",
+                "give the connector more memory",
+            )
+        self.capacity = self.memory // per_block
+        self._free = list(range(self.capacity))
+        for name, size in page_bytes.items():
+            self._arenas[name] = torch.empty((self.capacity, size), dtype=torch.uint8, pin_memory=self.pin_memory)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held now."""
+        return len(self._rows)
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Return how many of the first keys are held; they count as used."""
+        with self._lock:
+            held = 0
+            while held < len(keys) and keys[held] in self._rows:
+                held += 1
+            self._touch(keys[:held])
+            return held
+
+    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Tensor:
+        """Return the pages: a view of the memory where they lie side by side, else a copy."""
+        with self._lock:
+            rows = self._loads.get(id(request))
+            if rows is None:
+                missing = [key for key in request.keys if key not in self._rows]
+                if missing:
+                    raise TransferError(
+                        f"{len(missing)} of {request.num_blocks} blocks of request {request.request_id!r} are not held",
+                        "keys that find() counted; they may have been evicted since",
+                        "compute the request without the connector",
+                    )
+                rows = self._loads[id(request)] = [self._rows[key] for key in request.keys]
+                self._readers.update(rows)
+                self._touch(request.keys)
+        arena = self._arenas[layer_name]
+        if _side_by_side(rows):
+            return arena[rows[0] : rows[0] + len(rows)]
+        pages = torch.empty((len(rows), arena.shape[1]), dtype=torch.uint8, pin_memory=self.pin_memory)
+        return torch.index_select(arena, 0, torch.tensor(rows), out=pages)
+
+    def page_buffer(self, layer_name: str, request: TransferRequest) -> Tensor | None:
+        """Return the rows that the request's pages will have, where they are all new and lie side by side."""
+        with self._lock:
+            rows = list(self._reserve(request).values())
+        if len(rows) < request.num_blocks or not _side_by_side(rows):
+            return None
+        return self._arenas[layer_name][rows[0] : rows[0] + len(rows)]
+
+    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor) -> None:
+        """Copy the pages into their rows, unless they were written there."""
+        with self._lock:
+            rows = self._reserve(request)
+        arena = self._arenas[layer_name]
+        if rows and pages.data_ptr() != arena[next(iter(rows.values()))].data_ptr():
+            index = {key: place for place, key in enumerate(request.keys)}
+            source = pages[[index[key] for key in rows]]
+            arena[list(rows.values())] = source
+
+    def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
+        """Let go of what a load has read; keep or drop what a save has written."""
+        with self._lock:
+            if not saved:
+                self._readers.subtract(self._loads.pop(id(request), []))
+                return
+            reserved = self._saves.pop(id(request), {})
+            for key, row in reserved.items():
+                if error is None and key not in self._rows:
+                    self._rows[key] = row
+                else:
+                    self._free.append(row)
+            if error is None:
+                self._touch(request.keys)
+
+    def _touch(self, keys: Sequence[str]) -> None:
+        for key in reversed(keys):
+            if key in self._rows:
+                self._rows.move_to_end(key)
+
+    def _reserve(self, request: TransferRequest) -> dict[str, int]:
+        """Return the rows of the request's keys that are not held yet; the first call evicts and takes them."""
+        if id(request) in self._saves:
+            return self._saves[id(request)]
+        new = [key for key in request.keys if key not in self._rows]
+        self._touch(request.keys)
+        known = set(request.keys)
+        for key in list(self._rows):
+            if len(self._free) >= len(new):
+                break
+            if not self._readers[self._rows[key]] and key not in known:
+                self._free.append(self._rows.pop(key))
+        if len(self._free) < len(new):
+            raise TransferError(
+                f"{len(new)} blocks of request {request.request_id!r} to save, {len(self._free)} rows free",
+                f"up to {self.capacity} blocks, less what is being loaded and saved",
+                "give the connector more memory, or save fewer blocks",
+            )
+        rows = self._take(len(new))
+        self._saves[id(request)] = dict(zip(new, rows, strict=True))
+        return self._saves[id(request)]
+
+    def _take(self, count: int) -> list[int]:
+        """Take free rows: a run that lies side by side if there is one, else the lowest."""
+        self._free.sort()
+        free, last = self._free, count - 1
+        runs = (i for i in range(len(free) - last) if free[i + last] == free[i] + last)
+        start = next(runs, 0) if count else 0
+        taken = self._free[start : start + count]
+        del self._free[start : start + count]
+        return taken
+
+    def __repr__(self) -> str:
+        return f"HostMemoryConnector({self.num_blocks} of {self.capacity} blocks, {format_bytes(self.memory)})"
+
+
+def _side_by_side(rows: Sequence[int]) -> bool:
+    return bool(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))

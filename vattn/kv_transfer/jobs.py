@@ -1,0 +1,219 @@
+"""One load or save of one request in a thread of its own, layer by layer; the model's thread meets it at each layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vattn.errors import TransferError
+from vattn.kv_transfer.connector import KVConnector, TransferRequest
+from vattn.kv_transfer.pages import gather_pages, page_bytes, scatter_pages
+from vattn.kv_transfer.points import TransferPoint
+
+LAYERS_AHEAD = 4
+"""Layers that a load may be ahead of the model: each takes device memory for the pages of one layer."""
+
+
+@dataclass
+class Pages:
+    """Pages of one layer on their way, and what says that they have arrived."""
+
+    rows: Tensor
+    arrived: torch.cuda.Event | None = None
+
+
+class Job:
+    """What load and save have in common: the thread, the error, and the end.
+
+    Args:
+        connector, request: who keeps the pages, and of what.
+        points: the layers, in order.
+        block_ids: int64 `[n]` on the caches' device.
+        stream: where copies between host and device run; `None` without CUDA.
+        timeout: seconds that the model's thread waits for one layer.
+    """
+
+    saves = False
+
+    def __init__(
+        self,
+        connector: KVConnector,
+        request: TransferRequest,
+        points: Sequence[TransferPoint],
+        block_ids: Tensor,
+        stream: torch.cuda.Stream | None,
+        timeout: float,
+    ) -> None:
+        self.connector, self.request, self.points = connector, request, list(points)
+        self.block_ids, self.stream, self.timeout = block_ids, stream, timeout
+        self.error: BaseException | None = None
+        self._ready: dict[str, Pages] = {}
+        self._changed = threading.Condition()
+        self.finished = False
+        self._thread = threading.Thread(target=self._main, name=f"vattn transfer {request.request_id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop because of an error; the first one counts."""
+        with self._changed:
+            if self.error is None and not self.finished:
+                self.error = error
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end, `finish` of the connector included; return whether it came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.finished, timeout)
+
+    def _main(self) -> None:
+        try:
+            with torch.no_grad():
+                self._work()
+        except BaseException as error:
+            # Whatever a connector raises fails its request alone.
+            self.fail(error)
+        try:
+            self.connector.finish(self.request, self.saves, self.error)
+        except BaseException as error:
+            self.fail(error)
+        with self._changed:
+            self.finished = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _check_pages(self, pages: object, point: TransferPoint) -> Tensor:
+        shape, device = (self.request.num_blocks, page_bytes(point.kv_cache)), point.kv_cache.device
+        fits = isinstance(pages, Tensor) and pages.dtype == torch.uint8 and tuple(pages.shape) == shape
+        if fits and isinstance(pages, Tensor) and pages.device in (torch.device("cpu"), device):
+            return pages
+        came = f"{pages.dtype} {tuple(pages.shape)} on {pages.device}" if isinstance(pages, Tensor) else repr(pages)
+        raise TransferError(
+            f"{type(self.connector).__name__} returned {came} for layer {point.layer_name!r}",
+            f"torch.uint8 {shape} on the host or {device}",
+            "return one row of page_bytes for each block of the request",
+        )
+
+
+class LoadJob(Job):
+    """Bring pages to the device ahead of the layers that need them."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._awaited: str | None = None
+        self.layers_left = {point.layer_name for point in self.points}
+
+    def _work(self) -> None:
+        last = None
+        for point in self.points:
+            with self._changed:
+                self._changed.wait_for(lambda: self.error or self._awaited or len(self._ready) < LAYERS_AHEAD)
+            if self.error:
+                break
+            pages = self._check_pages(self.connector.wait_for_layer_load(point.layer_name, self.request), point)
+            last = self._to_device(pages, point.kv_cache.device)
+            with self._changed:
+                if self.error is None:
+                    self._ready[point.layer_name] = last
+                self._changed.notify_all()
+        # The connector may reuse its memory once the last copy has read it.
+        if last is not None and last.arrived is not None:
+            last.arrived.synchronize()
+
+    def _to_device(self, pages: Tensor, device: torch.device) -> Pages:
+        if self.stream is None:
+            return Pages(pages)
+        with torch.cuda.stream(self.stream):
+            rows = pages.to(device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return Pages(rows, event)
+
+    def deliver(self, point: TransferPoint) -> None:
+        """Wait for the pages of a layer and write them into its cache, on the current stream."""
+        name = point.layer_name
+        with self._changed:
+            self._awaited = name
+            self._changed.notify_all()
+            come = self._changed.wait_for(lambda: self.error or name in self._ready, self.timeout)
+            self._awaited = None
+            pages = self._ready.pop(name, None)
+            self.layers_left.discard(name)
+            self._changed.notify_all()
+        if not come:
+            self.fail(
+                TransferError(
+                    f"layer {name!r} of request {self.request.request_id!r} was not loaded within {self.timeout} s",
+                    "pages within the timeout of KVTransfer",
+                    "compute the request without the connector, or raise timeout=",
+                )
+            )
+        if pages is None or self.error is not None:
+            return
+        if pages.arrived is not None:
+            current = torch.cuda.current_stream(point.kv_cache.device)
+            current.wait_event(pages.arrived)
+            pages.rows.record_stream(current)
+        scatter_pages(point.kv_cache, self.block_ids, pages.rows)
+
+
+class SaveJob(Job):
+    """Take pages out of the cache behind the layers that wrote them, and give them to the connector."""
+
+    saves = True
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.collected: set[str] = set()
+
+    def collect(self, point: TransferPoint) -> None:
+        """Copy the pages of a layer out of its cache, on the current stream; the blocks may change afterwards."""
+        self.collected.add(point.layer_name)
+        if self.error is not None:
+            return
+        try:
+            buffer = self.connector.page_buffer(point.layer_name, self.request)
+            if buffer is not None:
+                buffer = self._check_pages(buffer, point)
+            pages = self._to_host(gather_pages(point.kv_cache, self.block_ids), buffer)
+        except Exception as error:
+            self.fail(error)
+            return
+        with self._changed:
+            self._ready[point.layer_name] = pages
+            self._changed.notify_all()
+
+    def _to_host(self, pages: Tensor, buffer: Tensor | None) -> Pages:
+        if self.stream is None:
+            return Pages(pages if buffer is None else buffer.copy_(pages))
+        current = torch.cuda.current_stream(pages.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            if buffer is None:
+                buffer = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
+            buffer.copy_(pages, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        pages.record_stream(self.stream)
+        return Pages(buffer, event)
+
+    def _work(self) -> None:
+        for point in self.points:
+            with self._changed:
+                while point.layer_name not in self._ready and self.error is None:
+                    self._changed.wait()
+                if self.error is not None:
+                    return
+                pages = self._ready.pop(point.layer_name)
+            if pages.arrived is not None:
+                pages.arrived.synchronize()
+            self.connector.save_kv_layer(point.layer_name, self.request, pages.rows)

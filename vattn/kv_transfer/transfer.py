@@ -1,0 +1,325 @@
+"""`KVTransfer`: drive a connector's loads and saves around the layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import BlockError, CacheError, ConfigError, TransferError
+from vattn.kv_cache import KVCacheAllocation, find_layers
+from vattn.kv_transfer import points
+from vattn.kv_transfer.connector import KVConnector, TransferRequest
+from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
+from vattn.kv_transfer.pages import page_bytes
+from vattn.kv_transfer.points import TransferPoint
+
+
+@dataclass
+class TransferStep:
+    """What one step transfers.
+
+    Attributes:
+        loads, saves: jobs of this step, by request.
+        failed: by request, why its load failed; complete when the step has ended. Its blocks hold garbage, its output
+            is worth nothing; the other requests of the step are not touched.
+    """
+
+    loads: dict[str, LoadJob] = field(default_factory=dict)
+    saves: dict[str, SaveJob] = field(default_factory=dict)
+    failed: dict[str, BaseException] = field(default_factory=dict)
+
+
+class KVTransfer:
+    """Put a connector between the KV caches of a model and where their blocks are kept besides.
+
+    Args:
+        model: its attention layers load before they read their cache, and save after they wrote it.
+        allocation: what `vattn.allocate_kv_cache(model, ...)` returned, without groups.
+        connector: keeps the pages.
+        timeout: seconds to wait for one layer of one request before that request fails.
+        namespace: what tells this model's blocks from those of others in the same place: name and revision.
+
+    Attributes:
+        page_bytes: bytes of one block, by layer.
+        fingerprint: what the connector got.
+
+    Raises:
+        CacheError: a cache in groups, or layers whose scales are not calculated yet.
+        ConfigError: the caches have a connector already, or a timeout that is not positive.
+
+    Loading and saving overlap with the computation: on CUDA copies run on a stream of their own, and each layer waits
+    for its own pages only. The blocks of a load must be the request's own until the step has ended; those of a save may
+    be given back as soon as the step's forward has returned.
+
+    Compile: the hooks are ops (`vattn::kv_transfer_wait`, `vattn::kv_transfer_save`) over the cache, without graph
+    break; attaching or detaching recompiles. `mode="reduce-overhead"` runs them between its CUDA graphs; a full capture
+    (`CUDAGraphRunner`) raises GraphContractError.
+
+    Example:
+        >>> import torch, vattn
+        >>> from vattn.kv_transfer import HostMemoryConnector, KVTransfer, block_keys
+        >>> layer = vattn.Attention(num_heads=2, head_size=16, scale=0.25)
+        >>> cache = vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+        >>> transfer = KVTransfer(layer, cache, HostMemoryConnector(memory="1MiB"))
+        >>> keys = block_keys(range(32), block_size=16)
+        >>> transfer.offload("a", keys, [3, 5])
+        >>> transfer.find(keys)
+        2
+        >>> transfer.reload("b", keys, [1, 2])
+        >>> bool((layer.kv_cache[:, [1, 2]] == layer.kv_cache[:, [3, 5]]).all())
+        True
+        >>> transfer.detach()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        allocation: KVCacheAllocation,
+        connector: KVConnector,
+        *,
+        timeout: float = 30.0,
+        namespace: str = "",
+    ) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r}", "seconds > 0", "timeout=30.0")
+        if len(allocation.groups) > 1:
+            raise CacheError(
+                f"KV transfer for a cache of {len(allocation.groups)} groups",
+                "a cache in which one block id means one block of every layer",
+                "allocate_kv_cache(model, ...) without hybrid=True",
+            )
+        self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
+        modules: dict[str, Any] = dict(find_layers(model))
+        owners = [entry for entry in allocation.layers if entry.shared_with is None]
+        moved = [entry.name for entry in owners if modules[entry.name].kv_cache is not entry.storage]
+        if moved:
+            raise CacheError(
+                f"layer {moved[0]!r} is bound to another storage than the allocation's",
+                "the model's current allocation",
+                "pass what the last allocate_kv_cache returned",
+            )
+        self._modules = [modules[entry.name] for entry in owners]
+        self.fingerprint = _fingerprint(allocation, modules, namespace)
+        self.page_bytes = {entry.name: page_bytes(entry.storage) for entry in owners}
+        device = allocation.device
+        # Loads and saves may overlap: the link to the host carries both ways at once.
+        self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        with torch.inference_mode(False):
+            tokens = [torch.zeros(1, dtype=torch.int64, device=device) for _ in owners]
+        self.points = [
+            TransferPoint(entry.name, entry.storage, token, self) for entry, token in zip(owners, tokens, strict=True)
+        ]
+        self._current: TransferStep | None = None
+        self._saving: list[SaveJob] = []
+        points.register(self.points)
+        try:
+            connector.attach(self.page_bytes, self.fingerprint)
+        except BaseException:
+            points.unregister(self.points)
+            raise
+        for module, token in zip(self._modules, tokens, strict=True):
+            module.register_buffer("kv_transfer_token", token, persistent=False)
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Return how many of the first keys the connector holds; 0 if it raises."""
+        try:
+            return int(self.connector.find(keys))
+        except Exception:
+            # A connector that cannot answer holds nothing that could be used.
+            return 0
+
+    @contextmanager
+    def step(
+        self, loads: Sequence[TransferRequest] = (), saves: Sequence[TransferRequest] = ()
+    ) -> Iterator[TransferStep]:
+        """Transfer while the block runs the model once.
+
+        Args:
+            loads: brought in before each layer reads its cache.
+            saves: taken out after each layer wrote its cache. They are complete later: see `wait_for_saves`.
+
+        Raises:
+            BlockError: a block that is out of range, or loaded twice; nothing has begun.
+            ConfigError: a request twice, or a step inside of a step.
+        """
+        self._check_step(loads, saves)
+        step = TransferStep()
+        for request in loads:
+            step.loads[request.request_id] = LoadJob(*self._arguments(request, 0))
+        for request in saves:
+            step.saves[request.request_id] = SaveJob(*self._arguments(request, 1))
+        self._saving = [job for job in self._saving if not job.finished or job.error is not None]
+        self._saving += step.saves.values()
+        jobs: list[Job] = [*step.loads.values(), *step.saves.values()]
+        for job in jobs:
+            job.start()
+        self._current = step
+        try:
+            yield step
+        except BaseException as error:
+            for job in jobs:
+                job.fail(error)
+            raise
+        finally:
+            self._current = None
+            self._end(step)
+
+    def _end(self, step: TransferStep) -> None:
+        for load in step.loads.values():
+            if load.layers_left and load.error is None:
+                load.fail(_not_reached(load, sorted(load.layers_left)))
+            if load.error is None:
+                load.join(self.timeout)
+        for save in step.saves.values():
+            missing = sorted({point.layer_name for point in save.points} - save.collected)
+            if missing and save.error is None:
+                save.fail(_not_reached(save, missing))
+        step.failed = {name: job.error for name, job in step.loads.items() if job.error is not None}
+
+    def before_layer(self, point: TransferPoint) -> None:
+        """Bring in the pages of a layer; the op `vattn::kv_transfer_wait` calls it."""
+        if self._current is not None:
+            for load in self._current.loads.values():
+                if load.error is None:
+                    load.deliver(point)
+
+    def after_layer(self, point: TransferPoint) -> None:
+        """Take out the pages of a layer; the op `vattn::kv_transfer_save` calls it."""
+        if self._current is not None:
+            for save in self._current.saves.values():
+                save.collect(point)
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop the transfers of a request, now or in the middle of a step; return whether there were any.
+
+        Nothing of a cancelled save will be found. A cancelled load leaves garbage in the request's blocks.
+        """
+        step = self._current
+        jobs: list[Job] = [job for job in self._saving if job.request.request_id == request_id and not job.finished]
+        if step is not None and request_id in step.loads:
+            jobs.append(step.loads[request_id])
+        for job in jobs:
+            job.fail(TransferError(f"request {request_id!r} was cancelled"))
+        return bool(jobs)
+
+    def wait_for_saves(self, timeout: float | None = None) -> dict[str, BaseException]:
+        """Wait until all saves so far have ended, and return why some failed, by request.
+
+        Args:
+            timeout: seconds for each; default that of the transfer. A save that takes longer fails.
+        """
+        failed = {}
+        for job in self._saving:
+            if not job.join(self.timeout if timeout is None else timeout):
+                job.fail(
+                    TransferError(f"saving request {job.request.request_id!r} took too long", "", "raise timeout=")
+                )
+            if job.error is not None:
+                failed[job.request.request_id] = job.error
+        self._saving = []
+        return failed
+
+    def offload(self, request_id: str, keys: Sequence[str], block_ids: Sequence[int]) -> None:
+        """Save blocks now, without running the model, and wait until they are kept.
+
+        Raises:
+            TransferError: the connector failed; the cause is attached.
+            BlockError, ConfigError: blocks or keys that cannot be saved.
+        """
+        with self.step(saves=[TransferRequest(request_id, tuple(keys), tuple(block_ids))]):
+            for point in self.points:
+                self.after_layer(point)
+        self._raise("saving", request_id, self.wait_for_saves().get(request_id))
+
+    def reload(self, request_id: str, keys: Sequence[str], block_ids: Sequence[int]) -> None:
+        """Load blocks now, without running the model; the current stream sees them.
+
+        Raises:
+            TransferError: the connector failed; the cause is attached, and the blocks hold garbage.
+            BlockError, ConfigError: blocks or keys that cannot be loaded.
+        """
+        with self.step(loads=[TransferRequest(request_id, tuple(keys), tuple(block_ids))]) as step:
+            for point in self.points:
+                self.before_layer(point)
+        self._raise("loading", request_id, step.failed.get(request_id))
+
+    def detach(self) -> None:
+        """Wait for saves, take the hooks out of the layers, and let go of the caches."""
+        self.wait_for_saves()
+        points.unregister(self.points)
+        for module, point in zip(self._modules, self.points, strict=True):
+            if module.kv_transfer_token is point.token:
+                module.kv_transfer_token = None
+
+    def _raise(self, doing: str, request_id: str, error: BaseException | None) -> None:
+        if isinstance(error, TransferError):
+            raise error
+        if error is not None:
+            raise TransferError(
+                f"{doing} request {request_id!r} failed: {type(error).__name__}: {error}",
+                "",
+                "compute the request without the connector",
+            ) from error
+
+    def _arguments(
+        self, request: TransferRequest, stream: int
+    ) -> tuple[KVConnector, TransferRequest, list[TransferPoint], Tensor, torch.cuda.Stream | None, float]:
+        block_ids = torch.tensor(request.block_ids, dtype=torch.int64)
+        copies = self._streams[stream]
+        if copies is not None:
+            block_ids = block_ids.pin_memory().to(self.points[0].kv_cache.device, non_blocking=True)
+        return self.connector, request, self.points, block_ids, copies, self.timeout
+
+    def _check_step(self, loads: Sequence[TransferRequest], saves: Sequence[TransferRequest]) -> None:
+        if self._current is not None:
+            raise ConfigError("a transfer step inside of another", "one at a time", "end the first step")
+        for requests in (loads, saves):
+            twice = [name for name, count in Counter(r.request_id for r in requests).items() if count > 1]
+            if twice:
+                raise ConfigError(f"request {twice[0]!r} twice in one step", "each once", "join its blocks")
+        wrong = [(r, b) for r in (*loads, *saves) for b in r.block_ids if b >= self.num_blocks]
+        if wrong:
+            request, block = wrong[0]
+            raise BlockError(
+                f"request {request.request_id!r}: block {block}", f"1 to {self.num_blocks - 1}", "check its block table"
+            )
+        shared = [block for block, count in Counter(b for r in loads for b in r.block_ids).items() if count > 1]
+        if shared:
+            raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, and fork")
+
+
+def _not_reached(job: Job, layers: list[str]) -> TransferError:
+    return TransferError(
+        f"request {job.request.request_id!r}: the step ended without layer {', '.join(layers)}",
+        "a step that runs every layer of the model once",
+        "run the model inside of `with transfer.step(...)`",
+    )
+
+
+def _fingerprint(allocation: KVCacheAllocation, modules: dict[str, Any], namespace: str) -> str:
+    """Return a hash of all that gives pages their meaning: layers, formats, scales and the caller's namespace."""
+    parts = [namespace]
+    for entry in allocation.layers:
+        if entry.shared_with is not None:
+            continue
+        parts.append(f"{entry.name} {sorted(dataclasses.asdict(entry.spec).items())} {type(entry.spec).__name__}")
+        module = modules[entry.name]
+        ready = getattr(module, "scales_ready", None)
+        if ready is not None and not bool(ready.all()):
+            raise CacheError(
+                f"layer {entry.name!r} calculates its scales and has not done so yet",
+                "decided scales: stored bytes mean nothing without them",
+                "run a first step before making the KVTransfer",
+            )
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(module, name, None)
+            parts.append("none" if scale is None else ",".join(map(float.hex, scale.double().flatten().tolist())))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

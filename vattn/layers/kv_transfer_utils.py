@@ -1,0 +1,75 @@
+"""Where KV transfer meets a layer: two ops around what reads the cache, and a decorator for functions of one's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vattn.errors import ConfigError, SignatureError
+from vattn.kv_transfer import points
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def wait_for_layer_load(kv_cache: Tensor | None) -> None:
+    """Wait until this step's loads of a layer have reached its cache; call it before the cache is read."""
+    torch.ops.vattn.kv_transfer_wait(kv_cache)
+
+
+def save_kv_layer(kv_cache: Tensor | None, token: Tensor) -> None:
+    """Hand this step's saves of a layer to the connector; call it after the cache was written."""
+    torch.ops.vattn.kv_transfer_save(kv_cache, token)
+
+
+def maybe_transfer_kv_layer(function: Function) -> Function:
+    """Decorate a function that reads the KV cache of a layer, so that a connector can load before it and save after it.
+
+    Where the layer has no connector the function is called as it is. Works in eager and in compiled code; inside the
+    capture of a full CUDA graph it raises.
+
+    Args:
+        function: has a parameter `layer_name`, given by position or by keyword: the layer's name in its allocation.
+
+    Raises:
+        SignatureError: it has no such parameter.
+        ConfigError: (when called) two models with connectors have a layer of that name.
+
+    Example:
+        >>> from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
+        >>> @maybe_transfer_kv_layer
+        ... def attend(query, layer_name):
+        ...     return query + 1
+        >>> attend(1, "layers.0"), attend(1, layer_name="layers.0")
+        (2, 2)
+    """
+    parameters = list(inspect.signature(function).parameters)
+    if "layer_name" not in parameters:
+        raise SignatureError(
+            f"{getattr(function, '__name__', 'function')}({', '.join(parameters)}) has no parameter 'layer_name'",
+            "a function that is told which layer it works for",
+            "add a parameter layer_name",
+        )
+    index = parameters.index("layer_name")
+    default = inspect.signature(function).parameters["layer_name"].default
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs["layer_name"] if "layer_name" in kwargs else args[index] if len(args) > index else default
+        if name not in points.by_name:
+            return function(*args, **kwargs)
+        point = points.by_name[name]
+        if point is None:
+            raise ConfigError(
+                f"two models with connectors have a layer {name!r}", "different prefixes", "detach() one of them"
+            )
+        wait_for_layer_load(point.kv_cache)
+        result = function(*args, **kwargs)
+        save_kv_layer(point.kv_cache, point.token)
+        return result
+
+    return call  # type: ignore[return-value]
