@@ -219,7 +219,8 @@ def attention_kernel(
         table = block_table + request.to(tl.int64) * table_stride
     else:
         kv_start = tl.load(kv_start_loc + request)
-        seq_len = tl.load(kv_start_loc + request + 1) - kv_start
+        # Packed keys are blocks of one: offsets behind their end name keys that do not exist.
+        seq_len = tl.minimum(tl.load(kv_start_loc + request + 1), num_blocks) - kv_start
         table = block_table
     query_len = tl.load(query_start_loc + request + 1) - q_begin
     causal = 1

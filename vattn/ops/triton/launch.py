@@ -50,7 +50,7 @@ def packed_attention(
     key, value = as_bytes(args.key), as_bytes(args.value)
     sources = {
         "key": key, "value": value, "seq_lens": None, "block_table": None, "kv_start_loc": args.kv_start_loc,
-        "num_blocks": 0, "table_width": 0, "table_stride": 0,
+        "num_blocks": key.shape[0], "table_width": 0, "table_stride": 0,
         "K_BLOCK": 0, "K_ROW": key.stride(0), "K_HEAD": key.stride(1),
         "V_BLOCK": 0, "V_ROW": value.stride(0), "V_HEAD": value.stride(1),
     }  # fmt: skip
