@@ -106,6 +106,38 @@ def encode(x, FORMAT: tl.constexpr, STORED: tl.constexpr):
 
 
 @triton.jit
+def encode_quotient(x, scale, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return fp32 x over a scale that broadcasts over it as FP8 bytes: saturating, nearest even, NaN stays NaN.
+
+    Both lowerings give the same bytes, except which NaN it is. The native one divides by multiplication: a product with
+    the reciprocal is within two units of the quotient's last place, its remainder, which FMA gives exactly, corrects
+    it to the nearest. Scales so small or large that a step of that leaves fp32's range are divided by.
+    """
+    if NATIVE_FP8:
+        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        product = x * reciprocal
+        corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + scale, x), tl.zeros_like(x) + reciprocal, product)
+        # Beyond 2^40, infinities included, the code is the largest one or NaN whatever the last places hold.
+        quotient = tl.where(tl.abs(product) < 1.0995116e12, corrected, product)
+        size = tl.abs(scale)
+        usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
+        if usual == 0:
+            quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
+        return encode_native(quotient, FORMAT)
+    else:
+        return encode(tl.div_rn(x, tl.zeros_like(x) + scale), FORMAT, tl.uint8)
+
+
+@triton.jit
+def encode_native(x, FORMAT: tl.constexpr):
+    """Return fp32 values as FP8 bytes by the hardware's conversion, which saturates and rounds to nearest even."""
+    if FORMAT == "fp8_e4m3":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def dot(a, b, acc):
     """Return a @ b + acc in fp32; fp32 operands are multiplied exactly as IEEE says."""
     if INTERPRETED and a.dtype == tl.bfloat16:

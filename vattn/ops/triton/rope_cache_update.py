@@ -14,7 +14,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.arguments import RopeUpdateArgs
 from vattn.ops.cache_layout import key_value_views
-from vattn.ops.triton.codec import cast, encode
+from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.rope_config import RopeConfig
@@ -28,22 +28,23 @@ def _load_columns(rows, inside, first: tl.constexpr, COUNT: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def _load_pairs(rows, inside, HALF: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_pairs(rows, inside, SHAPE: tl.constexpr):
     """Return the first and second members of all pairs, fp32 `[heads, WIDTH]`."""
-    if INTERLEAVED:
+    HALF: tl.constexpr = SHAPE[1]
+    WIDTH: tl.constexpr = SHAPE[2]
+    if SHAPE[5]:
         column = tl.arange(0, 2 * WIDTH)[None, :]
         both = tl.load(rows + column, mask=inside & (column < 2 * HALF), other=0).to(tl.float32)
         return tl.split(tl.reshape(both, (both.shape[0], WIDTH, 2)))
     else:
-        return (
-            _load_columns(rows, inside, 0, HALF, WIDTH),
-            _load_columns(rows, inside, HALF, HALF, WIDTH),
-        )
+        return _load_columns(rows, inside, 0, HALF, WIDTH), _load_columns(rows, inside, HALF, HALF, WIDTH)
 
 
 @triton.jit
-def _store_pairs(rows, first, second, inside, HALF: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    if INTERLEAVED:
+def _store_pairs(rows, first, second, inside, SHAPE: tl.constexpr):
+    HALF: tl.constexpr = SHAPE[1]
+    WIDTH: tl.constexpr = SHAPE[2]
+    if SHAPE[5]:
         column = tl.arange(0, 2 * WIDTH)[None, :]
         both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * WIDTH))
         tl.store(rows + column, both, mask=inside & (column < 2 * HALF))
@@ -54,32 +55,30 @@ def _store_pairs(rows, first, second, inside, HALF: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def _table_row(table, row, known, stride_n, stride_c, FULL: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-               INTERLEAVED: tl.constexpr):  # fmt: skip
+def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr):
     """Return what the first and second members of all pairs are multiplied by, fp32 `[1, WIDTH]`."""
-    column = tl.arange(0, WIDTH)[None, :]
+    HALF: tl.constexpr = SHAPE[1]
+    column = tl.arange(0, SHAPE[2])[None, :]
     inside = column < tl.where(known, HALF, 0)
+    STEP: tl.constexpr = 2 if SHAPE[4] and SHAPE[5] else 1
     start = table + row * stride_n
-    step = 2 if FULL and INTERLEAVED else 1
-    first = tl.load(start + column * step * stride_c, mask=inside, other=float("nan")).to(tl.float32)
-    if FULL:
-        shift = 1 if INTERLEAVED else HALF
-        second = tl.load(start + (column * step + shift) * stride_c, mask=inside, other=float("nan"))
+    first = tl.load(start + column * STEP * stride_c, mask=inside, other=float("nan")).to(tl.float32)
+    if SHAPE[4]:
+        SHIFT: tl.constexpr = 1 if SHAPE[5] else HALF
+        second = tl.load(start + (column * STEP + SHIFT) * stride_c, mask=inside, other=float("nan"))
         return first, second.to(tl.float32)
     else:
         return first, first
 
 
 @triton.jit
-def _turned_heads(
-    rows, inside, weight, cos, sin, token, table_row, known, stride_cn, stride_cc, stride_sn, stride_sc, eps,
-    D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, FULL: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+def _turned_heads(rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: tl.constexpr):
     """Return fp32 first and second members after norm and rotation, and the columns that only pass."""
-    cos_a, cos_b = _table_row(cos, table_row, known, stride_cn, stride_cc, FULL, HALF, WIDTH, INTERLEAVED)
-    sin_a, sin_b = _table_row(sin, table_row, known, stride_sn, stride_sc, FULL, HALF, WIDTH, INTERLEAVED)
-    first, second = _load_pairs(rows, inside, HALF, WIDTH, INTERLEAVED)
+    D: tl.constexpr = SHAPE[0]
+    HALF: tl.constexpr = SHAPE[1]
+    REST: tl.constexpr = SHAPE[3]
+    cos_a, cos_b, sin_a, sin_b = tables
+    first, second = _load_pairs(rows, inside, SHAPE)
     passed = first
     if D > 2 * HALF:
         passed = _load_columns(rows, inside, 2 * HALF, D - 2 * HALF, REST)
@@ -88,16 +87,14 @@ def _turned_heads(
         if D > 2 * HALF:
             squares += tl.sum(passed * passed, axis=1)
         factor = tl.rsqrt(squares / D + eps)[:, None]
-        first, second = first * factor, second * factor
-        if D > 2 * HALF:
-            passed = passed * factor
+        first, second, passed = first * factor, second * factor, passed * factor
         if weight is not None:
             here = tl.full((1, 1), True, tl.int1)
-            weight_a, weight_b = _load_pairs(weight, here, HALF, WIDTH, INTERLEAVED)
-            one = 1.0 if NORM == "rms_one_plus" else 0.0
-            first, second = first * (weight_a + one), second * (weight_b + one)
+            weight_a, weight_b = _load_pairs(weight, here, SHAPE)
+            ONE: tl.constexpr = 1.0 if NORM == "rms_one_plus" else 0.0
+            first, second = first * (weight_a + ONE), second * (weight_b + ONE)
             if D > 2 * HALF:
-                passed = passed * (_load_columns(weight, here, 2 * HALF, D - 2 * HALF, REST) + one)
+                passed = passed * (_load_columns(weight, here, 2 * HALF, D - 2 * HALF, REST) + ONE)
     return first * cos_a - second * sin_a, second * cos_b + first * sin_b, passed
 
 
@@ -109,19 +106,11 @@ def _query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC:
     else:
         if ROUND:
             x = cast(x, MODEL).to(tl.float32)
-        return encode_scaled(x, scale, "fp8_e4m3", ARITHMETIC, NATIVE)
-
-
-@triton.jit
-def encode_scaled(x, scale, FORMAT: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr):
-    """Return fp32 values over a scale as FP8 bytes."""
-    if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
-        x = x * scale
-    elif ARITHMETIC == "approximate_divide":
-        x = x / scale
-    else:
-        x = tl.div_rn(x, tl.zeros_like(x) + scale)
-    return encode(x, FORMAT, tl.uint8)
+        if ARITHMETIC == "divide":
+            return encode_quotient(x, scale, "fp8_e4m3", NATIVE)
+        else:
+            scaled = x / scale if ARITHMETIC == "approximate_divide" else x * scale
+            return encode_native(scaled, "fp8_e4m3") if NATIVE else encode(scaled, "fp8_e4m3", tl.uint8)
 
 
 @triton.jit
@@ -130,17 +119,84 @@ def _stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE: tl.con
     if scale is None:
         return cast(x, STORED)
     else:
-        return encode_scaled(x.to(tl.float32), scale, FORMAT, "divide", NATIVE)
+        return encode_quotient(x.to(tl.float32), scale, FORMAT, NATIVE)
 
 
 @triton.jit
 def _head_scale(scale, head, known, PER_HEAD: tl.constexpr):
+    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; `None` if there is none."""
     if scale is None:
         return None
     elif PER_HEAD:
         return tl.load(scale + head, mask=known, other=1.0)[:, None]
     else:
-        return tl.load(scale)
+        return tl.load(scale + tl.zeros((1, 1), tl.int32))
+
+
+@triton.jit
+def _query_tile(
+    query, weight, query_out, q_scale, tile, token, tables, stride_t, stride_h, eps,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_HEAD: tl.constexpr, MODEL: tl.constexpr, ROUND: tl.constexpr,
+    ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, SHAPE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = SHAPE[0]
+    HALF: tl.constexpr = SHAPE[1]
+    REST: tl.constexpr = SHAPE[3]
+    head = tile * TILE + tl.arange(0, TILE)
+    inside = (head < NUM_HEADS)[:, None]
+    scale = _head_scale(q_scale, head // GROUP, head < NUM_HEADS, PER_HEAD)
+    rows = query + token * stride_t + (head * stride_h)[:, None]
+    first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM)
+    target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
+    first = _query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+    second = _query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+    _store_pairs(target, first, second, inside, SHAPE)
+    if D > 2 * HALF:
+        column = tl.arange(0, REST)[None, :]
+        codes = _query_codes(passed, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+        tl.store(target + 2 * HALF + column, codes, mask=inside & (column < D - 2 * HALF))
+
+
+@triton.jit
+def _key_value_tile(
+    key, value, weight, key_cache, value_cache, slot_mapping, k_scale, v_scale, tile, token, tables, num_slots,
+    stride_kt, stride_kh, stride_vt, stride_vh, eps,
+    NUM_HEADS: tl.constexpr, V: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PER_HEAD: tl.constexpr, MODEL: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, SHAPE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = SHAPE[0]
+    HALF: tl.constexpr = SHAPE[1]
+    REST: tl.constexpr = SHAPE[3]
+    STORED: tl.constexpr = key_cache.dtype.element_ty
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    head = tile * TILE + tl.arange(0, TILE)
+    # Loads do not wait for the slot; only stores do.
+    there = (head < NUM_HEADS)[:, None]
+    column = tl.arange(0, VALUE_WIDTH)[None, :]
+    x = tl.load(value + token * stride_vt + (head * stride_vh)[:, None] + column, mask=there & (column < V), other=0)
+    rows = key + token * stride_kt + (head * stride_kh)[:, None]
+    first, second, passed = _turned_heads(rows, there, weight, tables, eps, SHAPE, NORM)
+    written = (slot >= 0) & (slot < num_slots)
+    block = tl.where(written, slot // BLOCK_SIZE, 0)
+    offset = tl.where(written, slot % BLOCK_SIZE, 0)
+    inside = (head < tl.where(written, NUM_HEADS, 0))[:, None]
+    scale = _head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
+    target = key_cache + block * K_STRIDES[0] + offset * K_STRIDES[1] + (head * K_STRIDES[2])[:, None]
+    first = _stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
+    second = _stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
+    _store_pairs(target, first, second, inside, SHAPE)
+    if D > 2 * HALF:
+        rest = tl.arange(0, REST)[None, :]
+        codes = _stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
+        tl.store(target + 2 * HALF + rest, codes, mask=inside & (rest < D - 2 * HALF))
+    target = value_cache + block * V_STRIDES[0] + offset * V_STRIDES[1] + (head * V_STRIDES[2])[:, None] + column
+    # Bytes are FP8 already and stored as they are.
+    if value.dtype.element_ty == tl.uint8:
+        tl.store(target, x, mask=inside & (column < V))
+    else:
+        v_scales = _head_scale(v_scale, head, head < NUM_HEADS, PER_HEAD)
+        tl.store(target, _stored(x, v_scales, FORMAT, STORED, NATIVE), mask=inside & (column < V))
 
 
 @triton.jit(
@@ -151,72 +207,37 @@ def rope_update_kernel(
     query, key, value, cos, sin, positions, query_out, key_cache, value_cache, slot_mapping, q_weight, k_weight,
     q_scale, k_scale, v_scale, num_slots, num_rows, eps, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
     stride_vh, stride_cn, stride_cc, stride_sn, stride_sc,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, V: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
-    FULL: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
-    ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads."""
+    """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads.
+
+    SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
+    """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
-    table_row = token
+    row = token
     known = token >= 0
     if positions is not None:
-        table_row = tl.load(positions + token).to(tl.int64)
-        table_row = tl.where(table_row < 0, table_row + num_rows, table_row)
-        known = (table_row >= 0) & (table_row < num_rows)
+        row = tl.load(positions + token).to(tl.int64)
+        row = tl.where(row < 0, row + num_rows, row)
+        known = (row >= 0) & (row < num_rows)
+    cos_a, cos_b = _table_row(cos, row, known, stride_cn, stride_cc, SHAPE)
+    sin_a, sin_b = _table_row(sin, row, known, stride_sn, stride_sc, SHAPE)
+    tables = (cos_a, cos_b, sin_a, sin_b)
     if tile < Q_TILES:
-        head = tile * Q_TILE + tl.arange(0, Q_TILE)
-        inside = (head < NUM_HEADS)[:, None]
-        rows = query + token * stride_qt + (head * stride_qh)[:, None]
-        scale = _head_scale(q_scale, head // (NUM_HEADS // NUM_KV_HEADS), head < NUM_HEADS, PER_HEAD_Q)
-        first, second, passed = _turned_heads(
-            rows, inside, q_weight, cos, sin, token, table_row, known, stride_cn, stride_cc, stride_sn, stride_sc,
-            eps, D, HALF, WIDTH, REST, FULL, INTERLEAVED, NORM)  # fmt: skip
-        target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
-        first = _query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
-        second = _query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
-        _store_pairs(target, first, second, inside, HALF, WIDTH, INTERLEAVED)
-        if D > 2 * HALF:
-            column = tl.arange(0, REST)[None, :]
-            codes = _query_codes(passed, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
-            tl.store(target + 2 * HALF + column, codes, mask=inside & (column < D - 2 * HALF))
+        _query_tile(
+            query, q_weight, query_out, q_scale, tile, token, tables, stride_qt, stride_qh, eps, NUM_HEADS,
+            NUM_HEADS // NUM_KV_HEADS, PER_HEAD_Q, MODEL, ROUND, ARITHMETIC, NATIVE, Q_TILE, SHAPE, NORM)  # fmt: skip
     else:
-        head = (tile - Q_TILES) * KV_TILE + tl.arange(0, KV_TILE)
-        # Loads do not wait for the slot; only stores do.
-        inside = (head < NUM_KV_HEADS)[:, None]
-        rows = key + token * stride_kt + (head * stride_kh)[:, None]
-        value_column = tl.arange(0, VALUE_WIDTH)[None, :]
-        value_inside = inside & (value_column < V)
-        x = tl.load(value + token * stride_vt + (head * stride_vh)[:, None] + value_column, mask=value_inside, other=0)
-        slot = tl.load(slot_mapping + token).to(tl.int64)
-        first, second, passed = _turned_heads(
-            rows, inside, k_weight, cos, sin, token, table_row, known, stride_cn, stride_cc, stride_sn, stride_sc,
-            eps, D, HALF, WIDTH, REST, FULL, INTERLEAVED, NORM)  # fmt: skip
-        written = (slot >= 0) & (slot < num_slots)
-        block = tl.where(written, slot // BLOCK_SIZE, 0)
-        offset = tl.where(written, slot % BLOCK_SIZE, 0)
-        inside = (head < tl.where(written, NUM_KV_HEADS, 0))[:, None]
-        value_inside = inside & (value_column < V)
-        scale = _head_scale(k_scale, head, head < NUM_KV_HEADS, PER_HEAD_KV)
-        STORED: tl.constexpr = key_cache.dtype.element_ty
-        target = key_cache + block * K_BLOCK + offset * K_ROW + (head * K_HEAD)[:, None]
-        first = _stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
-        second = _stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
-        _store_pairs(target, first, second, inside, HALF, WIDTH, INTERLEAVED)
-        if D > 2 * HALF:
-            column = tl.arange(0, REST)[None, :]
-            codes = _stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
-            tl.store(target + 2 * HALF + column, codes, mask=inside & (column < D - 2 * HALF))
-        # Bytes are FP8 already and stored as they are.
-        if value.dtype.element_ty != tl.uint8:
-            x = _stored(x, _head_scale(v_scale, head, head < NUM_KV_HEADS, PER_HEAD_KV), FORMAT, STORED, NATIVE)
-        target = value_cache + block * V_BLOCK + offset * V_ROW + (head * V_HEAD)[:, None]
-        tl.store(target + value_column, x, mask=value_inside)
+        _key_value_tile(
+            key, value, k_weight, key_cache, value_cache, slot_mapping, k_scale, v_scale, tile - Q_TILES, token,
+            tables, num_slots, stride_kt, stride_kh, stride_vt, stride_vh, eps, NUM_KV_HEADS, V, VALUE_WIDTH,
+            BLOCK_SIZE, K_STRIDES, V_STRIDES, PER_HEAD_KV, MODEL, FORMAT, NATIVE, KV_TILE, SHAPE, NORM)  # fmt: skip
 
 
 def rope_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None = None) -> None:
@@ -234,8 +255,7 @@ def rope_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig,
         args.v_scale, key_cache.shape[0] * config.block_size, args.cos.shape[0], rope.norm_eps,
         *args.query.stride()[:2], *args.key.stride()[:2], *args.value.stride()[:2], *args.cos.stride(),
         *args.sin.stride(),
-        K_BLOCK=key_cache.stride(0), K_ROW=key_cache.stride(1), K_HEAD=key_cache.stride(2),
-        V_BLOCK=value_cache.stride(0), V_ROW=value_cache.stride(1), V_HEAD=value_cache.stride(2),
+        K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
         enable_fp_fusion=True, **constants,
     )  # fmt: skip
 
@@ -247,16 +267,15 @@ _ELEMENTS = 2048
 def rope_constants(rope: RopeConfig, config: AttentionConfig, full: bool, limits: Limits) -> dict[str, Any]:
     """Return what the kernel is specialised for, strides of the cache aside, and its options."""
     half, rest = rope.rotary_dim // 2, config.head_size - rope.rotary_dim
-    width, wide = next_power_of_two(half), next_power_of_two(config.head_size)
-    heads = max(1, _ELEMENTS // wide)
+    turns = rope.style == "interleaved"
+    heads = max(1, _ELEMENTS // next_power_of_two(config.head_size))
     return {
-        "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads, "D": config.head_size,
-        "V": config.head_size_v, "HALF": half, "WIDTH": width, "REST": next_power_of_two(max(rest, 1)),
+        "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads, "V": config.head_size_v,
         "VALUE_WIDTH": next_power_of_two(config.head_size_v), "BLOCK_SIZE": config.block_size,
+        "SHAPE": (config.head_size, half, next_power_of_two(half), next_power_of_two(max(rest, 1)), full, turns),
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "FORMAT": config.kv_cache_dtype,
-        "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head", "FULL": full,
-        "INTERLEAVED": rope.style == "interleaved", "NORM": rope.norm, "ROUND": rope.round_query,
-        "ARITHMETIC": rope.query_arithmetic, "NATIVE": limits.native_fp8,
+        "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
+        "NORM": rope.norm, "ROUND": rope.round_query, "ARITHMETIC": rope.query_arithmetic, "NATIVE": limits.native_fp8,
         "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
         "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": 4,
     }  # fmt: skip
