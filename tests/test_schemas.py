@@ -296,3 +296,10 @@ def test_merging_writes_into_poisoned_outputs() -> None:
     torch.ops.vattn.merge_attn_states(*args)
     torch.ops.vattn.merge_attn_states(*poisoned)
     assert torch.equal(args.output, poisoned.output)
+
+
+@pytest.mark.parametrize("name", list(schemas.TRANSFER_OPS))
+def test_no_cuda_graph_may_hold_a_transfer_op(name: str) -> None:
+    assert torch.Tag.cudagraph_unsafe in overload(name).tags
+    written = {a.name for a in overload(name)._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert written == {"kv_transfer_wait": {"kv_cache"}, "kv_transfer_save": {"token"}}[name]

@@ -61,9 +61,9 @@ class Job:
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of an error; the first one counts."""
+        """Stop because of an error; the first one counts. A save that is complete stays kept."""
         with self._changed:
-            if self.error is None and not self.finished:
+            if self.error is None and not (self.saves and self.finished):
                 self.error = error
             self._ready.clear()
             self._changed.notify_all()

@@ -1,11 +1,10 @@
 """Which layer a cache belongs to: what the transfer ops look up when they are called.
 
-An op knows tensors only. The layer is found by the address of its storage, which `KVTransfer` registers.
+An op knows tensors only. The layer is found by the address of its storage, which `KVTransfer` registers and keeps.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +41,7 @@ class TransferPoint:
     listener: Listener
 
 
-_by_address: dict[int, weakref.ref[TransferPoint]] = {}
+_by_address: dict[int, TransferPoint] = {}
 by_name: dict[str, TransferPoint | None] = {}
 """Points by layer name; `None` where two models have a layer of that name."""
 
@@ -53,7 +52,7 @@ def register(points: list[TransferPoint]) -> None:
     Raises:
         ConfigError: a cache has a connector already.
     """
-    taken = [p.layer_name for p in points if _live(p.kv_cache.data_ptr()) is not None]
+    taken = [p.layer_name for p in points if p.kv_cache.data_ptr() in _by_address]
     if taken:
         raise ConfigError(
             f"the KV cache of layer {taken[0]!r} has a connector already",
@@ -61,21 +60,15 @@ def register(points: list[TransferPoint]) -> None:
             "detach() the other KVTransfer first",
         )
     for point in points:
-        _by_address[point.kv_cache.data_ptr()] = weakref.ref(point)
+        _by_address[point.kv_cache.data_ptr()] = point
         by_name[point.layer_name] = None if point.layer_name in by_name else point
 
 
 def unregister(points: list[TransferPoint]) -> None:
     """Forget these points."""
     for point in points:
-        if _live(point.kv_cache.data_ptr()) is point:
-            del _by_address[point.kv_cache.data_ptr()]
+        _by_address.pop(point.kv_cache.data_ptr(), None)
         by_name.pop(point.layer_name, None)
-
-
-def _live(address: int) -> TransferPoint | None:
-    found = _by_address.get(address)
-    return None if found is None else found()
 
 
 def find(kv_cache: Tensor, op: str) -> TransferPoint:
@@ -91,7 +84,7 @@ def find(kv_cache: Tensor, op: str) -> TransferPoint:
             "makes of the parts before and after it",
             "detach() the KVTransfer before capturing, or run the steps that transfer without the captured graph",
         )
-    point = _live(kv_cache.data_ptr())
+    point = _by_address.get(kv_cache.data_ptr())
     if point is None:
         raise GraphContractError(
             f"vattn::{op} got a tensor that is no KV cache with a connector: the cache was bound again, or the "

@@ -59,6 +59,8 @@ class KVTransfer:
     for its own pages only. The blocks of a load must be the request's own until the step has ended; those of a save may
     be given back as soon as the step's forward has returned.
 
+    It stays attached, and keeps the caches alive, until `detach()`.
+
     Compile: the hooks are ops (`vattn::kv_transfer_wait`, `vattn::kv_transfer_save`) over the cache, without graph
     break; attaching or detaching recompiles. `mode="reduce-overhead"` runs them between its CUDA graphs; a full capture
     (`CUDAGraphRunner`) raises GraphContractError.
