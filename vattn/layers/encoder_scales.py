@@ -153,8 +153,9 @@ def record_amax(history: Tensor, steps: Tensor, amax: Tensor) -> tuple[Tensor, T
     """
     counted = (amax > 0).all()
     row = torch.arange(HISTORY_STEPS, device=history.device) == steps % HISTORY_STEPS
-    largest = torch.maximum(history.amax(dim=0), amax)
-    history.copy_(torch.where((row & counted)[:, None], amax, history))
+    updated = torch.where((row & counted)[:, None], amax, history)
+    largest = torch.maximum(updated.amax(dim=0), amax)
+    history.copy_(updated)
     steps.add_(counted)
     query, key, value = (largest.clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX).split(1)
     return query, key, value

@@ -203,6 +203,8 @@ class MMEncoderAttention(PackedAttention):
                 "pass the offsets of the packed sequences and the longest length",
             )
         if cu_seqlens is None:
+            if batch == 0:
+                return torch.zeros(2, dtype=torch.int32, device=query.device)
             return torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
         if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             raise ShapeError(

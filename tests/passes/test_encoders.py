@@ -1,0 +1,86 @@
+"""Output quantisation after the layers without a cache fuses as it does after `Attention`, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Capture
+from torch import Tensor, nn
+
+import vattn
+
+HEADS, SIZE = 4, 64
+
+
+def static(out: Tensor) -> Any:
+    return (out.float() / 0.0137).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def per_token(out: Tensor) -> Any:
+    scale = out.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
+    return (out.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def group(out: Tensor) -> Any:
+    return torch.ops.vattn.quant_fp8_group(out, 128, False, False)
+
+
+FORMS = {"fp8_static": static, "fp8_per_token": per_token, "fp8_group128": group}
+
+
+class EncoderOnly(nn.Module):
+    """Text encoder attention, packed by the metadata."""
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attn = vattn.EncoderOnlyAttention(HEADS, SIZE, 0.1, per_layer_sliding_window=3)
+        self.form = form
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Any:
+        return self.form(self.attn(query, key, value))
+
+
+class Vision(nn.Module):
+    """Multimodal encoder attention, packed by offsets, on FP8 or not."""
+
+    def __init__(self, form: Callable[..., Any], quant: vattn.EncoderFP8Config | None = None) -> None:
+        super().__init__()
+        self.attn = vattn.MMEncoderAttention(HEADS, SIZE, quant_config=quant)
+        self.form = form
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Any:
+        rows = (part[None] for part in (query, key, value))
+        return self.form(self.attn(*rows, offsets, torch.tensor(99)).squeeze(0))
+
+
+MODELS: dict[str, Callable[[Callable[..., Any]], nn.Module]] = {
+    "encoder-only": EncoderOnly,
+    "vision": Vision,
+    "vision-fp8": lambda form: Vision(form, vattn.EncoderFP8Config(dynamic=True)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_quantisation_fuses(name: str, form: str) -> None:
+    model, capture = MODELS[name](FORMS[form]), Capture()
+    target = vattn.compile(model, backend=capture.backend)
+    builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16)
+    for lens in ([3, 4], [5, 1, 2]):
+        step, rows = builder.build(lens), [torch.randn(sum(lens), HEADS * SIZE).bfloat16() for _ in range(3)]
+        results = []
+        for fused in (True, False):
+            capture.fused = fused
+            for buffer in model.buffers():
+                buffer.zero_()
+            with vattn.forward_context(step):
+                got = target(*rows, step.query_start_loc[: len(lens) + 1].clone())
+            results.append(got if isinstance(got, tuple) else (got,))
+        for a, b in zip(*results, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    (node,) = capture.report
+    assert (node.op, node.outcome, node.output_format) == ("varlen_attention", "fused", form), str(node)
+    assert ("FP8" in node.query) == (name == "vision-fp8")
