@@ -22,7 +22,7 @@ CUDAGraphRunner CacheConfig ChunkedLocalAttentionSpec CrossAttentionSpec Encoder
 EncoderOnlyAttentionSpec FullAttentionSpec FusionReport KVCacheSpec MLAAttentionSpec MMEncoderAttention QuantConfig
 SinkFullAttentionSpec SlidingWindowSpec TQFullAttentionSpec allocate_kv_cache backend check_cu_seqlens clip_rates
 compile compile_regions copy_blocks disable enable errors explain export_step forward_context fusion_report
-kv_cache_shape merge_attn_states observe_clipping options pad_cu_seqlens paged_attention read_encoder_scales
+kv_cache_shape load_flash_attn merge_attn_states observe_clipping options pad_cu_seqlens paged_attention read_encoder_scales
 register_backend save_encoder_scales swap_blocks update_kv_cache
 """.split()
 """What users may rely on: a name leaves this list only with a deprecation."""

@@ -39,6 +39,7 @@ from vattn.layers import (
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import kv_cache_shape
+from vattn.ops.flash_attention import load_flash_attn
 from vattn.passes.entry import backend, disable, enable, options
 from vattn.passes.report import FusionReport, fusion_report
 from vattn.rope_config import RopeConfig
@@ -85,6 +86,7 @@ __all__ = [
     "forward_context",
     "fusion_report",
     "kv_cache_shape",
+    "load_flash_attn",
     "merge_attn_states",
     "observe_clipping",
     "options",

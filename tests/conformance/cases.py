@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.conformance.rows import Row
 from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch, random_scale
+from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.arguments import CacheUpdateArgs
@@ -30,22 +31,42 @@ def make_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> Batch:
-    """Return a random batch, full of garbage wherever garbage is allowed; the arguments are those of `Row`."""
+    """Return a random batch, full of garbage wherever garbage is allowed; the arguments are those of `Row`.
+
+    A backend that is not `garbage_safe` gets finite values everywhere and no table with ids out of range.
+    """
+    safe = selector.get_backend(config.backend).capabilities.garbage_safe
     query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
     common = {"seed": seed, "device": device, "num_padding_tokens": padding[0], "num_padding_reqs": padding[1]}
     if config.block_size == 0:
-        return _with_reciprocal(random_packed_batch(config, query_lens, seq_lens, **common))
+        batch = _with_reciprocal(random_packed_batch(config, query_lens, seq_lens, **common))
+        return batch if safe else finite(batch)
     width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" else None
     batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
-    if table == "broken":
+    if table == "broken" and safe:
         break_table(batch, seed)
-    return _with_reciprocal(batch)
+    batch = _with_reciprocal(batch)
+    return batch if safe else finite(batch)
 
 
 def _with_reciprocal(batch: Batch) -> Batch:
     """Give a static scale as its reciprocal where the config multiplies by it."""
     if batch.config.output_arithmetic == "multiply" and batch.args.output_scale is not None:
         batch.args = batch.args._replace(output_scale=batch.args.output_scale.reciprocal())
+    return batch
+
+
+def finite(batch: Batch) -> Batch:
+    """Replace NaN and infinities in what a binary may read beyond a request."""
+
+    def cleaned(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.uint8:
+            values = tensor.view(torch.float8_e4m3fn).float()
+            return torch.where(values.isnan(), 0, values).to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.nan_to_num(tensor.float(), 0, 0, 0).to(tensor.dtype)
+
+    present = {name: getattr(batch.args, name, None) for name in ("kv_cache", "key", "value")}
+    batch.args = batch.args._replace(**{name: cleaned(t) for name, t in present.items() if t is not None})
     return batch
 
 

@@ -19,7 +19,10 @@ from vattn.errors import ConfigError, UnknownOptionError, UnsupportedRequestErro
 logger = logging.getLogger("vattn")
 
 _BACKENDS: dict[str, Backend] = {}
-_PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("TRITON_ATTN", "TORCH_SDPA"), "cpu": ("TORCH_SDPA", "TRITON_ATTN")}
+_PRIORITY: dict[str, tuple[str, ...]] = {
+    "cuda": ("TRITON_ATTN", "FLASH_ATTN", "TORCH_SDPA"),
+    "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN"),
+}
 
 
 def register_backend(backend: Backend) -> None:
@@ -32,15 +35,21 @@ def register_backend(backend: Backend) -> None:
     if backend.name in _BACKENDS:
         raise ConfigError(f"backend name {backend.name!r} is taken", "a new name", "rename the backend")
     _BACKENDS[backend.name] = backend
+    forget_decisions()
+
+
+def forget_decisions() -> None:
+    """Ask the backends again from now on: one of them has found its library."""
     _decide.cache_clear()
 
 
 def _load_builtin() -> None:
     if "TORCH_SDPA" not in _BACKENDS:
+        from vattn.backends.flash_attn import FlashAttentionBackend
         from vattn.backends.torch_sdpa import TorchSDPABackend
         from vattn.backends.triton_attn import TritonAttentionBackend
 
-        for backend in (TorchSDPABackend(), TritonAttentionBackend()):
+        for backend in (TorchSDPABackend(), TritonAttentionBackend(), FlashAttentionBackend()):
             _BACKENDS.setdefault(backend.name, backend)
 
 
