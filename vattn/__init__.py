@@ -25,10 +25,12 @@ from vattn.kv_cache import (
 )
 from vattn.layers import (
     Attention,
+    CrossAttention,
     EncoderFP8Config,
     EncoderOnlyAttention,
     MMEncoderAttention,
     QuantConfig,
+    StaticSinkAttention,
     check_cu_seqlens,
     clip_rates,
     observe_clipping,
@@ -36,6 +38,7 @@ from vattn.layers import (
     read_encoder_scales,
     save_encoder_scales,
 )
+from vattn.logits_rows import fast_prefill, kept_rows
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import kv_cache_shape
@@ -57,6 +60,7 @@ __all__ = [
     "CUDAGraphRunner",
     "CacheConfig",
     "ChunkedLocalAttentionSpec",
+    "CrossAttention",
     "CrossAttentionSpec",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
@@ -70,6 +74,7 @@ __all__ = [
     "RopeConfig",
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
+    "StaticSinkAttention",
     "TQFullAttentionSpec",
     "allocate_kv_cache",
     "backend",
@@ -83,8 +88,10 @@ __all__ = [
     "errors",
     "explain",
     "export_step",
+    "fast_prefill",
     "forward_context",
     "fusion_report",
+    "kept_rows",
     "kv_cache_shape",
     "load_flash_attn",
     "merge_attn_states",

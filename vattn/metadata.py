@@ -15,6 +15,15 @@ from torch import Tensor
 
 from vattn.errors import MetadataError
 
+OPTIONAL_STEP_FIELDS = (
+    "encoder_seq_lens",
+    "cross_block_table",
+    "cross_slot_mapping",
+    "logits_indices",
+    "logits_start_loc",
+)
+"""Fields of `AttentionMetadata` for cross attention and for fast prefill: tensors, or `None`."""
+
 TENSOR_FIELDS = (
     "query_start_loc",
     "seq_lens",
@@ -25,6 +34,7 @@ TENSOR_FIELDS = (
     "tree_bias",
     "tree_id",
     "mm_ranges",
+    *OPTIONAL_STEP_FIELDS,
 )
 """Fields of `AttentionMetadata` that hold a tensor, or may."""
 
@@ -75,6 +85,13 @@ class AttentionMetadata:
         tree_bias: fp32 `[trees, n, n]` added to scores of query row r and new key c.
         tree_id: int32 `[B]`, which bias a request uses, -1 = none.
         mm_ranges: int32 `[B, R, 2]`, inclusive absolute positions that see each other both ways; start >= end = unused.
+        encoder_seq_lens: int32 `[B]`, encoder states of each request, 0 for none: the keys of cross attention.
+        cross_block_table: int32 `[B, Wc]`, the blocks that hold them; entries past the last may hold garbage.
+        cross_slot_mapping: int64 `[E]`, the slot of every encoder state that this step writes: the states of the
+            requests whose encoder ran, one request after the other; -1 writes nothing. `None`: no encoder ran.
+        logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
+            ones of each request, then any as padding. `None`: all rows.
+        logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
         max_query_len, max_seq_len: over the real requests.
@@ -92,6 +109,11 @@ class AttentionMetadata:
     tree_bias: Tensor | None = None
     tree_id: Tensor | None = None
     mm_ranges: Tensor | None = None
+    encoder_seq_lens: Tensor | None = None
+    cross_block_table: Tensor | None = None
+    cross_slot_mapping: Tensor | None = None
+    logits_indices: Tensor | None = None
+    logits_start_loc: Tensor | None = None
     plans: dict[str, Tensor] = field(default_factory=dict)
     num_reqs: int = 0
     num_actual_tokens: int = 0
@@ -113,7 +135,8 @@ class AttentionMetadata:
         """Return what a CUDA graph captured with this metadata bakes in. Host work only, no sync."""
         flags = self.causal
         kind = "per_request" if isinstance(flags, Tensor) else ("layer" if flags else "bidirectional")
-        extras = ((name, getattr(self, name)) for name in ("positions", "tree_bias", "tree_id", "mm_ranges"))
+        names = ("positions", "tree_bias", "tree_id", "mm_ranges", *OPTIONAL_STEP_FIELDS)
+        extras = ((name, getattr(self, name)) for name in names)
         return CaptureKey(
             num_reqs=self.seq_lens.shape[0],
             num_tokens=self.slot_mapping.shape[0],
@@ -159,18 +182,45 @@ class AttentionMetadata:
         if "tree_id" in host:
             trees = host["tree_bias"].shape[0] if "tree_bias" in host else 0
             check_tree_ids(host["tree_id"], trees)
+        if "encoder_seq_lens" in host and "cross_block_table" in host:
+            check_block_table(host["cross_block_table"], host["encoder_seq_lens"].long(), block_size, num_blocks)
+        if "cross_slot_mapping" in host:
+            check_slots(host["cross_slot_mapping"], block_size, num_blocks, "cross_slot_mapping")
+        if "logits_indices" in host and "logits_start_loc" in host:
+            _check_logits(host["query_start_loc"].long(), host["logits_start_loc"].long(), host["logits_indices"])
 
 
-_DTYPES = {"slot_mapping": torch.int64, "positions": torch.int64, "tree_bias": torch.float32}
+_DTYPES = {
+    "slot_mapping": torch.int64,
+    "positions": torch.int64,
+    "tree_bias": torch.float32,
+    "cross_slot_mapping": torch.int64,
+    "logits_indices": torch.int64,
+}
+
+_PAIRS = (
+    ("tree_bias", "tree_id"),
+    ("encoder_seq_lens", "cross_block_table"),
+    ("logits_indices", "logits_start_loc"),
+)
+"""Fields that mean something together alone."""
+
+_OWN_ROWS = ("tree_bias", "cross_slot_mapping", "logits_indices")
+"""Fields of which no other gives the number of rows."""
 
 
 def _check_shapes(host: dict[str, Tensor]) -> None:
     num_reqs, num_tokens = host["seq_lens"].shape[0], host["slot_mapping"].shape[0]
-    first = {"query_start_loc": num_reqs + 1, "slot_mapping": num_tokens, "positions": num_tokens}
-    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3}
+    for pair in _PAIRS:
+        missing = [name for name in pair if name not in host]
+        if len(missing) == 1:
+            raise MetadataError(f"{pair[0]} or {pair[1]} alone", "both or neither", f"give {missing[0]} too")
+    offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
+    first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens}
+    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2}
     for name, tensor in host.items():
         dtype = _DTYPES.get(name, torch.int32)
-        rows = tensor.shape[0] if name == "tree_bias" else first.get(name, num_reqs)
+        rows = tensor.shape[0] if name in _OWN_ROWS else first.get(name, num_reqs)
         if tensor.dtype != dtype or tensor.dim() != dims.get(name, 1) or tensor.shape[0] != rows:
             raise MetadataError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}",
@@ -194,6 +244,35 @@ def _check_lengths(starts: Tensor, seq_lens: Tensor, num_actual_tokens: int) -> 
             "set both from the query lengths",
         )
     check_seq_lens(query_lens, seq_lens)
+
+
+def _check_logits(starts: Tensor, kept: Tensor, indices: Tensor) -> None:
+    """Raise MetadataError where the kept rows are not the last ones of their requests."""
+    counts = kept.diff()
+    if int(kept[0]) != 0 or bool(((counts < 0) | (counts > starts.diff())).any()) or int(kept[-1]) > indices.shape[0]:
+        raise MetadataError(
+            f"logits_start_loc {kept.tolist()} for {indices.shape[0]} rows",
+            "offsets that start at 0, never fall, and keep no more rows than a request has",
+            "use build(num_logits=...)",
+        )
+    ends = torch.repeat_interleave(starts[1:] - kept[1:], counts)
+    if not torch.equal(indices[: int(kept[-1])], ends + torch.arange(int(kept[-1]))):
+        raise MetadataError(
+            f"logits_indices {indices[: int(kept[-1])].tolist()} with requests that end before rows "
+            f"{starts[1:].tolist()}",
+            "the last rows of each request: a query that leaves out later rows sits at a wrong position",
+            "keep every row from the first needed one to the end of its request",
+        )
+
+
+def with_sinks(seq_lens: Tensor, sink_len: int) -> Tensor:
+    """Return lengths that count sink tokens in front of every request; a request of length 0 stays empty."""
+    return torch.where(seq_lens > 0, seq_lens + sink_len, 0) if sink_len else seq_lens
+
+
+def plan_key(backend_key: str, sink_len: int) -> str:
+    """Return the key in `AttentionMetadata.plans` of a kind of layer: its backend's, apart for lengths with sinks."""
+    return f"{backend_key} sink_len={sink_len}" if sink_len else backend_key
 
 
 def check_seq_lens(query_lens: Tensor, seq_lens: Tensor) -> None:
@@ -238,7 +317,7 @@ def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int)
     )
 
 
-def check_slots(slots: Tensor, block_size: int, num_blocks: int | None) -> None:
+def check_slots(slots: Tensor, block_size: int, num_blocks: int | None, name: str = "slot_mapping") -> None:
     """Raise MetadataError for a host slot outside the cache (below -1, or past the end) or given twice."""
     wrong = slots < -1
     if num_blocks is not None:
@@ -246,7 +325,7 @@ def check_slots(slots: Tensor, block_size: int, num_blocks: int | None) -> None:
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise MetadataError(
-            f"slot_mapping[{row}]={int(slots[row])}",
+            f"{name}[{row}]={int(slots[row])}",
             "-1 or a slot >= 0" if num_blocks is None else f"-1 to {num_blocks * block_size - 1}",
             "use block * block_size + offset, and -1 for tokens that are not stored",
         )

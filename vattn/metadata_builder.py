@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.config import AttentionConfig
+from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
-from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.logits_rows import read_num_logits, write_logits_indices
+from vattn.metadata import AttentionMetadata, CaptureKey, plan_key, with_sinks
+from vattn.step_buffers import StepBuffers
 from vattn.step_input import Lengths, Limits, Step, read_step
-
-_ALIGNMENT = 64
-"""Rows of the small buffers start on multiples of this many elements, so that kernels may assume aligned addresses."""
-
-
-class _Buffers:
-    """One set of buffers for a whole capacity: on the device, or pinned on the host for staging."""
-
-    def __init__(self, limits: Limits, device: torch.device, pinned: bool) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
-
-        requests = _round_up(limits.num_reqs + 1)
-        self.requests = zeros(4, requests)
-        self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id = self.requests.unbind()
-        self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
-        self.block_table = zeros(limits.num_reqs, limits.table_width)
-        self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
-        self.tree_bias = zeros(limits.trees * limits.tree_size**2, dtype=torch.float32)
 
 
 class AttentionMetadataBuilder:
@@ -47,6 +32,9 @@ class AttentionMetadataBuilder:
         decode_threshold: longest query that still counts as a decode.
         max_mm_ranges: multimodal ranges per request.
         max_trees, max_tree_size: tree biases of one step, and the side of the largest.
+        max_encoder_len: encoder states of one request, for cross attention; the table of their blocks has
+            `ceil(max_encoder_len / block_size)` columns.
+        max_encoder_tokens: encoder states that one step writes; default `max_num_reqs * max_encoder_len`.
 
     Attributes:
         backends: names of the backends that `layers` run on.
@@ -57,7 +45,8 @@ class AttentionMetadataBuilder:
 
     A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
     returns the same buffers, so it also rewrites the metadata that earlier calls returned. On CUDA it enqueues copies
-    on the current stream and does not wait for the device.
+    on the current stream and does not wait for the device. Where `layers` holds `StaticSinkAttention`, it also writes
+    sinks whose weights have changed into their caches, and refuses blocks that are reserved for them.
 
     Example:
         >>> import vattn
@@ -83,6 +72,8 @@ class AttentionMetadataBuilder:
         max_mm_ranges: int = 0,
         max_trees: int = 0,
         max_tree_size: int = 0,
+        max_encoder_len: int = 0,
+        max_encoder_tokens: int | None = None,
     ) -> None:
         sizes = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         for name, size in {**sizes, "block_size": block_size, "decode_threshold": decode_threshold}.items():
@@ -94,7 +85,11 @@ class AttentionMetadataBuilder:
         self.num_blocks = num_blocks
         self.table_width = -(-max_seq_len // block_size)
         self.backends: set[str] = set()
+        self._sink_layers: list[Any] = []
+        self._sink_lens: dict[str, int] = {}
         self._configs = self._find_configs(layers)
+        if max_encoder_tokens is None:
+            max_encoder_tokens = self.max_num_reqs * max_encoder_len
         self._limits = Limits(
             num_reqs=self.max_num_reqs,
             num_tokens=max_num_tokens,
@@ -104,6 +99,9 @@ class AttentionMetadataBuilder:
             mm_ranges=max_mm_ranges,
             trees=max_trees,
             tree_size=max_tree_size,
+            encoder_len=max_encoder_len,
+            encoder_tokens=max_encoder_tokens,
+            reserved_blocks=max((layer.sink_len // block_size for layer in self._sink_layers), default=0),
         )
         # Buffers made in inference mode could not be rewritten outside of it.
         with torch.inference_mode(False):
@@ -124,20 +122,30 @@ class AttentionMetadataBuilder:
                 )
             backend = selector.choose(config, self.device)
             self.backends.add(backend.name)
-            if backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
-                found.setdefault(backend.plan_key(config), config)
+            sink_len = getattr(layer, "sink_len", 0)
+            if sink_len:
+                self._sink_layers.append(layer)
+            # The schedule of cross attention would need other lengths; no backend has one.
+            planned = config.attn_type != "encoder_decoder"
+            if planned and backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
+                key = plan_key(backend.plan_key(config), sink_len)
+                self._sink_lens[key] = sink_len
+                found.setdefault(key, config)
             if self.num_blocks is None and isinstance(layer, nn.Module):
                 self.num_blocks = _blocks_of(layer, config)
         return found
 
     def _allocate(self) -> None:
-        self._buffers = _Buffers(self._limits, self.device, pinned=False)
+        self._buffers = StepBuffers(self._limits, self.device, pinned=False)
+        # Computed on the device, from what is staged.
+        self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
+        self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
         self._plans = {key: self._new_plan(config) for key, config in self._configs.items()}
         self._staging = [self._buffers]
         self._copied: list[torch.cuda.Event | None] = [None]
         if self.device.type == "cuda":
             # Two sets in turn: the host fills one while the device may still be reading the other.
-            self._staging = [_Buffers(self._limits, torch.device("cpu"), pinned=True) for _ in range(2)]
+            self._staging = [StepBuffers(self._limits, torch.device("cpu"), pinned=True) for _ in range(2)]
             self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
@@ -162,6 +170,13 @@ class AttentionMetadataBuilder:
         tree_bias: Tensor | None = None,
         tree_id: Lengths | None = None,
         mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None = None,
+        encoder_lens: Lengths | None = None,
+        new_encoder: Lengths | None = None,
+        cross_block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        num_encoder_tokens_padded: int | None = None,
+        num_logits: Lengths | None = None,
+        logits_indices: Lengths | None = None,
+        num_logits_padded: int | None = None,
         capture_key: CaptureKey | None = None,
     ) -> AttentionMetadata:
         """Check a step, copy it into the buffers and return views of them.
@@ -177,6 +192,16 @@ class AttentionMetadataBuilder:
             causal: `True` (each layer's own rule), `False` (bidirectional), or one flag per request.
             tree_bias, tree_id: fp32 `[trees, n, n]`, and per request which one it uses, -1 for none. Both or neither.
             mm_ranges: per request its `(start, end)` ranges of absolute positions, both inclusive.
+            encoder_lens: encoder states of each request, cached or new, 0 for none; in every step of a model with
+                `CrossAttention`.
+            new_encoder: one flag per request: its encoder ran in this step, and its states are among the rows that the
+                cross layers get, one request after the other. Default: none ran.
+            cross_block_tables: block ids of each request's encoder states.
+            num_encoder_tokens_padded: pad the rows of encoder states to this many.
+            num_logits: how many of its last tokens each request keeps in layers with `fast_prefill`. A step in which
+                every request keeps all is like one without.
+            logits_indices: instead of `num_logits`, the rows that are kept, in order.
+            num_logits_padded: pad the kept rows to this many.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
@@ -187,21 +212,66 @@ class AttentionMetadataBuilder:
             self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
         )
         num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
+        step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
         if capture_key is not None:
+            captured = {name: shape[0] for name, shape in capture_key.optional}
+            num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
+            num_logits_padded = captured.get("logits_indices", num_logits_padded)
             num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
             num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
             _refuse_overflow(num_reqs, num_tokens, capture_key)
         padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
         padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
+        encoder_rows = 0 if step.cross is None else step.cross.num_rows
+        padded_encoder = _padded(
+            "encoder states", encoder_rows, num_encoder_tokens_padded, encoder_rows, self._limits.encoder_tokens
+        )
+        padded_logits = self._padded_logits(step, num_logits_padded)
         metadata = self._views(step, padded_reqs, padded_tokens)
+        if step.cross is not None:
+            metadata.encoder_seq_lens = _alias(self._buffers.encoder_seq_lens[:padded_reqs])
+            metadata.cross_block_table = _alias(self._buffers.cross_block_table[:padded_reqs])
+            if padded_encoder:
+                metadata.cross_slot_mapping = _alias(self._cross_slots[:padded_encoder])
+        if step.num_logits is not None:
+            metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: padded_reqs + 1])
+            metadata.logits_indices = _alias(self._logits_indices[:padded_logits])
         if capture_key is not None:
             refuse_contradiction(capture_key, metadata.capture_key())
         self._write(step, padded_reqs, padded_tokens)
-        for key, schedule in metadata.plans.items():
-            config = self._configs[key].encode()
-            torch.ops.vattn.plan(metadata.query_start_loc, metadata.seq_lens, schedule, config)
+        self._derive(metadata)
         metadata.mark_dynamic()
         return metadata
+
+    def _padded_logits(self, step: Step, asked: int | None) -> int:
+        """Return the number of kept rows; forget them in a step that keeps all, unless a size is asked for."""
+        if step.num_logits is None:
+            if asked is None:
+                return 0
+            step.num_logits = step.query_lens
+        if asked is None and torch.equal(step.num_logits, step.query_lens):
+            step.num_logits = None
+            return 0
+        kept = int(step.num_logits.sum())
+        return _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
+
+    def _derive(self, metadata: AttentionMetadata) -> None:
+        """Fill what the device computes from what was copied there."""
+        for layer in self._sink_layers:
+            layer.write_changed_sinks()
+        if metadata.cross_slot_mapping is not None:
+            assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
+            new = self._buffers.new_encoder[: metadata.encoder_seq_lens.shape[0]]
+            write_cross_slots(
+                metadata.encoder_seq_lens, new, metadata.cross_block_table, self.block_size, metadata.cross_slot_mapping
+            )
+        if metadata.logits_indices is not None:
+            assert metadata.logits_start_loc is not None
+            write_logits_indices(metadata.query_start_loc, metadata.logits_start_loc, metadata.logits_indices)
+        for key, schedule in metadata.plans.items():
+            lengths = with_sinks(metadata.seq_lens, self._sink_lens[key])
+            torch.ops.vattn.plan(metadata.query_start_loc, lengths, schedule, self._configs[key].encode())
 
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
@@ -246,51 +316,12 @@ class AttentionMetadataBuilder:
         staging, copied = self._staging[self._turn], self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        _fill(staging, step, num_reqs, num_tokens)
+        staging.fill(step, num_reqs, num_tokens)
         if copied is None:
             return
-        for source, target in self._pairs(staging, step, num_reqs, num_tokens):
+        for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
             target.copy_(source, non_blocking=True)
         copied.record(torch.cuda.current_stream(self.device))
-
-    def _pairs(self, staging: _Buffers, step: Step, num_reqs: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the contiguous pieces of a step: staged, and where they go."""
-        to = self._buffers
-        yield staging.requests, to.requests
-        yield staging.slot_mapping[:num_tokens], to.slot_mapping[:num_tokens]
-        yield staging.positions[:num_tokens], to.positions[:num_tokens]
-        yield staging.block_table[:num_reqs], to.block_table[:num_reqs]
-        if step.mm_ranges is not None:
-            yield staging.mm_ranges[:num_reqs], to.mm_ranges[:num_reqs]
-        if step.tree_bias is not None:
-            size = step.tree_bias.numel()
-            yield staging.tree_bias[:size], to.tree_bias[:size]
-
-
-def _fill(to: _Buffers, step: Step, num_reqs: int, num_tokens: int) -> None:
-    real_reqs, real_tokens = step.query_lens.shape[0], step.positions.shape[0]
-    to.query_start_loc[0] = 0
-    to.query_start_loc[1 : real_reqs + 1] = step.query_lens.cumsum(0)
-    to.query_start_loc[real_reqs + 1 : num_reqs + 1] = real_tokens
-    to.seq_lens[:real_reqs] = step.seq_lens
-    to.seq_lens[real_reqs:num_reqs] = 0
-    to.slot_mapping[:real_tokens] = step.slots
-    to.slot_mapping[real_tokens:num_tokens] = -1
-    to.positions[:real_tokens] = step.positions
-    to.positions[real_tokens:num_tokens] = 0
-    columns = min(step.table.shape[1], to.block_table.shape[1])
-    to.block_table[:num_reqs] = 0
-    to.block_table[:real_reqs, :columns] = step.table[:, :columns]
-    if isinstance(step.causal, Tensor):
-        to.causal_flags[:num_reqs] = 1
-        to.causal_flags[:real_reqs] = step.causal
-    if step.tree_bias is not None and step.tree_id is not None:
-        to.tree_bias[: step.tree_bias.numel()] = step.tree_bias.reshape(-1)
-        to.tree_id[:num_reqs] = -1
-        to.tree_id[:real_reqs] = step.tree_id
-    if step.mm_ranges is not None:
-        to.mm_ranges[:num_reqs] = 0
-        to.mm_ranges[:real_reqs, : step.mm_ranges.shape[1]] = step.mm_ranges
 
 
 def refuse_contradiction(captured: CaptureKey, came: CaptureKey) -> None:
@@ -311,10 +342,6 @@ def _refuse_overflow(num_reqs: int, num_tokens: int, key: CaptureKey) -> None:
                 f"at most {limit} {name}",
                 "replay a larger graph, or run this step without one",
             )
-
-
-def _round_up(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def _alias(view: Tensor) -> Tensor:

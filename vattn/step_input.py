@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError
 from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, too_narrow
+
+if TYPE_CHECKING:
+    from vattn.cross_step import CrossStep
 
 Lengths = Sequence[int] | Tensor
 """Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
@@ -27,11 +31,20 @@ class Limits:
     mm_ranges: int
     trees: int
     tree_size: int
+    encoder_len: int = 0
+    encoder_tokens: int = 0
+    reserved_blocks: int = 0
+    """Blocks from block 1 on that hold sinks."""
 
     @property
     def table_width(self) -> int:
         """Columns of the block table."""
         return -(-self.seq_len // self.block_size)
+
+    @property
+    def cross_table_width(self) -> int:
+        """Columns of the block table of encoder states."""
+        return -(-self.encoder_len // self.block_size)
 
 
 @dataclass
@@ -49,6 +62,9 @@ class Step:
     mm_ranges: Tensor | None
     packed: bool = False
     """Without a cache: no table, no slots."""
+    cross: CrossStep | None = None
+    num_logits: Tensor | None = None
+    """How many of its last tokens each request keeps for its logits; `None`: all."""
 
 
 def read_step(
@@ -67,17 +83,17 @@ def read_step(
     Raises:
         MetadataError: values that contradict each other, the capacity or the cache.
     """
-    queries = _integers("query_lens", query_lens)
-    lengths = queries if seq_lens is None else _integers("seq_lens", seq_lens)
+    queries = read_integers("query_lens", query_lens)
+    lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
     num_reqs = queries.shape[0]
-    _check_count("seq_lens", lengths.shape[0], num_reqs)
+    check_count("seq_lens", lengths.shape[0], num_reqs)
     if block_tables is not None:
-        _check_count("block_tables", len(block_tables), num_reqs)
+        check_count("block_tables", len(block_tables), num_reqs)
     check_seq_lens(queries, lengths)
     num_tokens = int(queries.sum())
-    _check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
-    _check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
-    _check_capacity("positions in one request", max(lengths.tolist(), default=0), limits.seq_len, "max_seq_len")
+    check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
+    check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
+    check_capacity("positions in one request", max(lengths.tolist(), default=0), limits.seq_len, "max_seq_len")
 
     request = torch.repeat_interleave(torch.arange(num_reqs), queries)
     first = queries.cumsum(0) - queries
@@ -86,7 +102,7 @@ def read_step(
         _check_packed(queries, lengths, slot_mapping)
         table = torch.zeros((num_reqs, 0), dtype=torch.int64)
     else:
-        table = _table(block_tables, lengths, limits.block_size)
+        table = read_table("block_tables", block_tables, lengths, limits.block_size)
         check_block_table(table, lengths, limits.block_size, limits.num_blocks)
     if block_tables is None:
         slots = torch.full_like(positions, -1)
@@ -95,7 +111,8 @@ def read_step(
     else:
         slots = _given_slots(slot_mapping, num_tokens)
     check_slots(slots, limits.block_size, limits.num_blocks)
-    flags = causal if isinstance(causal, bool) else _flags(causal, num_reqs)
+    _check_reserved(table, lengths, slots, limits)
+    flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
     bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
     ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
     return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None)
@@ -114,7 +131,7 @@ def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None
 
 
 def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
-    slots = _integers("slot_mapping", slot_mapping)
+    slots = read_integers("slot_mapping", slot_mapping)
     if slots.shape[0] != num_tokens:
         raise MetadataError(
             f"slot_mapping has {slots.shape[0]} entries, the query_lens sum to {num_tokens}",
@@ -124,10 +141,35 @@ def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
     return slots
 
 
-def _flags(causal: Lengths, num_reqs: int) -> Tensor:
-    flags = _integers("causal", causal.long() if isinstance(causal, Tensor) else [int(flag) for flag in causal])
-    _check_count("causal", flags.shape[0], num_reqs)
+def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
+    """Return one bool per request."""
+    flags = read_integers(name, values.long() if isinstance(values, Tensor) else [int(flag) for flag in values])
+    check_count(name, flags.shape[0], num_reqs)
     return flags != 0
+
+
+def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limits) -> None:
+    """Refuse tables and slots that name a block of the sinks."""
+    if not limits.reserved_blocks:
+        return
+    used = torch.arange(table.shape[1]) * limits.block_size < lengths.unsqueeze(1)
+    wrong = used & (table >= 1) & (table <= limits.reserved_blocks)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise MetadataError(
+            f"request {row}: entry {column} of the block table is block {int(table[row, column])}, which holds sinks",
+            f"blocks from {limits.reserved_blocks + 1} on",
+            f"make the pool with BlockPool(num_blocks, reserved={limits.reserved_blocks + 1})",
+        )
+    written = slots // limits.block_size
+    taken = (written >= 1) & (written <= limits.reserved_blocks)
+    if bool(taken.any()):
+        row = int(taken.nonzero()[0])
+        raise MetadataError(
+            f"slot_mapping[{row}]={int(slots[row])} lies in block {int(written[row])}, which holds sinks",
+            f"slots from {(limits.reserved_blocks + 1) * limits.block_size} on",
+            "write to blocks of the request",
+        )
 
 
 def _trees(
@@ -148,14 +190,14 @@ def _trees(
             f"[trees, n, n] with at most {limits.trees} trees and n at most {limits.tree_size}",
             "give the builder max_trees= and max_tree_size=",
         )
-    ids = _integers("tree_id", tree_id)
-    _check_count("tree_id", ids.shape[0], num_reqs)
+    ids = read_integers("tree_id", tree_id)
+    check_count("tree_id", ids.shape[0], num_reqs)
     check_tree_ids(ids, bias.shape[0])
     return bias, ids
 
 
 def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor, num_reqs: int) -> Tensor:
-    _check_count("mm_ranges", len(ranges), num_reqs)
+    check_count("mm_ranges", len(ranges), num_reqs)
     if not isinstance(ranges, Tensor):
         most = max((len(row) for row in ranges), default=0)
         rows = [[tuple(pair) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
@@ -175,7 +217,8 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
     return ranges.long()
 
 
-def _integers(name: str, values: Lengths) -> Tensor:
+def read_integers(name: str, values: Lengths) -> Tensor:
+    """Return host integers as int64 `[n]`; refuse anything else."""
     tensor = values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
     if tensor.device.type != "cpu":
         raise MetadataError(
@@ -188,14 +231,14 @@ def _integers(name: str, values: Lengths) -> Tensor:
     return tensor.long()
 
 
-def _table(tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
     """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest."""
     if isinstance(tables, Tensor):
         if tables.dim() != 2 or tables.is_floating_point() or tables.device.type != "cpu":
             raise MetadataError(
-                f"block_tables is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
+                f"{name} is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
                 "an integer tensor [requests, blocks] on the host, or one list per request",
-                "pass block_tables.cpu()",
+                f"pass {name}.cpu()",
             )
         return tables.long()
     widths = torch.tensor([len(row) for row in tables], dtype=torch.int64)
@@ -208,18 +251,20 @@ def _table(tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_siz
     table = torch.zeros((len(tables), width), dtype=torch.int64)
     flat = [block for row in tables for block in row]
     if flat:
-        table[torch.arange(width) < widths.unsqueeze(1)] = _integers("block_tables", flat)
+        table[torch.arange(width) < widths.unsqueeze(1)] = read_integers(name, flat)
     return table
 
 
-def _check_count(name: str, count: int, num_reqs: int) -> None:
+def check_count(name: str, count: int, num_reqs: int) -> None:
+    """Refuse a list that is not one entry per request."""
     if count != num_reqs:
         raise MetadataError(
             f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}"
         )
 
 
-def _check_capacity(what: str, count: int, limit: int, name: str) -> None:
+def check_capacity(what: str, count: int, limit: int, name: str) -> None:
+    """Refuse a count beyond the builder's argument `name`."""
     if count > limit:
         raise MetadataError(
             f"a step of {count} {what}", f"at most {limit}", f"make the builder with {name}={count} or more"

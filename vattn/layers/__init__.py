@@ -1,18 +1,22 @@
 """Attention layers as `nn.Module`s."""
 
 from vattn.layers.attention import Attention
+from vattn.layers.cross_attention import CrossAttention
 from vattn.layers.encoder_only_attention import EncoderOnlyAttention
 from vattn.layers.encoder_scales import EncoderFP8Config, read_encoder_scales, save_encoder_scales
 from vattn.layers.mm_encoder_attention import MMEncoderAttention
 from vattn.layers.scales import QuantConfig, clip_rates, observe_clipping
 from vattn.layers.sequences import check_cu_seqlens, pad_cu_seqlens
+from vattn.layers.static_sink_attention import StaticSinkAttention
 
 __all__ = [
     "Attention",
+    "CrossAttention",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "MMEncoderAttention",
     "QuantConfig",
+    "StaticSinkAttention",
     "check_cu_seqlens",
     "clip_rates",
     "observe_clipping",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from vattn.config import AttentionType, CacheConfig
 from vattn.layers.cached_attention import CachedAttention
-from vattn.layers.request import alibi_kind, check_extra, check_type
+from vattn.layers.request import alibi_kind, check_extra, check_type, named_arguments
 from vattn.layers.scales import QuantConfig
 
 if TYPE_CHECKING:
@@ -36,7 +35,8 @@ class Attention(CachedAttention):
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         head_size_v: value width; default `head_size`.
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
-            `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool).
+            `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool),
+            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -79,8 +79,9 @@ class Attention(CachedAttention):
         head_size_v: int | None = None,
         **extra: Any,
     ) -> None:
-        options = check_extra("Attention", extra, _NAMED_ARGUMENTS)
-        check_type("Attention", attn_type, AttentionType.DECODER)
+        layer = type(self)
+        options = check_extra(layer.__name__, extra, named_arguments(layer))
+        check_type(layer.__name__, attn_type, AttentionType.DECODER)
         window = per_layer_sliding_window
         if window is None and cache_config is not None:
             window = cache_config.sliding_window
@@ -98,6 +99,7 @@ class Attention(CachedAttention):
             attn_backend=attn_backend,
             alibi_slopes=alibi_slopes,
             sinks=options["sinks"],
+            fast_prefill=options["fast_prefill"],
             sliding_window=window,
             chunk_lookback=None if lookback == -1 else lookback,
             logits_soft_cap=logits_soft_cap,
@@ -116,6 +118,3 @@ class Attention(CachedAttention):
         if window is None or self._request["mm_prefix"] == "full":
             return FullAttentionSpec(**fields)
         return SlidingWindowSpec(sliding_window=window, **fields)
-
-
-_NAMED_ARGUMENTS = [name for name in inspect.signature(Attention).parameters if name != "extra"]

@@ -33,7 +33,7 @@ from vattn.layers.layer_step import LayerStep, check_output_shape, given, split_
 from vattn.layers.request import (
     StepKind,
     check_per_head,
-    check_same_bytes,
+    check_sharing,
     check_storage,
     layer_index,
     own_tensor,
@@ -57,6 +57,7 @@ class CachedAttention(CacheScales):
         num_heads, head_size, scale, num_kv_heads, head_size_v: as for `Attention`, with `None` for a default.
         prefix, cache_config, quant_config, kv_sharing_target_layer_name, attn_backend: as for `Attention`.
         alibi_slopes, sinks: one value per query head, or `None`.
+        fast_prefill: whether queries are `kept_rows` of the step's; only for a layer that shares a cache.
         **request: further fields of `AttentionConfig`.
     """
 
@@ -79,6 +80,7 @@ class CachedAttention(CacheScales):
         attn_backend: str | None,
         alibi_slopes: Tensor | Sequence[float] | None = None,
         sinks: Tensor | Sequence[float] | None = None,
+        fast_prefill: bool = False,
         **request: Any,
     ) -> None:
         super().__init__()
@@ -96,6 +98,14 @@ class CachedAttention(CacheScales):
             raise ConfigError(
                 f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
             )
+        if not isinstance(fast_prefill, bool) or (fast_prefill and kv_sharing_target_layer_name is None):
+            raise ConfigError(
+                f"fast_prefill={fast_prefill!r} in layer {prefix!r}, which shares "
+                + ("no KV cache" if kv_sharing_target_layer_name is None else "a KV cache"),
+                "True in layers that share a KV cache: one that writes its own needs every token",
+                "leave fast_prefill out",
+            )
+        self.fast_prefill = fast_prefill
         if self.attn_backend != "auto":
             selector.get_backend(self.attn_backend)
         self.config: AttentionConfig | None = None
@@ -118,6 +128,7 @@ class CachedAttention(CacheScales):
         self._ops: dict[StepKind, str] = {}
         self._refused: dict[StepKind, str] = {}
         self._plan_key = ""
+        self._target: tuple[CachedAttention, ...] = ()
         # Buffers made in inference mode could not be calculated or loaded outside of it.
         with torch.inference_mode(False):
             self._register_tensors(alibi_slopes, sinks)
@@ -189,9 +200,20 @@ class CachedAttention(CacheScales):
             UnsupportedRequestError: no backend, or not the one asked for, runs the request on the device.
         """
         if target is not None:
-            check_same_bytes(self.prefix, self._request_config(dtype), target._request_config(dtype))
+            self._check_target(target)
+            check_sharing(self.prefix, self._request_config(dtype), target._request_config(dtype))
         config = self._request_config(dtype, None if target is None else target.k_scale)
         return config.replace(backend=selector.choose(config, device).name)
+
+    def _check_target(self, target: CachedAttention) -> None:
+        """Refuse a target of another kind; what configs tell is compared elsewhere."""
+        if type(target) is not type(self):
+            raise CacheError(
+                f"KV sharing target of layer {self.prefix!r} is a {type(target).__name__}, the layer a "
+                f"{type(self).__name__}",
+                "layers of one class",
+                "share the cache of an equal layer",
+            )
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: CachedAttention | None = None) -> None:
         """Give the layer its raw storage and fix dtype, device and backend.
@@ -227,6 +249,8 @@ class CachedAttention(CacheScales):
         self.kv_cache = storage
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
+        # In a tuple the target is no submodule of this layer.
+        self._target = () if target is None else (target,)
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
 
@@ -271,6 +295,8 @@ class CachedAttention(CacheScales):
             return self._shaped(output, block_scale, output_shape)
         self._check_bound(query)
         step = self._layer_step(metadata)
+        if self.fast_prefill:
+            step = step.kept(metadata)
         op_config = self._op_config(step)
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
@@ -339,6 +365,13 @@ class CachedAttention(CacheScales):
     ) -> None:
         """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
         self._check_rows(query, key, step)
+        for target in self._target:
+            if target.kv_cache is not self.kv_cache:
+                raise CacheError(
+                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
+                    "the cache that both were bound to",
+                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
+                )
         inputs = (query, key, value, self.sinks)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
             raise GradientError(
@@ -371,10 +404,13 @@ class CachedAttention(CacheScales):
                 "check what was projected",
             )
         if query.shape[0] != step.query_slots.shape[0]:
+            fix = "build the step for the tokens of this call"
+            if self.fast_prefill:
+                fix = "pass vattn.kept_rows of the queries, or of what they are projected from"
             raise ShapeError(
                 f"query has {query.shape[0]} tokens in layer {self.prefix!r}",
                 f"{step.query_slots.shape[0]}, the tokens of the metadata, padding included",
-                "build the step for the tokens of this call",
+                fix,
             )
 
     def _arguments(

@@ -52,6 +52,23 @@ class LayerStep(NamedTuple):
             block_size=metadata.block_size,
         )
 
+    def kept(self, metadata: AttentionMetadata) -> LayerStep:
+        """Return the step of the rows that a layer with `fast_prefill` takes; itself where all are kept.
+
+        Raises:
+            MetadataError: the step has trees, whose rows count from the first new token.
+        """
+        if metadata.logits_indices is None or metadata.logits_start_loc is None:
+            return self
+        if self.tree_bias is not None:
+            raise MetadataError(
+                "a step with tree_bias and num_logits", "one of them in layers with fast_prefill", "keep all tokens"
+            )
+        # Rows that are kept are a request's last ones, so lengths alone place them; its schedule is for other rows.
+        return self._replace(
+            query_start_loc=metadata.logits_start_loc, query_slots=metadata.logits_indices, key_slots=None, plan=None
+        )
+
     def kind(self) -> StepKind:
         """Return what this step changes about a layer's config.
 

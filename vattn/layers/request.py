@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ EXTRA_OPTIONS: dict[str, Any] = {
     "chunk_lookback": -1,
     "mm_prefix": "none",
     "batch_invariant": False,
+    "fast_prefill": False,
 }
 """Options of `Attention` beyond its named arguments, with what means "off"."""
 
@@ -43,6 +45,7 @@ _SHARED_FIELDS = (
     "kv_cache_dtype",
     "block_size",
     "kv_cache_layout",
+    "attn_type",
 )
 """What two layers must have in common to read the same cache bytes."""
 
@@ -52,11 +55,24 @@ def layer_index(prefix: str) -> int | None:
     return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
 
 
-def check_extra(layer: str, extra: dict[str, Any], named: Iterable[str]) -> dict[str, Any]:
-    """Return the extra options with their defaults; refuse an unknown name. `named` are the layer's other arguments."""
-    unknown = sorted(set(extra) - set(EXTRA_OPTIONS))
+def named_arguments(layer: type) -> list[str]:
+    """Return the names of a layer's arguments, those of the layer that it extends included."""
+    names: dict[str, None] = {}
+    for owner in layer.__mro__:
+        if "prefix" in names:
+            break
+        parameters = inspect.signature(owner).parameters.values()
+        names.update((p.name, None) for p in parameters if p.kind is not p.VAR_KEYWORD)
+    return list(names)
+
+
+def check_extra(
+    layer: str, extra: dict[str, Any], named: Iterable[str], options: Iterable[str] = EXTRA_OPTIONS
+) -> dict[str, Any]:
+    """Return the extra options with their defaults; refuse any but `options`. `named`: the layer's other arguments."""
+    unknown = sorted(set(extra) - set(options))
     if unknown:
-        names = [*named, *EXTRA_OPTIONS]
+        names = [*named, *options]
         close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
         # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
         close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
@@ -192,8 +208,8 @@ def check_storage(storage: Tensor, config: AttentionConfig) -> None:
         )
 
 
-def check_same_bytes(prefix: str, config: AttentionConfig, target: AttentionConfig) -> None:
-    """Refuse to share a cache between layers that would read its bytes differently."""
+def check_sharing(prefix: str, config: AttentionConfig, target: AttentionConfig) -> None:
+    """Refuse to share a cache between layers that would read its bytes differently, or look further back."""
     for name in _SHARED_FIELDS:
         ours, theirs = getattr(config, name), getattr(target, name)
         if ours != theirs:
@@ -202,6 +218,26 @@ def check_same_bytes(prefix: str, config: AttentionConfig, target: AttentionConf
                 "equal values",
                 "share the cache of an equal layer",
             )
+    chunks = [(each.sliding_window, each.chunk_lookback) for each in (config, target)]
+    if target.chunk_lookback is not None and chunks[0] != chunks[1]:
+        raise CacheError(
+            f"layer {prefix!r} has window and chunk_lookback {chunks[0]}, its KV sharing target {chunks[1]}",
+            "equal chunks: what left the target's may be gone from the cache",
+            "share the cache of a layer with the same chunks",
+        )
+    if _reach(config) > _reach(target):
+        raise CacheError(
+            f"layer {prefix!r} sees {_reach(config)} tokens back, its KV sharing target {_reach(target)}",
+            "no more than the target: what left the target's window may be gone from the cache",
+            "share the cache of a layer with a window as large",
+        )
+
+
+def _reach(config: AttentionConfig) -> float:
+    """Return how many tokens a layer sees to the left, itself included."""
+    if config.sliding_window is None or config.mm_prefix == "full":
+        return float("inf")
+    return config.sliding_window
 
 
 def step_configs(base: AttentionConfig, device: DeviceInfo) -> tuple[dict[StepKind, str], dict[StepKind, str]]:
