@@ -1,16 +1,27 @@
-"""Query quantisation written ahead of the op: Inductor folds it into what makes the query, and the report says so."""
+"""Query quantisation: in the kernel of what makes the query where there is one, in the attention kernel otherwise."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from forms import static
-from harness import HEADS, WIDTH, captured, inputs_of, step
+from harness import COLUMNS, HEADS, WIDTH, Attend, Capture, captured, inputs_of, step
+from queries import PER_HEAD, PER_TENSOR, REFUSED, Written, heads, inputs, rounded
 from torch import Tensor, nn
 
 import vattn
+from vattn.backends import selector
+from vattn.errors import FusionError
+from vattn.passes import query_quant
+from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK
+from vattn.passes.report import NodeReport
+
+SCALES = [0.0137, 0.031]
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -22,45 +33,300 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Quantised(nn.Module):
     """A layer that quantises its query, behind RoPE or behind a GEMM alone."""
 
-    def __init__(self, rotate: bool) -> None:
+    def __init__(self, rotate: bool, q_scale: Any = 0.03) -> None:
         super().__init__()
-        scales = vattn.QuantConfig(query_format="fp8_e4m3", q_scale=0.03)
+        scales = vattn.QuantConfig(query_format="fp8_e4m3", q_scale=q_scale)
         self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix="layers.0.attn", quant_config=scales)
-        self.proj = nn.Linear(HEADS * WIDTH, HEADS * WIDTH, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.qkv = nn.Linear(COLUMNS, 2 * COLUMNS, bias=False, dtype=torch.bfloat16).requires_grad_(False)
         self.rotate = rotate
         self.register_buffer("scale", torch.tensor([0.0137]))
         self.register_buffer("angles", torch.randn(1, 1, WIDTH // 2))
         vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = self.proj(query)
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split((COLUMNS, COLUMNS // 2, COLUMNS // 2), dim=-1)
         if self.rotate:
             query = rope(query, self.angles.cos(), self.angles.sin())
         return static(self.attn(query, key, value), self.scale)
 
 
-def test_rope_and_query_quantisation_are_one_kernel() -> None:
+def compare(model: nn.Module, *arguments: Tensor, dynamic: bool = True) -> tuple[NodeReport, Capture]:
+    """Run the graph with and without the passes, op by op; both must return the same bits."""
+    torch._dynamo.reset()
+    capture = Capture()
+    compiled = vattn.compile if dynamic else torch.compile
+    target = compiled(model, backend=capture.backend, fullgraph=True, dynamic=None if dynamic else False)
+    fused = target(*arguments)
+    capture.fused = False
+    for got, expected in zip(fused, target(*arguments), strict=True):
+        assert torch.equal(got, expected) and bool(got.isfinite().all())
+    assert len(capture.report) == 1  # both calls ran one graph
+    return capture.report[0], capture
+
+
+def calls_of(capture: Capture) -> str:
+    return "\n".join(str(node.kwargs.get("config")) for node in capture.after[0].graph.nodes)
+
+
+def casts_of(capture: Capture) -> int:
+    nodes = capture.after[0].graph.nodes
+    return sum(getattr(node.meta.get("val"), "dtype", None) is torch.float8_e4m3fn for node in nodes)
+
+
+@pytest.mark.parametrize("name", [*PER_TENSOR, *PER_HEAD])
+def test_however_it_is_written_the_attention_kernel_takes_it_over(name: str) -> None:
+    way = PER_TENSOR.get(name) or PER_HEAD[name]
+    node, capture = compare(Written(way, SCALES if name in PER_HEAD else None), inputs())
+    assert (node.query, node.query_outcome) == (f"{IN_LOAD}, behind mm", "fused")
+    assert "queries.py" in node.query_source
+    arithmetic = "multiply" if "reciprocal" in name or "one over" in name else "divide"
+    assert f"query_load={arithmetic}" in calls_of(capture) and casts_of(capture) == 0
+
+
+@pytest.mark.parametrize("name", ["divide", "as heads", "computed scale", "reciprocal of groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_dtypes_and_fixed_sizes(name: str, dtype: torch.dtype) -> None:
+    way = PER_TENSOR.get(name) or PER_HEAD[name]
+    model = Written(way, SCALES if name in PER_HEAD else None, dtype=dtype)
+    node, _ = compare(model, inputs(dtype=dtype), dynamic=False)
+    assert node.query == f"{IN_LOAD}, behind mm"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_query_load_means_is_refused_with_the_line(name: str) -> None:
+    way, reason, line = REFUSED[name]
+    node, capture = compare(Written(way), inputs())
+    assert (node.query, node.query_outcome) == (f"{OWN_KERNEL} mm: {reason}", "near miss")
+    assert line in node.query_source and "queries.py" in node.query_source
+    assert "query_load" not in calls_of(capture)
+
+
+def divided(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return PER_TENSOR["divide"](q, s)
+
+
+def test_codes_that_are_used_elsewhere_stay() -> None:
+    class Both(Written):
+        def forward(self, x: Tensor) -> Any:
+            codes, q_scale = self.way(self.make(self, x), self.scale)
+            output = x.new_empty((x.shape[0], HEADS, WIDTH))
+            self.attend(codes.reshape(-1, HEADS, WIDTH), q_scale, output)
+            return output, codes.float()
+
+    node, _ = compare(Both(divided), inputs())
+    assert re.fullmatch(f"{OWN_KERNEL} mm: .* reads it quantised too", node.query)
+    assert "codes.float()" in node.query_source
+
+
+def test_a_scale_per_query_head_is_refused() -> None:
+    def per_query_head(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return rounded(heads(q).float() / s[:, None]), s.view(2, 2).amax(1)
+
+    model = Written(per_query_head, [0.01, 0.02, 0.03, 0.04])
+    node, _ = compare(model, inputs())
+    assert node.query_outcome == "near miss" and "not those of the query" in node.query
+
+
+def test_an_unrelated_scale_is_named() -> None:
+    class Other(Written):
+        def __init__(self) -> None:
+            super().__init__(lambda q, s: (rounded(q.float() / self.own), s))
+            self.register_buffer("own", torch.tensor([0.0137]))
+
+    node, _ = compare(Other(), inputs())
+    assert node.query.endswith("of shape (1,), which is not the op's q_scale")
+
+
+def test_a_query_rounded_from_another_dtype_stays() -> None:
+    model = Written(divided, make=lambda module, x: x.float() @ module.proj.weight.float().t())
+    node, _ = compare(model, inputs())
+    assert node.query == f"{OWN_KERNEL} mm: it is rounded from another dtype than bfloat16, in which the op takes it"
+
+
+PRODUCERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "gelu": (lambda module, x: nn.functional.gelu(module.proj(x)), IN_PRODUCER),
+    "residual": (lambda module, x: x + module.proj(x), IN_PRODUCER),
+    "norm": (lambda module, x: nn.functional.rms_norm(module.proj(x), (COLUMNS,)), IN_PRODUCER),
+    "rope": (lambda module, x: rope(module.proj(x), torch.tensor(0.6), torch.tensor(0.8)), IN_PRODUCER),
+    "two parts": (lambda module, x: torch.cat([module.proj(x)[:, 64:], x[:, :64]], 1), IN_PRODUCER),
+    "cast": (lambda module, x: (x.float() @ module.proj.weight.float()).bfloat16(), IN_PRODUCER),
+    "an input": (lambda module, x: x, f"{IN_LOAD}, behind the input arg"),
+    "a bias": (lambda module, x: nn.functional.linear(x, module.proj.weight, x[0]), f"{IN_LOAD}, behind addmm"),
+    "sliced": (lambda module, x: module.proj(torch.cat([x, x]))[: x.shape[0]], f"{IN_LOAD}, behind mm"),
+    "batched": (lambda module, x: torch.bmm(x[None], module.proj.weight[None])[0], f"{IN_LOAD}, behind bmm"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_it_stays_where_inductor_makes_a_kernel_anyway(name: str) -> None:
+    make, expected = PRODUCERS[name]
+    node, capture = compare(Written(divided, make=make), inputs())
+    assert node.query.startswith(expected) and node.query_outcome == "fused"
+    assert ("query_load" in calls_of(capture)) == expected.startswith(IN_LOAD)
+
+
+def test_our_quantising_op_is_a_kernel_also_behind_rope() -> None:
+    node, capture = compare(Written(PER_TENSOR["our op"], make=PRODUCERS["rope"][0]), inputs())
+    assert node.query.startswith(IN_LOAD) and "query_load=divide" in calls_of(capture)
+
+
+def kernels_of(target: Any, *arguments: Tensor) -> tuple[Any, str, list[str]]:
+    """Return the result, the generated code and its C++ kernels."""
     from torch._inductor.utils import run_and_get_code
 
-    model = Quantised(rotate=True)
-    target: Any = vattn.compile(model, options=vattn.options(strict=True))
+    result, (code,) = run_and_get_code(target, *arguments)
+    return result, code, re.findall(r"^\s+(cpp_fused\w*)\(", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("q_scale", [0.03, [0.02, 0.05]], ids=["tensor", "head"])
+def test_rope_and_query_quantisation_are_one_kernel(q_scale: Any) -> None:
+    model = Quantised(True, q_scale)
     with step(model, [3, 4]):
-        _, (code,) = run_and_get_code(target, *inputs_of(7))
-    kernels = re.findall(r"^\s+(cpp_fused\w*)\(", code, re.MULTILINE)
+        _, code, kernels = kernels_of(vattn.compile(model, options=vattn.options(strict=True)), inputs())
     # RoPE, its angles and the quantisation: nothing else is left to a kernel of its own.
     assert len(kernels) == 1 and "cos" in kernels[0], kernels
-    assert "float8_e4m3fn" in code
+    assert "float8_e4m3fn" in code and "query_load" not in code.replace('"query_load', "")
     (node,) = vattn.fusion_report()
-    assert node.query == "FP8, quantised in the kernel of its pointwise producer"
+    assert (node.query, node.query_outcome) == (IN_PRODUCER, "fused")
 
 
-def test_a_query_behind_a_gemm_is_reported() -> None:
-    capture, _ = captured(Quantised(rotate=False))
-    assert capture.report[0].query == "FP8, quantised in a kernel of its own behind mm"
+@pytest.mark.parametrize("q_scale", [0.03, [0.02, 0.05]], ids=["tensor", "head"])
+def test_behind_a_gemm_no_kernel_is_left(q_scale: Any) -> None:
+    """The layer's own quantisation, of a slice of a fused projection; fused equals unfused in every bit."""
+    torch.manual_seed(0)
+    model = Quantised(False, q_scale)
+    with step(model, [3, 4]):
+        expected, _, kernels = kernels_of(vattn.compile(model), inputs())
+        assert len(kernels) == 2  # the query's quantisation and the output's
+        torch._dynamo.reset()
+        got, code, kernels = kernels_of(vattn.compile(model, options=vattn.options(strict=True)), inputs())
+    assert kernels == [] and "query_load=divide" in code
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    (node,) = vattn.fusion_report()
+    assert node.query == f"{IN_LOAD}, behind mm" and "clamp" in node.query_source
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Quantised(False) for _ in range(count))
+        for index, layer in enumerate(self.layers):
+            layer.attn.prefix = f"layers.{index}.attn"
+        vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).to(torch.float32).bfloat16()
+        return x
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_regions_and_varying_sizes(mode: Any) -> None:
+    models = [Stack(3), Stack(3), Stack(3)]
+    whole = vattn.compile(models[0], options=vattn.options(strict=True))
+    vattn.compile_regions(models[1], options=vattn.options(strict=True))
+    unfused = vattn.compile(models[2])
+    for query_lens in ([3, 4], [5, 1, 2], [9, 9]):
+        results = []
+        for target, model in ((whole, models[0]), (models[1], models[1]), (unfused, models[2])):
+            with mode(), step(model, query_lens):
+                results.append(target(inputs(sum(query_lens))))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert {node.query for node in vattn.fusion_report()} == {f"{IN_LOAD}, behind mm"}
+    assert sorted(node.count for node in vattn.fusion_report()) == [1, 3, 3, 3]
+
+
+def test_equal_layers_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    query_quant._known.clear()
+    calls: list[str] = []
+    classify = query_quant.classify_query
+    monkeypatch.setattr(query_quant, "classify_query", lambda *args: calls.append("") or classify(*args))
+    model, capture = Stack(4), Capture()
+    with step(model, [3, 4]):
+        vattn.compile(model, backend=capture.backend)(inputs())
+    assert [node.query_outcome for node in capture.report] == ["fused"] * 4 and len(calls) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
+def test_export_and_aot_inductor(tmp_path: Any) -> None:
+    model = Stack(2)
+    builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16, layers=model)
+    exported = vattn.export_step(model, (inputs(3),), builder.build([2, 1], [2, 1], [[1], [2]]))
+    with vattn.enable(strict=True):
+        package = exported.compile(str(tmp_path / "model.pt2"))
+    assert [node.query for node in vattn.fusion_report()] == [f"{IN_LOAD}, behind mm"] * 2
+    step_ = builder.build([3, 4], [3, 4], [[1], [2]])
+    got = package(*exported.inputs((inputs(7),), step_)).float()
+    with step(model, [3, 4]):
+        want = model(inputs(7)).float()
+    assert (got - want).norm() < 0.02 * want.norm()
 
 
 def test_a_query_in_the_models_dtype_is_not_mentioned() -> None:
-    from harness import Attend
-
     capture, _ = captured(Attend(static))
-    assert capture.report[0].query == ""
+    assert (capture.report[0].query, capture.report[0].query_outcome) == ("", "")
+
+
+def test_quantisation_before_rope_is_left_alone() -> None:
+    """Also under strict: the op cannot see it."""
+
+    class Early(Attend):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            codes = rounded(query.float() / self.scale)
+            query = rope((codes.float() * self.scale).bfloat16(), torch.tensor(0.6), torch.tensor(0.8))
+            return super().forward(query, key, value)
+
+    capture, _ = captured(Early(static))
+    assert (capture.report[0].query, capture.report[0].query_outcome) == (TURNED_BACK, "")
+    model = Early(static)
+    with step(model, [3, 4]):
+        vattn.compile(model, options=vattn.options(strict=True))(*inputs_of(7))
+
+
+def test_a_query_that_comes_quantised() -> None:
+    class Given(Written):
+        def forward(self, codes: Tensor) -> Any:
+            output = codes.new_empty((codes.shape[0], HEADS, WIDTH), dtype=torch.bfloat16)
+            self.attend(codes.view(-1, HEADS, WIDTH), self.scale, output)
+            return (output,)
+
+    node, _ = compare(Given(divided), rounded(inputs().float()))
+    assert (node.query, node.query_outcome) == (IS_INPUT, "")
+
+
+def test_strict_raises_for_a_query_in_a_kernel_of_its_own() -> None:
+    class Layer(Written):
+        def forward(self, x: Tensor) -> Any:
+            return static(super().forward(x)[0].flatten(1), self.scale)
+
+    target = torch.compile(Layer(REFUSED["no clamp"][0]), options=vattn.options(strict=True))
+    with pytest.raises(FusionError, match=r"attention 1/1: fused.*no clamp before the cast"):
+        target(inputs())
+
+
+def test_a_backend_without_query_loads_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = selector.get_backend("TORCH_SDPA")
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, query_loads=("plain",)))
+    selector._decide.cache_clear()
+    try:
+        node, _ = compare(Written(divided, backend="TORCH_SDPA"), inputs())
+    finally:
+        selector._decide.cache_clear()
+    assert node.query.startswith(f"{OWN_KERNEL} mm: no backend rounds it while loading (TORCH_SDPA: query_load divide")
+    assert node.query_outcome == "near miss"
+
+
+@pytest.mark.parametrize(
+    "place", ["query_quant.classify_query", "pipeline.rewrite_query", "query_quant.find_query_region"]
+)
+def test_a_matcher_that_throws_breaks_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("for the test")
+
+    query_quant._known.clear()
+    monkeypatch.setattr(f"vattn.passes.{place}", broken)
+    node, capture = compare(Written(divided), inputs())
+    assert node.query == "unknown, the matcher failed: ZeroDivisionError: for the test"
+    assert node.query_outcome == "refused" and "query_load" not in calls_of(capture)

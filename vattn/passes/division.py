@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
 from vattn.passes.probe import Match
-from vattn.passes.region import Refusal
+from vattn.passes.region import Refusal, value
 
 _DIVISIONS = ("div", "true_divide")
 
@@ -42,6 +42,28 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> M
         why = f"with eager_numerics.division_rounding no epilogue divides as Inductor does for {match.output_format}"
         raise Refusal(why, nodes[match.codes[0]], near=True)
     return replace(match, arithmetic=f"approximate_{match.arithmetic}", min_scale=_floor(match, nodes))
+
+
+def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, query: Node) -> str:
+    """Return the arithmetic of the code that a query's quantisation becomes on the query's device.
+
+    Args:
+        arithmetic: `"divide"` or `"multiply"`, as the probe found.
+        nodes: what quantises the query.
+        is_constant: whether the scale is known at compile time.
+
+    Raises:
+        Refusal: the code would round its divisions in a way that no query load has.
+    """
+    if value(query).device.type != "cuda" or any(_is_own(node) for node in nodes):
+        return arithmetic
+    if is_constant:
+        raise Refusal("its scale is a constant: make it a tensor, and the op's q_scale the same", query, near=True)
+    if not _divisions_are_rounded():
+        return f"approximate_{arithmetic}"
+    if arithmetic == "divide":
+        return arithmetic
+    raise Refusal("with eager_numerics.division_rounding no query load multiplies as Inductor does", query, near=True)
 
 
 def _is_own(node: Node) -> bool:

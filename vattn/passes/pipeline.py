@@ -17,10 +17,10 @@ from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import output_quant, report
-from vattn.passes.query_quant import describe_query
+from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_moves, describe_query, find_query
 from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
 from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
-from vattn.passes.rewrite import rewrite
+from vattn.passes.rewrite import rewrite, rewrite_query
 
 logger = logging.getLogger("vattn")
 
@@ -61,7 +61,7 @@ class FusionPass(CustomGraphPass):
         nodes = fuse_graph(graph, self.output_formats)
         report.record(nodes)
         report.log(nodes)
-        if self.strict and any(node.outcome != FUSED for node in nodes):
+        if self.strict and not all(node.is_fused for node in nodes):
             raise report.strict_error(nodes)
 
     def uuid(self) -> Any | None:
@@ -120,8 +120,8 @@ def fuse_graph(graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMAT
     name = _graph_name(graph)
     nodes = []
     for index, (call, op) in enumerate(calls):
-        outcome = _fuse_call(call, op, graph, output_formats)
-        nodes.append(NodeReport(name, index, len(calls), op, *outcome, query=_query(call)))
+        query = _fuse_query(call, op)
+        nodes.append(NodeReport(name, index, len(calls), op, *_fuse_call(call, op, graph, output_formats), *query))
     for (call, _), node in zip(calls, nodes, strict=True):
         if "config" in call.kwargs:
             call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
@@ -148,11 +148,24 @@ def _fuse_call(call: Node, op: str, graph: Graph, output_formats: Sequence[str])
         return REFUSED, written, f"the matcher failed: {type(error).__name__}: {error}", source_line(call)
 
 
-def _query(call: Node) -> str:
+def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:
+    """Let one attention call quantise its query where that saves a kernel; returns text, outcome and source line."""
     try:
-        return describe_query(call)
+        text = describe_query(call)
+        if text.startswith(OWN_KERNEL):
+            attention = describe(call, op)
+            found = find_query(attention)
+            if found is None:
+                return IN_PRODUCER, FUSED, ""
+            line = source_line(before_moves(call.kwargs["query"]))  # type: ignore[arg-type]
+            rewrite_query(attention, found)
+            return f"{IN_LOAD}, behind {found.behind}", FUSED, line
+        return text, FUSED if text in (IN_LOAD, IN_PRODUCER) else "", ""
+    except Refusal as refusal:
+        return f"{text}: {refusal.reason}", NEAR_MISS, source_line(refusal.node)
     except Exception as error:
-        return f"unknown ({type(error).__name__}: {error})"
+        logger.debug("the query's matcher failed on %s", call, exc_info=True)
+        return f"unknown, the matcher failed: {type(error).__name__}: {error}", REFUSED, source_line(call)
 
 
 def _graph_name(graph: Graph) -> str:

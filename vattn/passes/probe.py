@@ -27,6 +27,7 @@ them rounds otherwise when multiplied by the reciprocal (3 and 5 show no differe
 bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
 
 TOKEN_COUNTS = (31, 5)
+NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
 _SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
@@ -95,9 +96,9 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
             if isinstance(val, (int, torch.SymInt)):
                 sizes.append(source)
                 continue
-            constant = _constant(source)
-            if constant is not None:
-                constants[source] = constant
+            known = constant(source)
+            if known is not None:
+                constants[source] = known
             elif isinstance(val, Tensor) and val.is_floating_point() and _is_one(val.numel()):
                 scales.append(source)
             else:
@@ -110,7 +111,7 @@ def _is_one(count: Any) -> bool:
     return isinstance(count, int) and count == 1
 
 
-def _constant(node: Node, depth: int = 8) -> Tensor | None:
+def constant(node: Node, depth: int = 8) -> Tensor | None:
     """Return the value of a node that no input of the graph has a part in, `None` for any other."""
     if node.op == "get_attr":
         owner: Any = node.graph.owning_module
@@ -126,7 +127,7 @@ def _constant(node: Node, depth: int = 8) -> Tensor | None:
         return None
     env: dict[Node, Any] = {}
     for source in node.all_input_nodes:
-        env[source] = _constant(source, depth - 1)
+        env[source] = constant(source, depth - 1)
         if env[source] is None:
             return None
     return run_node(node, env)
@@ -140,36 +141,42 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     if node.target is torch.ops.prims.convert_element_type.default and args[1] in FP8_DTYPES:
-        return _unsaturated_cast(args[0], args[1])
+        return unsaturated_cast(args[0], args[1])
     if node.target is torch.ops.prims.device_put.default:
         return args[0]
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to FP8 as eager CUDA does: NaN beyond the range."""
     if dtype is not torch.float8_e4m3fn or not x.is_floating_point():
         return x.to(dtype)
     wide = x.float()
     return torch.where(wide.abs() > _LARGEST_FINITE_CAST, torch.nan, wide).to(dtype)
 
 
-def _set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
+def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
     """Return the value of every size when the graph runs on `tokens` tokens."""
-    symbol = expression(value(output).shape[0])
-    env: dict[Node, Any] = {}
-    for node in sizes:
-        size = expression(value(node))
-        if symbol.is_Symbol:
-            size = size.subs(symbol, tokens)
-        if not size.is_Integer:
-            raise Refusal(f"the region depends on the size {value(node)}, which varies with no token count", node)
-        env[node] = int(size)
-    return env
+    return {node: size_at(value(node), output, tokens) for node in sizes}
+
+
+def size_at(size: Any, output: Node, tokens: int) -> int:
+    """Return a size when the graph runs on `tokens` tokens, which is the first size of `output`.
+
+    Raises:
+        Refusal: it depends on something else too.
+    """
+    symbol, found = expression(value(output).shape[0]), expression(size)
+    if symbol.is_Symbol:
+        found = found.subs(symbol, tokens)
+    if not found.is_Integer:
+        raise Refusal(f"the region depends on the size {size}, which varies with no token count", output)
+    return int(found)
 
 
 def run(nodes: Sequence[Node], output: Node, inputs: Inputs, x: Tensor, scale: float) -> dict[Node, Any]:
     """Run a region on one attention output `[T, H, V]` and one scale; returns the value of every node."""
-    env: dict[Node, Any] = {output: x, **inputs.constants, **_set_sizes(inputs.sizes, output, x.shape[0])}
+    env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
     for node in inputs.scales:
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
     for node in nodes:
@@ -219,7 +226,8 @@ def probe_outputs(output: Node, config_dtype: str, scale: float) -> Iterator[Ten
             yield filled[part * count : (part + 1) * count].view(count, int(heads), int(width))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same elements in order, bit for bit but for NaN, in whatever shapes."""
     if a.numel() != b.numel() or a.dtype != b.dtype:
         return False
     a, b = a.reshape(-1), b.reshape(-1)
@@ -334,7 +342,7 @@ def classify(
 
 def _equal_nodes(node: Node, other: Node, runs: list[Sample]) -> bool:
     values = [(run.values[node], run.values[other]) for run in runs]
-    return all(isinstance(a, Tensor) and a.dtype == b.dtype and _same_bits(a, b) for a, b in values)
+    return all(isinstance(a, Tensor) and a.dtype == b.dtype and same_bits(a, b) for a, b in values)
 
 
 def _scale_nodes(nodes: list[Node], runs: list[Sample], wanted: Sequence[Tensor | None]) -> tuple[tuple[int, str], ...]:
@@ -359,7 +367,7 @@ def _holds(got: Any, scales: Tensor) -> bool:
         return False
     if got.dtype == torch.uint8:
         scales = scales.contiguous().view(torch.uint8)
-    return _same_bits(got, scales)
+    return same_bits(got, scales)
 
 
 def _equal_throughout(
@@ -369,7 +377,7 @@ def _equal_throughout(
     wanted = []
     for sample in runs:
         codes, scales = quantise(sample.rows, sample.scale if constant is None else constant)
-        if not _same_bits(codes, sample.values[quantised]):
+        if not same_bits(codes, sample.values[quantised]):
             return None
         wanted.append(scales)
     return wanted
@@ -406,18 +414,17 @@ def _unsupported(columns: int) -> dict[str, Quantise]:
         return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
 
     def unclamped(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return _unsaturated_cast(rows.float() / torch.tensor(scale), torch.float8_e4m3fn), None
+        return unsaturated_cast(rows.float() / torch.tensor(scale), torch.float8_e4m3fn), None
 
     def unclamped_product(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return _unsaturated_cast(rows.float() * torch.tensor(scale), torch.float8_e4m3fn), None
+        return unsaturated_cast(rows.float() * torch.tensor(scale), torch.float8_e4m3fn), None
 
     def per_tensor(rows: Tensor, scale: float) -> tuple[Tensor, None]:
         largest = rows.float().abs().amax().clamp(min=quantization.MIN_ABSMAX) / FP8_E4M3_MAX
         return clamped(rows.float() / largest), None
 
-    no_clamp = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
     return {
-        no_clamp: unclamped,
-        f"{no_clamp} (with multiplication)": unclamped_product,
+        NO_CLAMP: unclamped,
+        f"{NO_CLAMP} (with multiplication)": unclamped_product,
         "one dynamic scale for the whole tensor is no supported format; use one per token": per_tensor,
     }

@@ -1,69 +1,230 @@
-"""Says how the query reaches an attention call, and whether its quantisation shares a kernel with what makes it."""
+"""Finds the user's query quantisation ahead of an attention call, and says where it should happen; changes nothing.
+
+In the kernel of what makes the query, if Inductor generates one (RoPE, a norm): there it is free. Behind a GEMM or an
+input of the graph it would be a kernel of its own, so the attention kernel rounds the query as it loads it.
+"""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import FP8_DTYPES, value
+from vattn.backends import selector
+from vattn.config import AttentionConfig
+from vattn.formats import MODEL_DTYPES
+from vattn.passes import probe
+from vattn.passes.division import query_arithmetic
+from vattn.passes.query_region import Verdict, check_readers, classify_query, find_query_region
+from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, same_size, value
 
-_MOVES = frozenset("view reshape _unsafe_view permute transpose expand squeeze unsqueeze slice select clone".split())
+IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
+IN_LOAD = "FP8, quantised as the attention kernel loads it"
+IS_INPUT = "FP8, an input of the graph"
+OWN_KERNEL = "FP8, quantised in a kernel of its own behind"
+TURNED_BACK = (
+    "in the model dtype, but rounded to FP8 and changed again before the op: rounding commutes neither with RoPE nor "
+    "with other arithmetic, so it is left alone"
+)
+_MOVES = frozenset(
+    "view reshape _unsafe_view permute transpose t squeeze unsqueeze slice select clone alias split split_with_sizes "
+    "unbind narrow".split()
+)
+_FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
+_LONGEST_CHAIN = 100
+
+_known: dict[str, Verdict] = {}
+"""What regions of this process were found to compute: a model of equal layers asks once."""
+
+
+@dataclass(frozen=True)
+class FoundQuery:
+    """A query quantisation that an attention call can do as it loads the query.
+
+    Attributes:
+        config: the request with `query_load` in it.
+        source: node that holds the query in the model dtype, in any shape.
+        behind: name of the op that makes it, for the report.
+    """
+
+    config: AttentionConfig
+    source: Node
+    behind: str
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """What a query comes from.
+
+    Attributes:
+        sources: nodes that hold all of it in the model dtype, the nearest first.
+        end: the first node behind the query that is no move and no arithmetic on one tensor of the same size.
+        by_op: whether a quantising op, which is a kernel of its own, lies between.
+    """
+
+    sources: tuple[Node, ...]
+    end: Node
+    by_op: bool
+
+    @property
+    def has_own_kernel(self) -> bool:
+        """Whether no kernel that Inductor generates makes the query, so that one is needed to quantise it."""
+        return self.by_op or _is_extern(self.end)
 
 
 def describe_query(call: Node) -> str:
-    """Return how the query reaches an attention call, for the report."""
+    """Return how the query reaches an attention call, for the report; empty: never quantised."""
     query = call.kwargs.get("query")
-    if not isinstance(query, Node) or not isinstance(value(query), torch.Tensor):
+    if not isinstance(query, Node) or not isinstance(value(query), Tensor):
         return ""
-    if value(query).dtype not in FP8_DTYPES:
-        return ""
-    cast = query
-    while _name(cast) in _MOVES:
-        cast = cast.all_input_nodes[0]
-    if cast.op == "placeholder":
-        return "FP8, an input of the graph"
-    producer = _producer(cast)
-    if producer is None:
-        return "FP8, quantised in the kernel of its pointwise producer"
-    return f"FP8, quantised in a kernel of its own behind {producer}"
+    config = AttentionConfig.parse(str(call.kwargs["config"]))
+    if config.query_format == "none":
+        return TURNED_BACK if _was_fp8(query) else ""
+    if not config.takes_fp8_query:
+        return IN_LOAD
+    maker = before_moves(query)
+    if maker.op != "call_function":
+        return IS_INPUT
+    if not can_run(maker):
+        return f"FP8, made by {_name(maker)}"
+    chain = _chain(query, config)
+    return f"{OWN_KERNEL} {_name(chain.end)}" if chain.has_own_kernel else IN_PRODUCER
 
 
-def _producer(node: Node) -> str | None:
-    """Return the op that a pointwise chain ends at if the chain only scales and casts its result, else `None`.
+def find_query(attention: AttentionNode) -> FoundQuery | None:
+    """Find out whether an attention call can take over its query's quantisation; `None`: there is none to take over.
 
-    `None` means that arithmetic on more than one value of the result (RoPE) or none at all comes before.
+    Raises:
+        Refusal: it is a kernel of its own and cannot be taken over; with the reason.
     """
-    while True:
-        inputs = [source for source in node.all_input_nodes if _is_full(source, node)]
-        if len(inputs) > 1:
-            return None
-        if not inputs:
-            return node.name
-        node = inputs[0]
-        if node.op != "call_function":
-            return f"the input {node.name}"
-        if not _is_pointwise(node):
-            return _name(node) or node.name
+    query, config = attention.node.kwargs["query"], attention.config
+    if not isinstance(query, Node) or not config.takes_fp8_query or not can_run(before_moves(query)):
+        return None
+    chain = _chain(query, config)
+    if not chain.has_own_kernel:
+        return None
+    if not chain.sources:
+        raise Refusal(f"it is rounded from another dtype than {config.dtype}, in which the op takes it", query)
+    first: Refusal | None = None
+    # What needs no kernel at all comes before what a kernel makes anyway.
+    for source in sorted(chain.sources, key=lambda node: not _is_extern(before_moves(node))):
+        maker = before_moves(source)
+        try:
+            arithmetic = _arithmetic(attention, query, source)
+            if not chain.by_op and not _is_extern(maker):
+                return None
+            changed = config.replace(query_load=arithmetic)
+            _ask_backend(changed, value(query).device, query)
+            return FoundQuery(changed, source, _name(maker))
+        except Refusal as refusal:
+            first = first or refusal
+    assert first is not None
+    raise first
 
 
-def _is_full(source: Node, like: Node) -> bool:
-    a, b = value(source), value(like)
-    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() > 0 and not _is_scale(a)
+def _chain(query: Node, config: AttentionConfig) -> _Chain:
+    """Walk back from a query through moves and arithmetic on one tensor of the same size."""
+    sources, node, by_op = [], query, False
+    for _ in range(_LONGEST_CHAIN):
+        if _holds_all(node, query) and value(node).dtype == MODEL_DTYPES[config.dtype]:
+            sources.append(node)
+        by_op = by_op or (not sources and can_run(node) and _is_extern(node))
+        before = _data_input(node) if can_run(node) and (not sources or not _is_extern(node)) else None
+        if before is None:
+            break
+        node = before
+    return _Chain(tuple(sources), node, by_op)
 
 
-def _is_scale(tensor: torch.Tensor) -> bool:
-    count = tensor.numel()
-    return isinstance(count, int) and count <= 256
+def _data_input(node: Node) -> Node | None:
+    """Return the one tensor that a move or a pointwise op changes, `None` for any other op."""
+    inputs = node.all_input_nodes
+    if _is_move(node):
+        return inputs[0]
+    same = [source for source in inputs if _holds_all(source, node)]
+    return same[0] if len(same) == 1 else None
+
+
+def _is_move(node: Node) -> bool:
+    return node.target is operator.getitem or (node.op == "call_function" and _name(node) in _MOVES)
+
+
+def _holds_all(node: Node, like: Node) -> bool:
+    a, b = value(node), value(like)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_complex():
+        return False
+    return same_size(a.numel(), b.numel())
+
+
+def before_moves(node: Node) -> Node:
+    """Return what made the values of a node."""
+    while _is_move(node) and can_run(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_extern(node: Node) -> bool:
+    """Return whether Inductor generates no kernel for a node into which a quantisation could go."""
+    if not can_run(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") or _name(node) in _FALLBACKS
 
 
 def _name(node: Node) -> str:
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+    """Return the name of the op that a node calls, or what else it is."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    if "auto_functionalized" in str(node.target) and node.args:
+        return str(getattr(node.args[0], "_schema", node).name).split("::")[-1]
+    return f"the input {node.name}" if node.op in ("placeholder", "get_attr") else node.name
 
 
-def _is_pointwise(node: Node) -> bool:
-    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    tagged = torch.Tag.pointwise in node.target.tags
-    return tagged or _name(node) in _MOVES or _name(node) in ("convert_element_type", "cat", "split", "where")
+def _was_fp8(query: Node) -> bool:
+    """Return whether values of a query in the model dtype were FP8 on the way, after the last GEMM."""
+    seen, stack = {query}, [query]
+    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
+        node = stack.pop()
+        if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
+            return True
+        if not _is_extern(node):
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return False
+
+
+def _arithmetic(attention: AttentionNode, query: Node, source: Node) -> str:
+    """Return how `source` becomes `query` under the call's scale: a name in `OUTPUT_ARITHMETICS`.
+
+    Raises:
+        Refusal: in no way that a query load has, or others read the quantised query.
+    """
+    scale = attention.node.kwargs["q_scale"]
+    if not isinstance(scale, Node):
+        raise Refusal("the op has no q_scale", query, near=True)
+    with probe.isolated():
+        region = find_query_region(source, query, scale)
+        check_readers(region, attention.node)
+        key = region.fingerprint(attention.config)
+        if key not in _known:
+            try:
+                _known[key] = classify_query(region, attention.config)
+            except Refusal as refusal:
+                _known[key] = Verdict("", refusal.reason)
+    verdict = _known[key]
+    if not verdict.arithmetic:
+        where = before_moves(query) if verdict.where is None else region.nodes[verdict.where]
+        raise Refusal(verdict.reason, where, near=True)
+    return query_arithmetic(verdict.arithmetic, region.nodes, region.root is None, query)
+
+
+def _ask_backend(config: AttentionConfig, device: torch.device, query: Node) -> None:
+    explanation = selector.explain(config, device)
+    if explanation.chosen is None:
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
+        raise Refusal(f"no backend rounds it while loading ({reasons})", query, near=True)

@@ -106,14 +106,16 @@ def value(node: Node) -> Any:
 
 def is_check(node: Node) -> bool:
     """Return whether a node only checks metadata, as `torch.export` leaves behind casts."""
-    return isinstance(node.target, torch._ops.OpOverload) and _name(node.target) in _CHECKS
+    return isinstance(node.target, torch._ops.OpOverload) and op_name(node.target) in _CHECKS
 
 
-def _name(op: torch._ops.OpOverload) -> str:
-    return op._schema.name.split("::")[1]
+def op_name(op: Any) -> str:
+    """Return an operator's name without namespace and overload, empty for what is no operator."""
+    return op._schema.name.split("::")[1] if isinstance(op, torch._ops.OpOverload) else ""
 
 
-def _can_run(node: Node) -> bool:
+def can_run(node: Node) -> bool:
+    """Return whether a node calls an op that a region may hold: functional, deterministic and no GEMM."""
     if node.op != "call_function":
         return False
     op = node.target
@@ -122,7 +124,7 @@ def _can_run(node: Node) -> bool:
         return op is operator.getitem or sizes
     if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
         return False
-    return _name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
+    return op_name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Region:
     Attributes:
         output: the attention output; not itself part of `nodes`.
         nodes: in graph order, the quantised tensors included, nothing that depends on them.
-        quantised: FP8 tensors that cover the whole output, and bytes that cover it two values each.
+        quantised: FP8 tensors that cover the whole output, and bytes that cover it two values each; where there are
+            none, FP8 tensors of other sizes.
     """
 
     output: Node
@@ -156,17 +159,10 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
     Args:
         order: position of every node of the graph.
     """
-    reached, stack, ends = {output}, [output], set()
-    while stack and len(reached) <= _LARGEST_REGION:
-        node = stack.pop()
-        for user in node.users:
-            if user in reached or is_check(user) or not _can_run(user):
-                continue
-            reached.add(user)
-            if _covers(user, output, FP8_DTYPES, 1):
-                ends.add(user)
-            else:
-                stack.append(user)
+    reached, ends = _reach(output, whole=True)
+    packed = any(_covers(node, output, (torch.uint8,), 2) for node in reached)
+    if not ends and not packed:
+        reached, ends = _reach(output, whole=False)
     after: set[Node] = set()
     nodes = []
     for node in sorted(reached - {output}, key=order.__getitem__):
@@ -178,12 +174,35 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
     return Region(output, tuple(nodes), tuple(quantised))
 
 
+def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
+    """Return what can be run from an output, and where the walk ends.
+
+    Args:
+        whole: end at FP8 tensors that cover the output; otherwise at every one, for a part of it may be quantised.
+    """
+    reached, stack, ends = {output}, [output], set()
+    while stack and len(reached) <= _LARGEST_REGION:
+        node = stack.pop()
+        for user in node.users:
+            if user in reached or is_check(user) or not can_run(user):
+                continue
+            reached.add(user)
+            if _covers(user, output, FP8_DTYPES, 1) if whole else _holds(user, FP8_DTYPES):
+                ends.add(user)
+            else:
+                stack.append(user)
+    return reached, ends
+
+
+def _holds(node: Node, dtypes: tuple[torch.dtype, ...]) -> bool:
+    val = value(node)
+    return isinstance(val, torch.Tensor) and val.dtype in dtypes
+
+
 def _covers(node: Node, output: Node, dtypes: tuple[torch.dtype, ...], values_per_element: int) -> bool:
     """Return whether a node holds one of the dtypes and as many values as the attention output."""
     val, whole = value(node), value(output)
-    if not isinstance(val, torch.Tensor) or val.dtype not in dtypes:
-        return False
-    return same_size(val.numel() * values_per_element, whole.numel())
+    return _holds(node, dtypes) and same_size(val.numel() * values_per_element, whole.numel())
 
 
 def same_size(a: Any, b: Any) -> bool:

@@ -34,7 +34,11 @@ class NodeReport:
         output_format: what the op writes now.
         reason: why it is not fused; empty if it is.
         source: the user's line that the outcome hangs on, empty if unknown.
-        query: how the query reaches the op.
+        query: how the query reaches the op, and why its quantisation is a kernel of its own if it is; empty: it is
+            never quantised.
+        query_outcome: `"fused"` (its quantisation costs no kernel), `"near miss"` or `"refused"`; empty where there is
+            none to fuse, or one that the op cannot see.
+        query_source: the user's line that this hangs on, empty if unknown.
     """
 
     graph: str
@@ -46,6 +50,13 @@ class NodeReport:
     reason: str = ""
     source: str = ""
     query: str = ""
+    query_outcome: str = ""
+    query_source: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the output's quantisation is fused, and the query's if there is one."""
+        return self.outcome == FUSED and self.query_outcome in (FUSED, "")
 
     def __str__(self) -> str:
         text = f"{self.op} {self.index + 1}/{self.count}: {self.outcome}"
@@ -55,7 +66,11 @@ class NodeReport:
             text += f": {self.reason}"
         if self.source:
             text += f" [{self.source}]"
-        return text + (f"; query {self.query}" if self.query else "")
+        if self.query:
+            text += f"; query {self.query}"
+        if self.query_source and self.query_outcome != FUSED:
+            text += f" [{self.query_source}]"
+        return text
 
     def note(self, config: str) -> str:
         """Return a config string with this line of the report behind it."""
@@ -147,7 +162,9 @@ def log(nodes: list[NodeReport]) -> None:
     if not nodes:
         return
     report = FusionReport(tuple(nodes))
-    others = dict.fromkeys(f"{node.outcome}: {node.reason}" for node in nodes if node.outcome != FUSED)
+    texts = [f"{node.outcome}: {node.reason}" for node in nodes if node.outcome != FUSED]
+    texts += [f"query {node.query_outcome}: {node.query}" for node in nodes if node.query_outcome not in (FUSED, "")]
+    others = dict.fromkeys(texts)
     logger.info("fusion: %s%s", report.summary(), "".join(f"; {text}" for text in others))
 
 
@@ -161,10 +178,10 @@ def strict_error(nodes: list[NodeReport]) -> FusionError:
         def __init__(self, plain: FusionError) -> None:
             ShortenTraceback.__init__(self, str(plain), first_useful_frame=None)
 
-    misses = "\n  ".join(str(node) for node in nodes if node.outcome != FUSED)
+    misses = "\n  ".join(str(node) for node in nodes if not node.is_fused)
     plain = FusionError(
         f"strict fusion: not every attention node is fused\n  {misses}\n",
-        "graphs in which each attention output is quantised in a supported format",
+        "graphs in which each attention output is quantised in a supported format, and no query in a kernel of its own",
         "change what a reason names, or compile with strict=False",
     )
     error = StrictFusionError(plain)

@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
 from vattn.passes.output_quant import Found, same_shape
-from vattn.passes.region import AttentionNode, Refusal, is_check, same_size, value
+from vattn.passes.query_quant import FoundQuery
+from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_size, value
 
 aten = torch.ops.aten
 
@@ -71,6 +72,38 @@ def rewrite(attention: AttentionNode, found: Found, order: dict[Node, int]) -> N
         from torch._inductor.pattern_matcher import stable_topological_sort
 
         stable_topological_sort(hop.graph)
+
+
+def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
+    """Hand an attention call its query as it was before it was quantised."""
+    hop = attention.node
+    old, shape = hop.kwargs["query"], value(attention.output).shape
+    assert isinstance(old, Node)
+    builder, config = Builder(hop.graph), found.config
+    tokens = shape[0] if isinstance(shape[0], int) else -1
+    try:
+        with value(old).fake_mode, hop.graph.inserting_before(hop):
+            sizes = [tokens, config.num_heads, config.head_size]
+            new = builder.call(aten.reshape.default, found.source, sizes)
+        if not same_shape(value(new).shape, value(old).shape):
+            raise Refusal(f"the query before has {value(new).shape[0]} tokens, the quantised one {shape[0]}", old)
+    except Exception:
+        builder.undo()
+        raise
+    _change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()}, hop.kwargs["_all_bases"])  # type: ignore[arg-type]
+    _erase_unread(old)
+
+
+def _erase_unread(node: Node) -> None:
+    """Erase a node that nothing reads but checks of its metadata, and then what only it has read."""
+    if not can_run(node) or not all(map(is_check, node.users)):
+        return
+    sources = node.all_input_nodes
+    for user in list(node.users):
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase_unread(source)
 
 
 def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:
