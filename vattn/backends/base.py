@@ -193,8 +193,8 @@ class Capabilities:
     Attributes:
         devices: device types; `"interpreter"` means CPU tensors under Triton's interpreter.
         dtypes, kv_cache_dtypes, query_formats, output_formats, attn_types: allowed names.
-        head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
         query_loads: names of `vattn.formats.QUERY_LOADS` that the backend has.
+        head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
         features: allowed names of `FEATURES`.
         exclusions: combinations that are refused.
         minimum_capability: lowest compute capability on CUDA.
@@ -221,6 +221,7 @@ class Capabilities:
     minimum_capability: tuple[int, int] = (0, 0)
     format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
     package: Package | None = None
+    query_loads: tuple[str, ...] = ("plain",)
     output_variants: bool = False
     approximate_division: bool = False
     rope_update: bool = False
@@ -270,10 +271,10 @@ class Backend:
             ("dtype", config.dtype, can.dtypes),
             ("kv_cache_dtype", config.kv_cache_dtype, can.kv_cache_dtypes),
             ("query_format", config.query_format, can.query_formats),
+            ("query_load", config.query_load, can.query_loads),
             ("output_format", config.output_format, can.output_formats),
             ("attn_type", config.attn_type, can.attn_types),
         ]
-            ("query_load", config.query_load, can.query_loads),
         found = [f"{name} {value} (runs {', '.join(names)})" for name, value, names in checks if value not in names]
         for size in dict.fromkeys((config.head_size, config.head_size_v)):
             if size not in can.head_sizes:

@@ -94,10 +94,10 @@ class TorchSDPABackend(Backend):
         head_sizes=Sizes(8, 8, 1024),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
-        output_variants=True,
-        cuda_graphs="never",
-        rope_update=True,
         query_loads=("plain", "divide", "multiply"),
+        output_variants=True,
+        rope_update=True,
+        cuda_graphs="never",
     )
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
@@ -184,6 +184,11 @@ def _decode(stored: Tensor, config: AttentionConfig, scale: Tensor | None) -> Te
     return values if per_tensor else values * scale.view(-1, 1)
 
 
+def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
+    """Return the fp32 values of query rows `[n, H, D]`."""
+    return quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
+
+
 def _to_host(lengths: Tensor) -> list[int]:
     return [int(n) for n in lengths.tolist()]
 
@@ -192,11 +197,6 @@ def _is_plain(config: AttentionConfig) -> bool:
     """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
     return not (
         # Some of its kernels mask before they scale: -inf times a scale that is not positive is no mask.
-def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
-    """Return the fp32 values of query rows `[n, H, D]`."""
-    return quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
-
-
         config.scale <= 0
         or config.lse
         or config.sinks
