@@ -54,6 +54,21 @@ def test_continuous_batching() -> None:
     assert "1 prefilling, 2 decoding, 2 waiting" in printed, "a long prompt is prefilled beside decodes"
 
 
+def test_sentence_embeddings() -> None:
+    printed = run("05_sentence_embeddings.py")
+    assert printed.count("alone and packed differ by") == 4
+    assert "139 rows, where padding would make 336" in printed
+    assert "graphs compiled: 1\n" in printed
+
+
+def test_vision_tower_in_fp8() -> None:
+    printed = run("06_vision_tower_fp8.py")
+    assert "fp8=dynamic" in printed and "fp8=static" in printed
+    assert "too early to save: 3 of 3 layers have seen fewer than 16 steps" in printed
+    errors = [float(number) for number in re.findall(r"differs from bf16 by (\S+)%", printed)]
+    assert len(errors) == 3 and all(0.1 < error < 5 for error in errors)
+
+
 def test_all_examples_are_tested_and_short() -> None:
     source = Path(__file__).read_text()
     assert EXAMPLES
