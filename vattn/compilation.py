@@ -2,19 +2,22 @@
 
 Both mark the first dimension of every tensor argument, and of the step's metadata, as varying, so that nobody has to
 mark anything: one graph serves all token counts and batch sizes from 2 up, and one more serves a single token.
+Errors of `vattn.errors` that are found while compiling come out as such, raised from torch's own.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vattn import context
-from vattn.errors import ConfigError
+from vattn import context, errors
+from vattn.errors import ConfigError, VattnError
 from vattn.metadata import AttentionMetadata
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -51,6 +54,10 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     Returns:
         What `torch.compile` returns. The first dimension of its tensor arguments may vary from call to call.
 
+    Raises:
+        VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
+            which has this one's text in it and is its cause here.
+
     Example:
         >>> import torch, vattn
         >>> double = vattn.compile(lambda x: x * 2, backend="eager")
@@ -61,17 +68,62 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     if isinstance(compiled, nn.Module):
         # A hook of the wrapper, outside of what is compiled.
         compiled.register_forward_pre_hook(lambda _, args, kwargs: _mark_call(args, kwargs), with_kwargs=True)
+        compiled.forward = _with_own_errors(compiled.forward)
         return compiled  # type: ignore[return-value]
     return _marking(compiled)
 
 
 def _marking(compiled: Any) -> Any:
+    run = _with_own_errors(compiled)
+
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         _mark_call(args, kwargs)
-        return compiled(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return call
+
+
+def _with_own_errors(compiled: Any) -> Any:
+    """Wrap compiled code so that errors of ours are not hidden in torch's."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            own = None if isinstance(error, VattnError) else own_error(error)
+            if own is None:
+                raise
+            raise own from error
+
+    return call
+
+
+def own_error(error: BaseException) -> VattnError | None:
+    """Return the error of ours that an error of torch was made of, `None` if there is none."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, VattnError):
+            return type(found)(found.got, found.allowed, found.fix)
+        if isinstance(found, BaseException) and found not in seen:
+            seen.append(found)
+            waiting += [found.__cause__, found.__context__, getattr(found, "inner_exception", None)]
+    return next(filter(None, map(_from_text, map(str, seen))), None)
+
+
+def _from_text(text: str) -> VattnError | None:
+    """Read an error of ours out of the report of an exception that Dynamo has only traced."""
+    for name, arguments in re.findall(r"raised exception (\w+)\((.*)\)$", text, re.MULTILINE):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, VattnError):
+            try:
+                return kind(*ast.literal_eval(f"({arguments},)"))
+            except (ValueError, SyntaxError, TypeError):
+                return kind(arguments)
+    return None
 
 
 def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool = True, **options: Any) -> int:
