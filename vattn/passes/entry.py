@@ -12,7 +12,7 @@ from vattn.errors import ConfigError, UnknownOptionError
 from vattn.formats import OUTPUT_FORMATS
 
 SLOT = "post_grad_custom_pre_pass"
-_OPTIONS = ("strict", "output_formats")
+_OPTIONS = ("strict", "output_formats", "rope")
 
 _before: list[Any] = []
 """What the slot of Inductor's configuration held before `enable()`; at most one entry."""
@@ -42,8 +42,9 @@ def _inner(current: Any) -> tuple[Callable[..., None], ...]:
     return tuple(found)
 
 
-def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None) -> Any:
+def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, rope: str) -> Any:
     from vattn.passes.pipeline import FusionPass
+    from vattn.passes.rope_kv_cache import check_choice
 
     names = tuple(OUTPUT_FORMATS) if output_formats is None else tuple(output_formats)
     unknown = [name for name in names if name not in OUTPUT_FORMATS]
@@ -53,7 +54,7 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None) 
         )
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}", "True or False", "strict=True raises on what is not fused")
-    return FusionPass(strict, names, _inner(current))
+    return FusionPass(strict, names, _inner(current), check_choice(rope))
 
 
 class Enabled:
@@ -74,7 +75,7 @@ class Enabled:
         _before[:] = self._saved
 
 
-def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None) -> Enabled:
+def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
     """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
 
     A pass that Inductor was already given keeps running, before ours. Other threads have a configuration of their own:
@@ -83,12 +84,14 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None)
     Args:
         strict: raise `vattn.errors.FusionError` when an attention node is not fused.
         output_formats: output formats that may be used; default all.
+        rope: whether RoPE ahead of a layer, the query's quantisation and the cache write become one op: `"auto"` where
+            it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` asks for it too.
 
     Returns:
         A context manager; use it to switch the passes off again at the end of a block.
 
     Raises:
-        ConfigError: an unknown format, or something in Inductor's configuration that is no pass.
+        ConfigError: an unknown format or choice, or something in Inductor's configuration that is no pass.
 
     Example:
         >>> import vattn
@@ -98,7 +101,7 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None)
     from torch._inductor import config
 
     current, saved = getattr(config, SLOT), list(_before)
-    setattr(config, SLOT, _new_pass(current, strict, output_formats))
+    setattr(config, SLOT, _new_pass(current, strict, output_formats, rope))
     if not _before:
         _before.append(current)
     return Enabled(current, saved)
@@ -118,13 +121,14 @@ def options(
     mode: str | None = None,
     strict: bool = False,
     output_formats: Sequence[str] | None = None,
+    rope: str = "auto",
 ) -> dict[str, Any]:
     """Return options for `torch.compile(model, options=...)` with the passes in them.
 
     Args:
         base: Inductor options of your own; a pass among them keeps running.
         mode: a mode of `torch.compile`, which refuses `mode` and `options` together.
-        strict, output_formats: as in `enable`.
+        strict, output_formats, rope: as in `enable`.
 
     Raises:
         ConfigError: an unknown mode or format, or something in the slot of the pass that is no pass.
@@ -136,7 +140,7 @@ def options(
     from torch._inductor import config
 
     merged = {**_mode_options(mode), **(base or {})}
-    merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), strict, output_formats)
+    merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), strict, output_formats, rope)
     return merged
 
 
@@ -160,7 +164,8 @@ def backend(
 ) -> Any:
     """Compile a graph with Inductor and the passes: `torch.compile(model, backend=vattn.backend)`.
 
-    `options` of `torch.compile` may hold `"vattn.strict"` and `"vattn.output_formats"` beside Inductor's own.
+    `options` of `torch.compile` may hold `"vattn.strict"`, `"vattn.output_formats"` and `"vattn.rope"` beside
+    Inductor's own.
 
     Raises:
         ConfigError: an unknown mode or format.
@@ -179,6 +184,6 @@ def backend(
     given = {name.replace("-", "_"): value for name, value in given.items()}
     merged = {**_mode_options(mode), **given}
     merged[SLOT] = _new_pass(
-        merged.get(SLOT, getattr(config, SLOT)), **{"strict": False, "output_formats": None, **ours}
+        merged.get(SLOT, getattr(config, SLOT)), **{"strict": False, "output_formats": None, "rope": "auto", **ours}
     )
     return compile_fx(graph, inputs, config_patches=merged)  # type: ignore[arg-type]

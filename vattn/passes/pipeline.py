@@ -21,6 +21,8 @@ from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_mo
 from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
 from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
 from vattn.passes.rewrite import rewrite, rewrite_query
+from vattn.passes.rope_kv_cache import find_rope, find_update
+from vattn.passes.rope_rewrite import rewrite_rope
 
 logger = logging.getLogger("vattn")
 
@@ -34,7 +36,9 @@ _SOURCES = (
     "formats.py",
     "quantization.py",
     "errors.py",
+    "rope_config.py",
     "ops/schemas.py",
+    "ops/rope_reference.py",
 )
 
 
@@ -45,10 +49,13 @@ class FusionPass(CustomGraphPass):
         strict: raise `FusionError` on a graph with an attention node that is not fused.
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
+        rope: one of `ROPE_CHOICES`; with `"always"`, `strict` asks for RoPE too.
     """
 
-    def __init__(self, strict: bool, output_formats: tuple[str, ...], inner: tuple[InnerPass, ...]) -> None:
-        self.strict, self.output_formats, self.inner = strict, output_formats, inner
+    def __init__(
+        self, strict: bool, output_formats: tuple[str, ...], inner: tuple[InnerPass, ...], rope: str = "auto"
+    ) -> None:
+        self.strict, self.output_formats, self.inner, self.rope = strict, output_formats, inner, rope
 
     def __call__(self, graph: Graph) -> None:
         """Fuse what can be fused in a post-grad graph, in place, and report it.
@@ -58,11 +65,12 @@ class FusionPass(CustomGraphPass):
         """
         for other in self.inner:
             other(graph)
-        nodes = fuse_graph(graph, self.output_formats)
+        nodes = fuse_graph(graph, self.output_formats, self.rope)
         report.record(nodes)
         report.log(nodes)
-        if self.strict and not all(node.is_fused for node in nodes):
-            raise report.strict_error(nodes)
+        misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
+        if self.strict and misses:
+            raise report.strict_error(misses)
 
     def uuid(self) -> Any | None:
         """Return the key of everything that decides what the pass does, `None` if an inner pass has none."""
@@ -72,7 +80,7 @@ class FusionPass(CustomGraphPass):
             if key is None:
                 return None
             inner.append(repr(key))
-        parts = [_source_digest(), _environment(), str(self.strict), *self.output_formats, "inner", *inner]
+        parts = [_source_digest(), _environment(), str(self.strict), self.rope, *self.output_formats, "inner", *inner]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +91,7 @@ class FusionPass(CustomGraphPass):
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        return self.strict, self.output_formats, self.inner
+        return self.strict, self.output_formats, self.inner, self.rope
 
 
 @lru_cache(maxsize=1)
@@ -112,7 +120,9 @@ def _environment() -> str:
     return "\n".join(parts)
 
 
-def fuse_graph(graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMATS)) -> list[NodeReport]:
+def fuse_graph(
+    graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMATS), rope: str = "auto"
+) -> list[NodeReport]:
     """Fuse every attention node of a graph that can be, in place; returns the report, which each node also carries."""
     calls = attention_calls(graph)
     if not calls:
@@ -120,8 +130,10 @@ def fuse_graph(graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMAT
     name = _graph_name(graph)
     nodes = []
     for index, (call, op) in enumerate(calls):
-        query = _fuse_query(call, op)
-        nodes.append(NodeReport(name, index, len(calls), op, *_fuse_call(call, op, graph, output_formats), *query))
+        turned = _fuse_rope(call, graph, rope)
+        query = (IN_ROPE, FUSED, "") if _makes_query(call) else _fuse_query(call, op)
+        output = _fuse_call(call, op, graph, output_formats)
+        nodes.append(NodeReport(name, index, len(calls), op, *output, *query, *turned))
     for (call, _), node in zip(calls, nodes, strict=True):
         if "config" in call.kwargs:
             call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
@@ -146,6 +158,35 @@ def _fuse_call(call: Node, op: str, graph: Graph, output_formats: Sequence[str])
     except Exception as error:
         logger.debug("a matcher failed on %s", call, exc_info=True)
         return REFUSED, written, f"the matcher failed: {type(error).__name__}: {error}", source_line(call)
+
+
+IN_ROPE = "FP8, quantised by the op that turns it"
+
+
+def _makes_query(call: Node) -> bool:
+    """Return whether the op that turns an attention call's query also quantises it."""
+    query = call.kwargs.get("query")
+    maker = query.args[0] if isinstance(query, Node) and query.args else None
+    turned = isinstance(maker, Node) and maker.args[:1] == (torch.ops.vattn.rope_kv_cache_update.default,)
+    return turned and value(query).dtype == torch.float8_e4m3fn  # type: ignore[arg-type]
+
+
+def _fuse_rope(call: Node, graph: Graph, choice: str) -> tuple[str, str, str]:
+    """Let one op turn query and key and update the cache ahead of a call; returns text, outcome and source line."""
+    try:
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        update = find_update(call, order) if choice != "never" else None
+        found = None if update is None else find_rope(update, call, order, choice)
+        if found is None:
+            return "", "", ""
+        text, line = str(found), source_line(call.kwargs["query"])  # type: ignore[arg-type]
+        rewrite_rope(found, order)
+        return text, FUSED, line
+    except Refusal as refusal:
+        return refusal.reason, NEAR_MISS if refusal.near else REFUSED, source_line(refusal.node)
+    except Exception as error:
+        logger.debug("the matcher of RoPE failed on %s", call, exc_info=True)
+        return f"the matcher failed: {type(error).__name__}: {error}", REFUSED, source_line(call)
 
 
 def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:

@@ -39,6 +39,9 @@ class NodeReport:
         query_outcome: `"fused"` (its quantisation costs no kernel), `"near miss"` or `"refused"`; empty where there is
             none to fuse, or one that the op cannot see.
         query_source: the user's line that this hangs on, empty if unknown.
+        rope: what became of RoPE ahead of the op and of its cache update; empty: there is none.
+        rope_outcome: `"fused"`, `"refused"` (left to Inductor by rule) or `"near miss"`; empty: there is none.
+        rope_source: the user's line that this hangs on, empty if unknown.
     """
 
     graph: str
@@ -52,11 +55,19 @@ class NodeReport:
     query: str = ""
     query_outcome: str = ""
     query_source: str = ""
+    rope: str = ""
+    rope_outcome: str = ""
+    rope_source: str = ""
 
     @property
     def is_fused(self) -> bool:
         """Whether the output's quantisation is fused, and the query's if there is one."""
         return self.outcome == FUSED and self.query_outcome in (FUSED, "")
+
+    @property
+    def missed_rope(self) -> bool:
+        """Whether there is RoPE that is not fused."""
+        return self.rope_outcome not in (FUSED, "")
 
     def __str__(self) -> str:
         text = f"{self.op} {self.index + 1}/{self.count}: {self.outcome}"
@@ -70,6 +81,10 @@ class NodeReport:
             text += f"; query {self.query}"
         if self.query_source and self.query_outcome != FUSED:
             text += f" [{self.query_source}]"
+        if self.rope:
+            text += f"; RoPE {self.rope_outcome}: {self.rope}"
+        if self.rope_source and self.rope_outcome != FUSED:
+            text += f" [{self.rope_source}]"
         return text
 
     def note(self, config: str) -> str:
@@ -164,11 +179,12 @@ def log(nodes: list[NodeReport]) -> None:
     report = FusionReport(tuple(nodes))
     texts = [f"{node.outcome}: {node.reason}" for node in nodes if node.outcome != FUSED]
     texts += [f"query {node.query_outcome}: {node.query}" for node in nodes if node.query_outcome not in (FUSED, "")]
+    texts += [f"RoPE {node.rope_outcome}: {node.rope}" for node in nodes if node.rope]
     others = dict.fromkeys(texts)
     logger.info("fusion: %s%s", report.summary(), "".join(f"; {text}" for text in others))
 
 
-def strict_error(nodes: list[NodeReport]) -> FusionError:
+def strict_error(misses: list[NodeReport]) -> FusionError:
     """Return what `strict=True` raises for nodes that are not fused."""
     from torch._dynamo.exc import ShortenTraceback
 
@@ -178,9 +194,9 @@ def strict_error(nodes: list[NodeReport]) -> FusionError:
         def __init__(self, plain: FusionError) -> None:
             ShortenTraceback.__init__(self, str(plain), first_useful_frame=None)
 
-    misses = "\n  ".join(str(node) for node in nodes if not node.is_fused)
+    listed = "\n  ".join(map(str, misses))
     plain = FusionError(
-        f"strict fusion: not every attention node is fused\n  {misses}\n",
+        f"strict fusion: not every attention node is fused\n  {listed}\n",
         "graphs in which each attention output is quantised in a supported format, and no query in a kernel of its own",
         "change what a reason names, or compile with strict=False",
     )

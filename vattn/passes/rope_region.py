@@ -1,0 +1,281 @@
+"""Slices out what makes a query or a key, and runs it in exact arithmetic on chosen inputs.
+
+A region reaches from one tensor of heads, the source, to the argument of an op. What it reads besides are its leaves:
+tables of angles, weights and scales, found behind whatever copies, casts up, broadcasts or repeats them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, value
+
+_LARGEST_REGION = 400
+_LARGEST_RUN = 1 << 23
+_MOVES = frozenset(
+    "view reshape _unsafe_view unsqueeze squeeze expand clone alias contiguous repeat lift_fresh_copy".split()
+)
+_GENERATORS = frozenset("full scalar_tensor arange zeros ones iota".split())
+_UNINITIALISED = frozenset("empty empty_strided new_empty empty_like new_empty_strided".split())
+_PRIMES = (5, 7, 11, 13, 17, 19, 23)
+_WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
+
+
+def name_of(node: Node) -> str:
+    """Return the bare name of the op that a node calls, empty for anything else."""
+    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_size(node: Node) -> bool:
+    """Return whether a node holds a number instead of a tensor."""
+    return isinstance(value(node), (int, float, bool, torch.SymInt))
+
+
+def history(end: Node) -> list[Node]:
+    """Return the nodes that `end` is computed from by ops that can be run, inputs before what reads them.
+
+    The order depends on the computation alone, so equal layers of a model have equal histories. What cannot be run
+    stands in it as a start.
+
+    Raises:
+        Refusal: it is too long to look through.
+    """
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(end, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+            continue
+        if node in seen or is_size(node):
+            continue
+        seen.add(node)
+        if len(seen) > _LARGEST_REGION:
+            raise Refusal(f"more than {_LARGEST_REGION} nodes make {end.name}", end)
+        stack.append((node, True))
+        if can_run(node):
+            stack.extend((source, False) for source in reversed(node.all_input_nodes))
+    return order
+
+
+@dataclass(frozen=True)
+class TurnRegion:
+    """What lies between a tensor of heads and a query or key.
+
+    Attributes:
+        source: holds the heads as they are before.
+        end: the query or key.
+        nodes: what to run, in order; not the source and not the leaves.
+        dependent: those of them that the source has a part in.
+        leaves: tensors that are read from outside, in the order in which they are met.
+    """
+
+    source: Node
+    end: Node
+    nodes: tuple[Node, ...]
+    dependent: frozenset[Node]
+    leaves: tuple[Node, ...]
+
+
+def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
+    """Slice the region out of the history of its end.
+
+    Raises:
+        Refusal: the source has no part in the end, or the region reads something that is no float tensor.
+    """
+    dependent: set[Node] = set()
+    for node in past:
+        if node is not source and any(n is source or n in dependent for n in node.all_input_nodes) and can_run(node):
+            dependent.add(node)
+    if end not in dependent:
+        raise Refusal(f"{source.name} has no part in {end.name}", end)
+    needed, stack = set(), [end]
+    while stack:
+        node = stack.pop()
+        if node in dependent and node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    inside, leaves = set(needed), dict[Node, None]()
+    for node in past:
+        if node in needed:
+            for other in node.all_input_nodes:
+                if other is not source and other not in needed and not is_size(other):
+                    _climb(other, inside, leaves)
+    for leaf in leaves:
+        val = value(leaf)
+        if not isinstance(val, Tensor) or not (val.is_floating_point() or val.is_complex()):
+            raise Refusal(f"the region reads {leaf.name}, which holds no floats", end)
+    nodes = tuple(node for node in past if node in inside and node not in leaves)
+    return TurnRegion(source, end, nodes, frozenset(needed), tuple(leaves))
+
+
+def _climb(node: Node, inside: set[Node], leaves: dict[Node, None]) -> None:
+    """Find the leaf behind a node, and add what lies between to the region."""
+    while node not in leaves:
+        source = behind_moves(node)
+        if source is None:
+            generated = name_of(node) in _GENERATORS | _UNINITIALISED
+            if generated and all(map(is_size, node.all_input_nodes)):
+                inside.add(node)
+            else:
+                leaves[node] = None
+            return
+        inside.add(node)
+        node = source
+
+
+def behind_moves(node: Node) -> Node | None:
+    """Return the node that a node copies, broadcasts, repeats, casts up or adds one to; `None`: none of it."""
+    if not can_run(node) or is_size(node):
+        return None
+    sources = [source for source in node.all_input_nodes if not is_size(source)]
+    name = name_of(node)
+    if len(sources) != 1 or not isinstance(value(sources[0]), Tensor):
+        return None
+    source = sources[0]
+    if name in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
+        return source
+    if name in ("convert_element_type", "_to_copy", "to"):
+        before, after = value(source).dtype, value(node).dtype
+        return source if torch.promote_types(before, after) == after and before.is_floating_point else None
+    is_weight = value(source).dim() == 1 and isinstance(value(source).shape[0], int)
+    if name == "add" and is_weight and not node.kwargs and 1 in node.args:
+        return source
+    return None
+
+
+class Run:
+    """Runs a region in fp64: casts between float dtypes change nothing, so that only its mathematics shows.
+
+    Attributes:
+        sizes: value of every symbolic size.
+        clamped: whether everything that was cast to FP8 lay within its range.
+    """
+
+    def __init__(self, region: TurnRegion) -> None:
+        self.region, self.clamped = region, True
+        self.sizes: dict[Any, int] = {}
+        for node in (region.source, region.end, *region.nodes, *region.leaves):
+            for size in _sizes(value(node)):
+                for symbol in sorted(size.free_symbols - set(self.sizes), key=str):
+                    self.sizes[symbol] = _PRIMES[len(self.sizes) % len(_PRIMES)]
+
+    def size(self, size: Any) -> int:
+        """Return the value of a size.
+
+        Raises:
+            Refusal: it depends on data.
+        """
+        number = expression(size).subs(self.sizes)
+        if not number.is_Integer:
+            raise Refusal(f"the region depends on the size {size}", self.region.end)
+        return int(number)
+
+    def shape(self, node: Node) -> list[int]:
+        """Return the shape of a node's value."""
+        return [self.size(size) for size in value(node).shape]
+
+    def __call__(self, inputs: dict[Node, Tensor]) -> Tensor:
+        """Return the value of the region's end for values of its source and leaves."""
+        env: dict[Node, Any] = dict(inputs)
+        for node in self.region.nodes:
+            env[node] = self._run(node, env)
+        result = env[self.region.end]
+        assert isinstance(result, Tensor)
+        return result
+
+    def _run(self, node: Node, env: dict[Node, Any]) -> Any:
+        def look_up(source: Node) -> Any:
+            return env[source] if source in env else self.size(value(source))
+
+        if node.target is operator.getitem:
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        name = name_of(node)
+        args: Any = torch.fx.map_arg(node.args, look_up)
+        kwargs = {k: v for k, v in torch.fx.map_arg(dict(node.kwargs), look_up).items() if k not in _PLACES}
+        if name in _UNINITIALISED:
+            return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
+        if name in ("convert_element_type", "_to_copy", "to"):
+            return self._cast(args[0], value(node).dtype)
+        if name == "quant_fp8_static":
+            return (args[0] / args[1].reshape(())).clamp(-448.0, 448.0)
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = _widened(kwargs["dtype"])  # type: ignore[arg-type]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return _as_wide(result)
+
+    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype in FP8_DTYPES:
+            self.clamped = self.clamped and not bool((x.abs() > 448.0).any())
+            return x
+        return x.to(_widened(dtype))
+
+
+_PLACES = ("device", "layout", "pin_memory")
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    if dtype in _WIDE:
+        return _WIDE[dtype]
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _as_wide(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(_as_wide, result))
+    return result.to(_widened(result.dtype)) if isinstance(result, Tensor) else result
+
+
+def _sizes(val: Any) -> list[Any]:
+    if isinstance(val, Tensor):
+        return [expression(size) for size in val.shape]
+    return [size for part in val for size in _sizes(part)] if isinstance(val, (tuple, list)) else []
+
+
+def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
+    """Return a hash of everything that a verdict about the history of a node depends on."""
+    names = {node: f"%{index}" for index, node in enumerate(past)}
+    symbols: dict[str, str] = {}
+
+    def shown(size: Any) -> str:
+        text = expression(size)
+        for symbol in sorted(text.free_symbols, key=str):
+            symbols.setdefault(str(symbol), f"n{len(symbols)}")
+        return str(text.subs({symbol: symbols[str(symbol)] for symbol in text.free_symbols}))
+
+    lines = [extra]
+    for node in past:
+        val = value(node)
+        what = f"{val.dtype} {[shown(s) for s in val.shape]}" if isinstance(val, Tensor) else str(type(val))
+        if can_run(node):
+            arguments = torch.fx.map_arg(
+                (node.args, dict(node.kwargs)),
+                lambda source: f"<{names[source]}>" if source in names else f"<{shown(value(source))}>",
+            )
+            what += f" {node.target} {arguments}"
+        lines.append(f"{names[node]} {what}")
+    return hashlib.sha256("\n".join([*lines, names[end]]).encode()).hexdigest()
+
+
+def check_size(run: Run) -> None:
+    """Refuse a region that is too large to run.
+
+    Raises:
+        Refusal: its token count is fixed and large.
+    """
+    count = 1
+    for size in run.shape(run.region.end):
+        count *= size
+    if count > _LARGEST_RUN:
+        raise Refusal(
+            f"its token count is fixed at {run.shape(run.region.end)[0]}, too many to try it out", run.region.end
+        )

@@ -1,0 +1,151 @@
+"""Replaces RoPE, a cache update and the query's quantisation by one op.
+
+Everything that can fail happens before anything is changed: new nodes are made beside the old ones first.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from vattn.formats import MODEL_DTYPES
+from vattn.passes.region import Refusal, can_run, expression, is_check, same_size, value
+from vattn.passes.rewrite import Builder
+from vattn.passes.rope_kv_cache import FoundRope
+
+aten = torch.ops.aten
+
+
+def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
+    """Let one op do what was found, and drop what it replaces.
+
+    Args:
+        order: position of every node of the graph.
+    """
+    update, attention = found.update, found.attention
+    graph, builder = attention.graph, Builder(attention.graph)
+    old_query = attention.kwargs["query"]
+    assert isinstance(old_query, Node)
+    try:
+        with value(old_query).fake_mode, graph.inserting_before(attention):
+            call = _new_call(builder, found)
+            query = graph.call_function(operator.getitem, (call, 1))
+            builder.nodes.append(query)
+            query.meta["val"] = call.meta["val"][1]
+    except Exception:
+        builder.undo()
+        raise
+    early = False
+    for user in list(update.users):
+        # What the update has written follows the query among what the new op writes.
+        assert user.target is operator.getitem
+        early = early or order[user] < order[attention]
+        user.args = (call, user.args[1] + 1)  # type: ignore[operator]
+    attention.kwargs = {**attention.kwargs, "query": query}
+    if "eager_input_vals" in attention.meta:
+        args, eager = attention.meta["eager_input_vals"]
+        attention.meta["eager_input_vals"] = (args, {**eager, "query": value(query)})
+    graph.erase_node(update)
+    erase_unread(found.dead)
+    if early:
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(graph)
+
+
+def _new_call(builder: Builder, found: FoundRope) -> Node:
+    """Add the functionalised call of the op, and what it reads, in front of the attention call."""
+    update, config = found.update, found.config
+    query = _heads(builder, found.query, config.num_heads, config.head_size)
+    key = _heads(builder, found.key, config.num_kv_heads, config.head_size)
+    tokens: Any = value(query).shape[0]
+    if not isinstance(tokens, int):
+        tokens = builder.call(aten.sym_size.int, query, 0)
+    dtype = torch.float8_e4m3fn if found.q_scale is not None else MODEL_DTYPES[config.dtype]
+    shape = [tokens, config.num_heads, config.head_size]
+    out = builder.call(aten.empty.memory_format, shape, dtype=dtype, device=value(query).device)
+    moved = {name: at for name, at in update.kwargs.items() if name.startswith("_kv_cache_")}
+    moved["_kv_cache_base_index"] = update.kwargs["_kv_cache_base_index"] + 1  # type: ignore[operator]
+    kwargs: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": update.kwargs["value"],
+        "cos": _table(builder, found.cos, tokens),
+        "sin": _table(builder, found.sin, tokens),
+        "positions": None,
+        "slot_mapping": update.kwargs["slot_mapping"],
+        "q_weight": _flat(builder, found.q_weight),
+        "k_weight": _flat(builder, found.k_weight),
+        "q_scale": _flat(builder, found.q_scale),
+        "k_scale": update.kwargs["k_scale"],
+        "v_scale": update.kwargs["v_scale"],
+        "rope": found.rope.encode(),
+        "config": config.encode(),
+        "_query_out_base_index": 0,
+        **moved,
+        "_all_bases": [out, *update.kwargs["_all_bases"]],  # type: ignore[misc]
+    }
+    op = torch.ops.vattn.rope_kv_cache_update.default
+    call = builder.graph.call_function(update.target, (op,), kwargs)  # type: ignore[arg-type]
+    builder.nodes.append(call)
+    call.meta = {k: v for k, v in update.meta.items() if k not in ("val", "eager_input_vals")}
+    call.meta["val"] = (value(update)[0], value(out), *value(update)[1:])
+    call.meta["eager_input_vals"] = ((None,), torch.fx.map_arg(_nodes_only(kwargs), value))
+    return call
+
+
+def _nodes_only(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments as Inductor keeps their eager values: `None` for what is no tensor."""
+    return {k: v if isinstance(v, (Node, list)) else None for k, v in kwargs.items()}
+
+
+def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_size: int) -> Node:
+    """View some heads of a tensor as `[T, heads, D]`."""
+    node, first, heads = place
+    val = value(node)
+    if val.dim() != 3 or not same_size(val.shape[1], heads) or not same_size(val.shape[2], head_size):
+        node = builder.call(aten.reshape.default, node, [-1, heads, head_size])
+    if heads != num_heads:
+        node = builder.call(aten.slice.Tensor, node, 1, first, first + num_heads)
+    if value(node).stride(-1) != 1:
+        raise Refusal("the columns of a head do not lie together", node, near=True)
+    return node
+
+
+def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:
+    """View a table as `[T, columns]`."""
+    node, part = place
+    if part:
+        pairs = builder.call(aten.view_as_real.default, node)
+        node = builder.call(aten.select.int, pairs, -1, 0 if part == "real" else 1)
+    val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
+    if val.dim() != 2 or not same_size(val.shape[0], count):
+        columns = int(expression(val.numel()) / expression(count))
+        node = builder.call(aten.reshape.default, node, [tokens, columns])
+    return node
+
+
+def _flat(builder: Builder, node: Node | None) -> Node | None:
+    """View a weight or scale as one dimension."""
+    if node is None or value(node).dim() == 1:
+        return node
+    return builder.call(aten.reshape.default, node, [value(node).numel()])
+
+
+def erase_unread(nodes: frozenset[Node]) -> None:
+    """Erase nodes that nothing reads but checks of metadata, and then what only they have read."""
+    stack = list(nodes)
+    gone: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in gone or not can_run(node) or not all(map(is_check, node.users)):
+            continue
+        for user in list(node.users):
+            node.graph.erase_node(user)
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        gone.add(node)
+        stack.extend(sources)
