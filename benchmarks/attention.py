@@ -73,6 +73,7 @@ MORE_CELLS = [
     Shape("64 skewed", (131072, *(512 + 56 * i for i in range(63)))),
     *(equal(64, 2048, f" group {group}", heads=8 * group) for group in (1, 5, 7, 8, 16)),
     equal(64, 4096, " head size 64", heads=64, head_size=64),
+    equal(64, 4096, " head size 256", heads=16, kv_heads=4, head_size=256),
     equal(64, 4096, " one KV head", heads=8, kv_heads=1),
     equal(16, 32768, " window 1024", window=1024),
     equal(16, 1024),

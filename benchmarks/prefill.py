@@ -45,9 +45,14 @@ CELLS: dict[str, list[tuple[int, int]]] = {
 
 
 class Cell:
-    """Inputs of one prefill step: (query rows, sequence length) per request, blocks scattered over the cache."""
+    """Inputs of one prefill step: (query rows, sequence length) per request, blocks scattered over the cache.
 
-    def __init__(self, requests: list[tuple[int, int]], head_size: int, block_size: int, seed: int = 0) -> None:
+    With `fp8` the cache holds e4m3, and `query8` is the query as e4m3; every scale is 1.
+    """
+
+    def __init__(
+        self, requests: list[tuple[int, int]], head_size: int, block_size: int, fp8: bool = False, seed: int = 0
+    ) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.requests, self.head_size, self.block_size = requests, head_size, block_size
         rows = sum(q for q, _ in requests)
@@ -55,6 +60,10 @@ class Cell:
         shape = (2, sum(per_request), block_size, KV_HEADS, head_size)
         self.query = torch.randn(rows, HEADS, head_size, device="cuda", generator=generator).bfloat16()
         self.cache = torch.randn(shape, device="cuda", generator=generator).bfloat16()
+        self.fp8 = fp8
+        if fp8:
+            self.query8, self.cache = self.query.to(torch.float8_e4m3fn), self.cache.to(torch.float8_e4m3fn)
+            self.one = torch.ones(1, device="cuda")
         order = torch.randperm(shape[1], device="cuda", generator=generator).int()
         self.table = torch.zeros(len(requests), max(per_request), dtype=torch.int32, device="cuda")
         for row, blocks in zip(self.table, order.split(per_request), strict=True):
@@ -71,8 +80,8 @@ class Cell:
             pairs += int(positions.clamp(max=window or s).sum())
         return 4 * pairs * HEADS * self.head_size
 
-    def error(self, output: Tensor, window: int = 0) -> float:
-        """Largest relative L2 error of three (request, head) pairs against fp32."""
+    def error(self, output: Tensor, queries: Tensor, window: int = 0) -> float:
+        """Largest relative L2 error of three (request, head) pairs against fp32 on what is stored."""
         worst = 0.0
         for request, head in ((0, 0), (len(self.requests) // 2, 13), (len(self.requests) - 1, HEADS - 1)):
             q, s = self.requests[request]
@@ -84,7 +93,7 @@ class Cell:
             )
             for start in range(0, q, 4096):
                 rows = torch.arange(start, min(q, start + 4096), device="cuda")
-                query = self.query[first + rows, head].float()
+                query = queries.view(-1, HEADS, self.head_size)[first + rows, head].float()
                 far = torch.arange(s, device="cuda")[None, :] - (rows + s - q)[:, None]
                 hidden = (far > 0) | ((far <= -window) if window else False)
                 weights = (query @ key.T * self.scale).masked_fill_(hidden, float("-inf")).softmax(-1)
@@ -94,22 +103,28 @@ class Cell:
         return worst
 
 
-def vattn_step(cell: Cell, window: int) -> Callable[[], Tensor]:
-    """Return a step of vattn's Hopper prefill kernel, its schedule included."""
+def vattn_step(cell: Cell, window: int, query: Tensor, general: bool = False) -> Callable[[], Tensor]:
+    """Return a step of vattn's Hopper prefill kernel, its schedule included, or of the general one."""
     from vattn.ops.gluon import prefill_launch
+    from vattn.ops.triton.launch import paged_attention
 
+    quantised = query.dtype == torch.float8_e4m3fn
     config = AttentionConfig(
-        HEADS, KV_HEADS, cell.head_size, cell.head_size, cell.scale, "bfloat16", "bfloat16",
-        block_size=cell.block_size, sliding_window=window or None,
+        HEADS, KV_HEADS, cell.head_size, cell.head_size, cell.scale, "bfloat16",
+        "fp8_e4m3" if cell.fp8 else "bfloat16", block_size=cell.block_size, sliding_window=window or None,
+        kv_scale="tensor" if cell.fp8 else "none", query_format="fp8_e4m3" if quantised else "none",
+        query_scale="tensor" if quantised else "none",
     )  # fmt: skip
     output = torch.full_like(cell.query, float("nan"))
+    one = cell.one if cell.fp8 else None
     args = AttentionArgs(
-        cell.query, cell.cache, cell.starts, cell.seq_lens, cell.table, output, None, None, None, None, None, None,
-        None, None, None, None, None, None, None, [], None, config.encode(),
+        query, cell.cache.view(torch.uint8) if cell.fp8 else cell.cache, cell.starts, cell.seq_lens, cell.table,
+        output, None, None, None, one if quantised else None, one, one, None, None, None, None, None, None, None, [],
+        None, config.encode(),
     )  # fmt: skip
 
     def step() -> Tensor:
-        prefill_launch.prefill(args, config)
+        (paged_attention if general else prefill_launch.prefill)(args, config)
         return output
 
     return step
@@ -120,34 +135,46 @@ def fa3_step(ops: Any, cell: Cell, window: int) -> Callable[[], Tensor]:
     num_reqs, output = len(cell.requests), torch.empty_like(cell.query)
     max_q, max_k = (max(lengths) for lengths in zip(*cell.requests, strict=True))
     left, right = (window - 1, 0) if window else (-1, -1)
+    query = cell.query8 if cell.fp8 else cell.query
+    descale = torch.ones(num_reqs, KV_HEADS, device="cuda") if cell.fp8 else None
     schedule = ops.get_scheduler_metadata(
-        num_reqs, max_q, max_k, HEADS, KV_HEADS, cell.head_size, cell.head_size, cell.query.dtype, cell.seq_lens,
+        num_reqs, max_q, max_k, HEADS, KV_HEADS, cell.head_size, cell.head_size, query.dtype, cell.seq_lens,
         cell.starts, None, None, None, None, cell.block_size, 0, True, left, right, False, 1, None, 0,
     )  # fmt: skip
 
     def step() -> Tensor:
         ops.fwd(
-            cell.query, *cell.cache, None, None, None, output, cell.starts, None, None, None, cell.seq_lens, max_q,
-            max_k, cell.table, None, None, None, None, None, None, None, None, cell.scale, True, left, right, 0.0, True,
-            schedule, 1, None, 0, None, 1, 0, None,
+            query, *cell.cache, None, None, None, output, cell.starts, None, None, None, cell.seq_lens, max_q, max_k,
+            cell.table, None, None, None, None, None, descale, descale, descale, cell.scale, True, left, right, 0.0,
+            True, schedule, 1, None, 0, None, 1, 0, None,
         )  # fmt: skip
         return output
 
     return step
 
 
-def run_cell(name: str, head_size: int, block_size: int, window: int, fa3: Any) -> dict[str, Any]:
+def run_cell(
+    name: str, head_size: int, block_size: int, window: int, fp8: bool, general: bool, fa3: Any
+) -> dict[str, Any]:
     """Check and time every kernel on one cell."""
-    cell = Cell(CELLS[name], head_size, block_size, seed=random.randrange(1 << 30))
-    steps = {"vattn": vattn_step(cell, window)}
+    cell = Cell(CELLS[name], head_size, block_size, fp8, seed=random.randrange(1 << 30))
+    query = cell.query8 if fp8 else cell.query
+    steps = {"vattn": (vattn_step(cell, window, query), query)}
+    if fp8:
+        steps["vattn, 16-bit query"] = (vattn_step(cell, window, cell.query), cell.query)
+    if general:
+        steps["vattn, general kernel"] = (vattn_step(cell, window, cell.query, general=True), cell.query)
     if fa3 is not None:
-        steps["FA3"] = fa3_step(fa3, cell, window)
-    row: dict[str, Any] = {"cell": name, "head": head_size, "block": block_size, "window": window, "kernels": {}}
+        steps["FA3"] = (fa3_step(fa3, cell, window), query)
+    row: dict[str, Any] = {
+        "cell": name, "cache": "fp8" if fp8 else "bf16", "head": head_size, "block": block_size, "window": window,
+        "kernels": {},
+    }  # fmt: skip
     timers: dict[str, Timer] = {}
-    for kernel, step in steps.items():
+    for kernel, (step, queries) in steps.items():
         entry = row["kernels"].setdefault(kernel, {})
         try:
-            entry["error"] = cell.error(step(), window)
+            entry["error"] = cell.error(step(), queries, window)
             timers[kernel] = Timer([step])
         except Exception as error:  # a kernel that fails is reported, the rest goes on
             entry["failed"] = repr(error)[:300]
@@ -172,7 +199,9 @@ def describe(row: dict[str, Any]) -> str:
     ]
     ours, theirs = (kernels.get(name, {}).get("us") for name in ("vattn", "FA3"))
     ratio = f" {theirs / ours:.3f} of FA3" if ours and theirs else ""
-    label = f"{row['cell']} d{row['head']} b{row['block']}" + (f" w{row['window']}" if row["window"] else "")
+    label = f"{row['cell']} {row['cache']} d{row['head']} b{row['block']}" + (
+        f" w{row['window']}" if row["window"] else ""
+    )
     return f"{label:28s} " + " ".join(parts) + ratio
 
 
@@ -184,6 +213,8 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--fp8", action="store_true", help="an FP8 cache; FA3 and vattn with an FP8 query")
+    parser.add_argument("--general", action="store_true", help="time vattn's general kernel as well")
     args = parser.parse_args()
     fa3 = peers.load_fa3(args.peers) if args.peers else None
     result: dict[str, Any] = {
@@ -191,7 +222,7 @@ def main() -> None:
         "triton": triton.__version__, "rows": [],
     }  # fmt: skip
     for name in [n.strip() for n in args.cells.split(";") if n.strip()] or CELLS:
-        row = run_cell(name, args.head_size, args.block_size, args.window, fa3)
+        row = run_cell(name, args.head_size, args.block_size, args.window, args.fp8, args.general, fa3)
         result["rows"].append(row)
         print(describe(row), flush=True)
         if args.json:

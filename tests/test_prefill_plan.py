@@ -9,9 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from vattn.ops.gluon.prefill_plan import KEY_TILE, ROW_TILE, max_row_tiles, prefill_plan_kernel
+from vattn.ops.gluon.prefill_plan import ROW_TILE, max_row_tiles, prefill_plan_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+KEY_TILE = 128
 
 
 def tiles_of(query_lens: list[int], seq_lens: list[int], padding: int, window: int) -> list[list[int]]:

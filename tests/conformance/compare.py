@@ -123,23 +123,30 @@ def run_and_compare(batch: Batch, expected: tuple[Tensor, Tensor] | None = None)
     return True
 
 
-def compare(result: Batch, out: Tensor, lse: Tensor) -> None:
-    """Raise Mismatch if the outputs of a batch are not near the reference's fp32 `out [T, H, V]` and `lse [T, H]`."""
+def compare(
+    result: Batch, out: Tensor, lse: Tensor, tolerance: float | None = None, lse_tolerance: float | None = None
+) -> None:
+    """Raise Mismatch if the outputs of a batch are not near the reference's fp32 `out [T, H, V]` and `lse [T, H]`.
+
+    Args:
+        tolerance, lse_tolerance: instead of `TOLERANCE` and `LSE_TOLERANCE` of the model dtype.
+    """
     config, args = result.config, result.args
-    _compare_lse(args.lse, lse, config)
+    tolerance = tolerance or TOLERANCE[config.dtype]
+    _compare_lse(args.lse, lse, lse_tolerance or LSE_TOLERANCE[config.dtype])
     padding = args.output[int(args.query_start_loc[-1]) :]
     if bool(padding.view(torch.uint8).any()):
         raise Mismatch("output: a padding row is not zero")
     fmt = OUTPUT_FORMATS[config.output_format]
     if fmt.container is None:
-        _compare_rows(args.output.float(), out, config)
+        _compare_rows(args.output.float(), out, tolerance)
         return
     ideal = replace(result, args=args._replace(output=torch.empty_like(args.output), **_empty_scales(args)))
     rounded = out.to(MODEL_DTYPES[config.dtype])
     variant = (config.output_arithmetic, config.output_min_scale)
     quantise_output(rounded, fmt, ideal.args.output, ideal.args.output_block_scale, args.output_scale, *variant)
-    _compare_scales(args.output_block_scale, ideal.args.output_block_scale, fmt, config, out.shape[0])
-    _compare_codes(result, out, fmt)
+    _compare_scales(args.output_block_scale, ideal.args.output_block_scale, fmt, config, out.shape[0], tolerance)
+    _compare_codes(result, out, fmt, tolerance)
 
 
 def _empty_scales(args: tuple) -> dict[str, Tensor]:
@@ -147,29 +154,34 @@ def _empty_scales(args: tuple) -> dict[str, Tensor]:
     return {} if scales is None else {"output_block_scale": torch.empty_like(scales)}
 
 
-def _compare_lse(got: Tensor | None, expected: Tensor, config: AttentionConfig) -> None:
+def _compare_lse(got: Tensor | None, expected: Tensor, tolerance: float) -> None:
     if got is None:
         return
-    allowed = LSE_TOLERANCE[config.dtype] * expected.abs().clamp(min=1)
+    allowed = tolerance * expected.abs().clamp(min=1)
     wrong = ~((got == expected) | ((got - expected).abs() <= allowed))
     _require(wrong, "lse", got, expected)
 
 
-def _compare_rows(got: Tensor, expected: Tensor, config: AttentionConfig) -> None:
+def _compare_rows(got: Tensor, expected: Tensor, tolerance: float) -> None:
     error = (got - expected).norm(dim=-1)
-    wrong = ~(error <= TOLERANCE[config.dtype] * expected.norm(dim=-1) + _floor(config, expected.shape[-1] ** 0.5))
+    wrong = ~(error <= tolerance * expected.norm(dim=-1) + _floor(tolerance, expected.shape[-1] ** 0.5))
     _require(wrong, "output", got, expected)
     empty = (expected == 0).all(dim=-1)
     _require(empty & (got != 0).any(dim=-1), "output of a row that sees nothing", got, expected)
 
 
-def _floor(config: AttentionConfig, size: float) -> float:
+def _floor(tolerance: float, size: float) -> float:
     """Return the absolute error that rounding at the size of single weights may leave in a row that cancels out."""
-    return 1e-2 * TOLERANCE[config.dtype] * size
+    return 1e-2 * tolerance * size
 
 
 def _compare_scales(
-    got: Tensor | None, expected: Tensor | None, fmt: OutputFormat, config: AttentionConfig, rows: int
+    got: Tensor | None,
+    expected: Tensor | None,
+    fmt: OutputFormat,
+    config: AttentionConfig,
+    rows: int,
+    row_tolerance: float,
 ) -> None:
     if got is None or expected is None:
         return
@@ -177,7 +189,7 @@ def _compare_scales(
         groups = config.num_heads * config.head_size_v // NVFP4_GROUP_SIZE
         got, expected = _unswizzled(got, rows, groups), _unswizzled(expected, rows, groups)
     got, expected = got.float(), expected.float()
-    tolerance = PEAK * TOLERANCE[config.dtype]
+    tolerance = PEAK * row_tolerance
     if fmt.container is torch.uint8:
         tolerance += 0.125  # neighbouring e4m3 values
     wrong = ~((got - expected).abs() <= tolerance * expected + (2.0**-9 if fmt.container is torch.uint8 else 0))
@@ -198,7 +210,7 @@ def _unswizzled(scales: Tensor, rows: int, groups: int) -> Tensor:
     return unswizzle_block_scales(scales, rows, groups)
 
 
-def _compare_codes(result: Batch, out: Tensor, fmt: OutputFormat) -> None:
+def _compare_codes(result: Batch, out: Tensor, fmt: OutputFormat, tolerance: float) -> None:
     """Compare what the codes stand for under the scales that were written; those are compared by themselves."""
     config, args = result.config, result.args
     if fmt.name == "fp8_static" and config.output_arithmetic == "multiply":
@@ -208,7 +220,7 @@ def _compare_codes(result: Batch, out: Tensor, fmt: OutputFormat) -> None:
     step, largest = _step_and_limit(result, out, fmt)
     expected = torch.minimum(torch.maximum(out, -largest), largest)
     size = out.square().mean(dim=-1, keepdim=True).sqrt()
-    noise = PEAK * (TOLERANCE[config.dtype] * size + torch.where(size > 0, _floor(config, 1.0), 0.0))
+    noise = PEAK * (tolerance * size + torch.where(size > 0, _floor(tolerance, 1.0), 0.0))
     _require(~((got - expected).abs() <= 0.5 * step + noise), f"output ({fmt.name})", got, expected)
 
 

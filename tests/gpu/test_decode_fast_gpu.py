@@ -68,7 +68,7 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("heads", [(3, 3), (10, 2), (14, 2), (16, 2), (32, 2), (9, 1), (20, 5)], ids=str)
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_groups(heads: tuple[int, int], head_size: int, cache: dict[str, Any]) -> None:
     check(decode_batch(RAGGED, num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, **cache))
 
@@ -90,6 +90,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 20},
     "window of one": {"sliding_window": 1},
     "soft cap": {"logits_soft_cap": 3.0},
+    "head of 256": {"head_size": 256, "logits_soft_cap": 50.0, "sliding_window": 1024},
     "sinks": {"sinks": True},
     "all": {"sliding_window": 100, "logits_soft_cap": 5.0, "sinks": True},
     "fp8 query": {"query_format": "fp8_e4m3", "query_scale": "head"},

@@ -35,6 +35,23 @@ def prefill_batch(requests: list[tuple[int, int]] = ODD, *, seed: int = 0, paddi
     )  # fmt: skip
 
 
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+NATIVE = {**FP8, "query_format": "fp8_e4m3", "query_scale": "head"}
+
+NATIVE_TOLERANCE = 2.0**-4
+"""Of FP8 products: weights are rounded to e4m3, half a unit in the last place of which is 2**-4 of them at most."""
+
+NATIVE_LSE_TOLERANCE = 4e-3
+"""FP8 matrix instructions keep about 13 bits of a score's partial sums."""
+
+
+def compare_rows(batch: Batch) -> None:
+    """Compare output and LSE with the reference."""
+    output, lse = batch.expected()
+    tolerances = (NATIVE_TOLERANCE, NATIVE_LSE_TOLERANCE) if batch.config.takes_fp8_query else (None, None)
+    compare(on_cpu(batch), output.cpu(), lse.cpu(), *tolerances)
+
+
 def check(batch: Batch) -> None:
     """Run the kernel on a batch and compare output and LSE with the reference."""
     from vattn.ops.gluon import prefill_launch
@@ -42,19 +59,34 @@ def check(batch: Batch) -> None:
     assert prefill_launch.refusals(batch.config, DeviceInfo.of("cuda")) == []
     prefill_launch.prefill(batch.args, batch.config)
     torch.cuda.synchronize()
-    output, lse = batch.expected()
-    compare(on_cpu(batch), output.cpu(), lse.cpu())
+    compare_rows(batch)
 
 
+CACHES: dict[str, dict[str, Any]] = {
+    "64": {"head_size": 64},
+    "128": {},
+    "256": {"head_size": 256},
+    "64, fp8": {"head_size": 64, **FP8},
+    "128, fp8": FP8,
+    "64, fp8 query": {"head_size": 64, **NATIVE},
+    "128, fp8 query": NATIVE,
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-def test_caches(block_size: int, layout: str) -> None:
-    check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150))
+def test_caches(block_size: int, layout: str, cache: str) -> None:
+    check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150, **CACHES[cache]))
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "head of 64": {"head_size": 64},
     "head of 64, fp16": {"head_size": 64, "dtype": "float16", "block_size": 64},
+    "head of 256, fp16": {"head_size": 256, "dtype": "float16", "block_size": 64},
+    "fp16, fp8": {"dtype": "float16", **FP8},
+    "fp16, fp8 query": {"dtype": "float16", **NATIVE},
+    "one scale, groups of 5": {**FP8, "kv_scale": "tensor", "num_heads": 10},
+    "no scales": {**NATIVE, "kv_scale": "tensor", "query_scale": "tensor", "num_heads": 3, "num_kv_heads": 3},
     "fp16": {"dtype": "float16"},
     "no groups, odd heads": {"num_heads": 3, "num_kv_heads": 3},
     "groups of 7": {"num_heads": 14, "num_kv_heads": 2},
@@ -79,22 +111,29 @@ def test_shapes(case: str) -> None:
     check(prefill_batch(**SHAPES[case]))
 
 
+PRODUCTS: dict[str, dict[str, Any]] = {"plain": {}, "wide": {"head_size": 256}, "widened": FP8, "native": NATIVE}
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("case", FEATURES)
-def test_features(case: str) -> None:
-    check(prefill_batch(padding=3, **FEATURES[case]))
+def test_features(case: str, products: str) -> None:
+    check(prefill_batch(padding=3, **PRODUCTS[products], **FEATURES[case]))
 
 
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("output_format", OUTPUTS)
-def test_output_formats(output_format: str) -> None:
-    check(prefill_batch(output_format=output_format, padding=9))
+def test_output_formats(output_format: str, products: str) -> None:
+    check(prefill_batch(output_format=output_format, padding=9, **PRODUCTS[products]))
 
 
-@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 50}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 50}, FP8, NATIVE], ids=str)
 def test_queries_longer_than_their_sequences(changes: dict[str, Any]) -> None:
     check(prefill_batch([(300, 100), (200, 0), (129, 128), (70, 3), (500, 20)], padding=5, **changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_cache_layout": "HND"}, {"block_size": 256}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_cache_layout": "HND"}, {"block_size": 256}, {"head_size": 256}, FP8, NATIVE], ids=str
+)
 def test_block_ids_out_of_range_hide_their_keys(changes: dict[str, Any]) -> None:
     batch = prefill_batch(**changes)
     table = batch.args.block_table
@@ -107,7 +146,8 @@ def test_block_ids_out_of_range_hide_their_keys(changes: dict[str, Any]) -> None
 
 def test_many_requests_and_long_ones() -> None:
     check(prefill_batch([(70 + 3 * n, 90 + 40 * n) for n in range(60)], num_heads=4))
-    check(prefill_batch([(3000, 9001), (1, 9000)], num_heads=4, num_kv_heads=1, padding=128))
+    for products in PRODUCTS.values():
+        check(prefill_batch([(3000, 9001), (1, 9000)], num_heads=4, num_kv_heads=1, padding=128, **products))
 
 
 def test_replays_in_a_graph_with_other_lengths() -> None:
@@ -126,8 +166,7 @@ def test_replays_in_a_graph_with_other_lengths() -> None:
         args.output.view(torch.uint8).fill_(0xFF)
         graph.replay()
         torch.cuda.synchronize()
-        output, lse = batch.expected()
-        compare(on_cpu(batch), output.cpu(), lse.cpu())
+        compare_rows(batch)
 
 
 def test_refusals_name_what_is_missing() -> None:

@@ -32,3 +32,12 @@ def as_words(memory, COUNT: gl.constexpr):
         return memory.reinterpret(memory.dtype, [COUNT, 1], layout)
     else:
         return memory._reinterpret(memory.dtype, [COUNT, 1], layout)
+
+
+@gluon.jit
+def as_tiles(memory, DTYPE: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return shared memory as `[COUNT, *SHAPE]` of another dtype and layout."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(DTYPE, [COUNT] + SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(DTYPE, [COUNT] + SHAPE, LAYOUT)

@@ -31,7 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.config import AttentionConfig
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.gluon import prefill_launch
@@ -40,7 +40,7 @@ from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
 TARGET = "sm_90"
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 class _Kernel:
@@ -63,13 +63,20 @@ def prefill_launch_of(config: AttentionConfig) -> Launch:
         return torch.empty(shape, dtype=dtype)
 
     dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
-    query = empty(160, heads, config.head_size, dtype=dtype)
+    stored = KV_FORMATS[config.kv_cache_dtype].storage_dtype
+    query = empty(160, heads, config.head_size, dtype=torch.float8_e4m3fn if config.takes_fp8_query else dtype)
     static = OUTPUT_FORMATS[config.output_format].container
+
+    def scale(kind: str) -> Tensor | None:
+        sizes = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
+        return empty(sizes[kind], dtype=torch.float32) if sizes[kind] else None
+
+    kv_scale = scale(config.kv_scale)
     args = AttentionArgs(
-        query, empty(*kv_cache_shape(config, 6), dtype=dtype), empty(3), empty(2), empty(2, 48),
+        query, empty(*kv_cache_shape(config, 6), dtype=stored), empty(3), empty(2), empty(2, 48),
         empty(*query.shape, dtype=static or dtype), None,
         empty(160, heads, dtype=torch.float32) if config.lse else None,
-        empty(1, dtype=torch.float32) if static else None, None, None, None, None,
+        empty(1, dtype=torch.float32) if static else None, scale(config.query_scale), kv_scale, kv_scale, None,
         empty(heads, dtype=torch.float32) if config.sinks else None, None, None, None, None, None, [], None,
         config.encode(),
     )  # fmt: skip
@@ -89,13 +96,25 @@ FEATURES: tuple[dict[str, Any], ...] = (
 )
 
 
+CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"},
+    {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
+    {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor", "query_format": "fp8_e4m3", "query_scale": "tensor"},
+    {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
+)
+
+
 def all_launches() -> Iterator[Launch]:
     """Yield every case."""
-    for dtype, head_size, layout in itertools.product(prefill_launch.DTYPES, (64, 128), ("NHD", "HND")):
-        for block_size, features in itertools.product(prefill_launch.BLOCK_SIZES.values, FEATURES):
+    blocks = prefill_launch.BLOCK_SIZES.values
+    for dtype, layout, block_size in itertools.product(prefill_launch.DTYPES, ("NHD", "HND"), blocks):
+        for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES):
+            if cache and head_size not in prefill_launch.FP8_HEAD_SIZES:
+                continue
             config = AttentionConfig(
-                32, 8, head_size, head_size, head_size**-0.5, dtype, dtype, block_size=block_size,
-                kv_cache_layout=layout, **features,
+                32, 8, head_size, head_size, head_size**-0.5, dtype, block_size=block_size, kv_cache_layout=layout,
+                **{"kv_cache_dtype": dtype, **cache, **features},
             )  # fmt: skip
             yield prefill_launch_of(config)
 
@@ -131,10 +150,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="compile everything")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
+    parser.add_argument("--only", default="", help="compile those whose name contains this text")
     parser.add_argument("--count", type=int, default=6, help="how many to compile without --all")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    launches = list(all_launches())
+    launches = [launch for launch in all_launches() if options.only in launch.name]
     total = len(launches)
     if not options.all:
         launches = random.Random(options.seed).sample(launches, min(options.count, total))

@@ -1,22 +1,15 @@
-"""Prefill attention over a paged 16-bit cache for Hopper (sm_90), in Gluon.
+"""Prefill attention over a paged cache for Hopper (sm_90), in Gluon.
 
-What has been run on a GPU is listed in `prefill_launch`, which takes no other call.
-
-One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies, and two consumer warpgroups of
-64 query rows each that share every key and value tile. Row tiles come from a schedule made on the device
-(`vattn.ops.gluon.prefill_plan`), longest first; the producer takes the next one from a counter in device memory and
-passes it on through shared memory.
+One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies (`prefill_load`), two consumer
+warpgroups of 64 query rows each that share every key and value tile, and for an FP8 cache two converter warps
+(`prefill_convert`). Row tiles come from a schedule made on the device (`prefill_plan`), longest first; the producer
+takes the next one from a counter in device memory and passes it on through shared memory (`prefill_messages`).
 
 Inside a row tile the key tiles run from the diagonal backwards. A warpgroup leaves its second product in flight while
 it asks for the next first one; the two warpgroups cover each other and take turns by named barriers.
 
-Nothing that no row may see is read, or it cannot matter:
-
-- a box of keys and values (a block, or a part of a large one) past the end of a request or before every window is
-  asked for at block -1, where the hardware fills zeros without reading;
-- the last, partly filled box of a request is loaded shifted: its rows end with the last token, and what the shift
-  brings in front is zero (or, in a large block, earlier tokens). Keys and values shift alike, so only the mask knows;
-- a block id out of range becomes block -1 too, and a word per tile tells the consumers to hide its keys.
+CACHE says what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides, weights
+included; "widened", an FP8 cache turned into fp16.
 """
 
 from __future__ import annotations
@@ -30,19 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_boxes, as_words, block_barrier, load_box
+from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.decode import store_result
-
-GROUP_ROWS = gl.constexpr(64)
-"""Query rows of a consumer warpgroup."""
-
-TILE_ROWS = gl.constexpr(128)
-TILE_KEYS = gl.constexpr(128)
-PANEL = gl.constexpr(64)
-"""Columns of a swizzled panel in shared memory: 128 bytes."""
-
-RECORD = gl.constexpr(8)
-"""Words of a row of the schedule: request, first row, rows, position of the first, seq_len, first and end key tile."""
+from vattn.ops.gluon.prefill_convert import CONVERTER_WARPS, TURN_TOKENS, convert
+from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
+from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
@@ -51,12 +36,11 @@ HIDDEN = gl.constexpr(0x7FFFFFFF)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
+NATIVE_BITS = gl.constexpr(8.0)
+"""FP8 weights are at most 2 to this power, so that those of 2**-17 of the largest still count."""
 
-@gluon.jit
-def read_word(cell, NUM_WARPS: gl.constexpr):
-    """Load a scalar from shared memory `[1]`."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-    return gl.max(cell.load(layout), 0)
+WIDENED_SHRINK = gl.constexpr(0.0625)
+"""What bf16 queries are scaled down by on their way to fp16: up to 2**20 they stay finite."""
 
 
 @gluon.jit
@@ -78,142 +62,15 @@ def give_turn(barrier: gl.constexpr):
 
 
 @gluon.jit
-def find_blocks(
-    table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX: gl.constexpr, BOXES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Write the block id of every box of a tile, -1 where nothing is to be read.
-
-    Returns:
-        A bit for each box that is needed but whose block id is out of range.
-    """
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    box = gl.arange(0, BOXES, layout=lanes)
-    token = key_tile * TILE_KEYS + box * BOX
-    column = token // BLOCK_SIZE
-    block = gl.load(table + gl.minimum(column, table_width - 1))
-    needed = (token < seq_len) & (token + BOX > left)
-    exists = (block >= 0) & (block < num_blocks) & (column < table_width)
-    blocks.store(gl.where(needed & exists, block, -1))
-    return gl.sum(gl.where(exists, 0, needed.to(gl.int32) << box), 0)
-
-
-@gluon.jit
-def load_tile(
-    boxes, memory, ready, blocks, key_tile, head, seq_len, BOX: gl.constexpr, BOXES: gl.constexpr,
-    KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
-):  # fmt: skip
-    """Load the boxes of one tile of keys or values."""
-    PANELS: gl.constexpr = D // PANEL
-    parts = as_boxes(memory, boxes, PANELS * BOXES)
-    ids = as_words(blocks, BOXES)
-    for box in range(BOXES):
-        block = read_word(ids.index(box), 1)
-        token = key_tile * TILE_KEYS + box * BOX
-        row = token % BLOCK_SIZE + gl.minimum(seq_len - token - BOX, 0)
-        for panel in gl.static_range(PANELS):
-            part = parts.index(panel * BOXES + box)
-            if HND:
-                load_box(boxes, [block * KV_HEADS + head, row, panel * PANEL], ready, part)
-            else:
-                load_box(boxes, [block, row, head * D + panel * PANEL], ready, part)
-
-
-@gluon.jit
-def announce(schedule, messages, message_full, message_empty, item, turn, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
-    """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tiles = gl.load(schedule)
-    slot = turn % 2
-    at = gl.minimum(item, num_tiles * HEADS - 1)
-    of_group = num_tiles * TOGETHER
-    rest = at % of_group
-    head = at // of_group * TOGETHER + rest % TOGETHER
-    word = gl.arange(0, RECORD, layout=lanes)
-    record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
-    record = gl.where(word == 7, head, record)
-    record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
-    mbarrier.wait(message_empty.index(slot), ((turn // 2) & 1) ^ 1)
-    messages.index(slot).store(record)
-    mbarrier.arrive(message_full.index(slot), count=1)
-
-
-@gluon.jit
-def produce(
-    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-    query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full, key_empty,
-    value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    KV_GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Take row tiles from the counter, announce them, and load their queries, keys and values."""
-    GROUP: gl.constexpr = HEADS // KV_HEADS
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE_KEYS else TILE_KEYS
-    BOXES: gl.constexpr = TILE_KEYS // BOX
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    item = gl.program_id(0)
-    turn = 0
-    used = 0
-    step = 0
-    rows = 1
-    while rows > 0:
-        announce(schedule, messages, message_full, message_empty, item, turn, HEADS, KV_GROUP * GROUP)
-        fields = as_words(messages.index(turn % 2), RECORD)
-        rows = read_word(fields.index(2), 1)
-        turn += 1
-        first = read_word(fields.index(5), 1)
-        end = read_word(fields.index(6), 1)
-        if rows > 0:
-            item = gl.atomic_add(schedule + 1, 1, sem="relaxed") + gl.num_programs(0)
-            if first < end:
-                first_row = read_word(fields.index(1), 1)
-                seq_len = read_word(fields.index(4), 1)
-                head = read_word(fields.index(7), 1)
-                for group in gl.static_range(2):
-                    mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
-                    mbarrier.expect(query_full.index(group), GROUP_ROWS * D * 2)
-                    load_box(
-                        query_boxes, [first_row + group * GROUP_ROWS, head * query_head_stride],
-                        query_full.index(group), queries.index(group),
-                    )  # fmt: skip
-                used += 1
-                table = block_table + read_word(fields.index(0), 1).to(gl.int64) * table_stride
-                kv_head = head // GROUP
-                left = 0
-                if WINDOW:
-                    left = read_word(fields.index(3), 1) - WINDOW + 1
-                for back in range(end - first):
-                    key_tile = end - 1 - back
-                    stage = step % STAGES
-                    phase = (step // STAGES) & 1
-                    missing = find_blocks(
-                        table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE
-                    )
-                    mbarrier.wait(key_empty.index(stage), phase ^ 1)
-                    words.index(stage).store(gl.zeros([1], gl.int32, lanes) + missing)
-                    mbarrier.expect(key_full.index(stage), TILE_KEYS * D * 2)
-                    load_tile(
-                        key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
-                        BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
-                    )  # fmt: skip
-                    mbarrier.wait(value_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(value_full.index(stage), TILE_KEYS * D * 2)
-                    load_tile(
-                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len,
-                        BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
-                    )  # fmt: skip
-                    step += 1
-
-
-@gluon.jit
 def hide(
-    scores, position, key_tile, seq_len, missing, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr
-):
+    scores, position, key_tile, seq_len, missing, KEYS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Return scores with everything invisible at -inf: the future, the window, missing blocks, the last box's shift."""
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE_KEYS else TILE_KEYS
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     row = position + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, TILE_KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    token = key_tile * TILE_KEYS + column
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    token = key_tile * KEYS + column
     partial = seq_len % BOX
     shift = gl.where(partial == 0, 0, BOX - partial)
     tail = seq_len - partial
@@ -236,12 +93,12 @@ def cap_scores(scores, scale, soft_cap, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(scores, maximum, scale, SOFT_CAP: gl.constexpr):
-    """Return the unnormalised weights of scores."""
+def weights_of(scores, maximum, scale, BITS: gl.constexpr, SOFT_CAP: gl.constexpr):
+    """Return the unnormalised weights of scores, at most 2 ** BITS."""
     if SOFT_CAP:
-        return gl.exp2(scores - maximum[:, None])
+        return gl.exp2(scores - (maximum - BITS)[:, None])
     else:
-        return gl.exp2(scores * scale - (maximum * scale)[:, None])
+        return gl.exp2(scores * scale - (maximum * scale - BITS)[:, None])
 
 
 @gluon.jit
@@ -254,68 +111,121 @@ def decay_of(old, new, scale, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
+def as_left(weights, KEYS: gl.constexpr, CACHE: gl.constexpr, MATH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return weights as the left operand of the second product; no value leaves its thread.
+
+    FP8 ones in the order in which `turn_values` stores tokens.
+    """
+    if CACHE == "native":
+        sorted = weights.reshape(GROUP_ROWS, KEYS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(GROUP_ROWS, KEYS)
+        return gl.convert_layout(sorted, LAYOUT).to(MATH)
+    else:
+        return gl.convert_layout(weights.to(MATH), LAYOUT)
+
+
+@gluon.jit
+def as_right(values, CACHE: gl.constexpr):
+    """Return a tile of values as `[KEYS, D]`."""
+    if CACHE == "native":
+        return values.permute((1, 0))
+    else:
+        return values
+
+
+@gluon.jit
+def score_scale(scale, q_scale, k_scale, kv_head, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr):
+    """Return what scores of a head are multiplied by. QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one a head."""
+    if QUERY_SCALE:
+        scale = scale * gl.load(q_scale + kv_head * (QUERY_SCALE - 1))
+    if KV_SCALE:
+        scale = scale * gl.load(k_scale + kv_head * (KV_SCALE - 1))
+    return scale
+
+
+@gluon.jit
+def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
+    """Turn this warpgroup's bf16 queries into fp16 in place."""
+    if SHRINK:
+        THREADS: gl.constexpr = D // 8
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
+        panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        values = query.load(rows).to(gl.float32) * WIDENED_SHRINK
+        block_barrier()
+        as_tiles(query, gl.float16, 1, [GROUP_ROWS, D], panels).index(0).store(values.to(gl.float16))
+        fence_async_shared()
+        block_barrier()
+
+
+@gluon.jit
 def store_rows(
     output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr,
     D: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
-    THREADS: gl.constexpr = D // 8
-    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-    rounded = gl.convert_layout(result.to(MODEL), coalesced)
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, coalesced))
-    offsets = (first_row + row)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] >= 0)
-    if OUTPUT == "none":
-        gl.store(output + offsets, rounded, mask=mask)
+    if D == 256:
+        # By halves: the shared memory through which rows are sorted is scarce.
+        low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
+        store_columns(output, output_scale, low, first_row, rows, head, 0, GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT)
+        store_columns(output, output_scale, high, first_row, rows, head, 128, GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT)
     else:
-        store_result(output + offsets, rounded.to(gl.float32), mask, output_scale, MODEL, OUTPUT)
+        store_columns(output, output_scale, result, first_row, rows, head, 0, GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT)
     if lse is not None:
         log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
         gl.store(lse + (first_row + log_row).to(gl.int64) * HEADS + head, log_sum, mask=log_row < rows)
 
 
 @gluon.jit
-def receive(messages, message_full, message_empty, turn):
-    """Return the next row tile: rows (0: no more), first row, position, seq_len, first and end key tile, head."""
-    slot = turn % 2
-    fields = as_words(messages.index(slot), RECORD)
-    mbarrier.wait(message_full.index(slot), (turn // 2) & 1)
-    first_row = read_word(fields.index(1), 4)
-    rows = read_word(fields.index(2), 4)
-    position = read_word(fields.index(3), 4)
-    seq_len = read_word(fields.index(4), 4)
-    first = read_word(fields.index(5), 4)
-    end = read_word(fields.index(6), 4)
-    head = read_word(fields.index(7), 4)
-    mbarrier.arrive(message_empty.index(slot), count=1)
-    return rows, first_row, position, seq_len, first, end, head
+def store_columns(
+    output, output_scale, result, first_row, rows, head, FIRST: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """Store COLUMNS columns of this warpgroup's rows."""
+    THREADS: gl.constexpr = COLUMNS // 8
+    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
+    rounded = gl.convert_layout(result.to(MODEL), coalesced)
+    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
+    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
+    offsets = (first_row + row)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
+    mask = (row[:, None] < rows) & (column[None, :] >= 0)
+    if OUTPUT == "none":
+        gl.store(output + offsets, rounded, mask=mask)
+    else:
+        store_result(output + offsets, rounded.to(gl.float32), mask, output_scale, MODEL, OUTPUT)
 
 
 @gluon.jit
 def consume(
-    output, lse, sinks, output_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty,
-    key_full, key_empty, value_full, value_empty, message_full, message_empty, GROUP_INDEX: gl.constexpr,
-    HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-    STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys, values, words,
+    messages, query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr,
+    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
-    N: gl.constexpr = TILE_KEYS
+    N: gl.constexpr = KEYS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < N else N
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
+    NATIVE: gl.constexpr = CACHE == "native"
+    MATH: gl.constexpr = keys.dtype
+    DEPTH: gl.constexpr = 32 if NATIVE else 16
+    BITS: gl.constexpr = NATIVE_BITS if NATIVE else 0.0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, DEPTH])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, DEPTH])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
     MINE: gl.constexpr = "8" if GROUP_INDEX == 0 else "9"
     OTHER: gl.constexpr = "9" if GROUP_INDEX == 0 else "8"
-    query = queries.index(GROUP_INDEX)
+    raw_query = queries.index(GROUP_INDEX)
+    if CACHE == "widened":
+        query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
+    else:
+        query = raw_query
     step = 0
     used = 0
     turn = 0
     if GROUP_INDEX == 1:
         give_turn("8")
-    rows, first_row, tile_position, seq_len, first, end, head = receive(messages, message_full, message_empty, turn)
+    rows, first_row, tile_position, seq_len, first, end, head = receive(messages, message_full, message_empty, turn, 4)
     while rows > 0:
         if first < end:
             position = tile_position + GROUP_INDEX * GROUP_ROWS
@@ -336,41 +246,44 @@ def consume(
             window_to = 0
             if WINDOW:
                 window_to = gl.maximum(position + (GROUP_ROWS - 1) - WINDOW + N, 0) // N
+            head_scale = score_scale(scale, q_scale, k_scale, head // (HEADS // KV_HEADS), QUERY_SCALE, KV_SCALE)
 
             mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
+            if CACHE == "widened":
+                widen_query(raw_query, D, MODEL == gl.bfloat16)
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(key_full.index(stage), phase)
-            missing = read_word(words.index(stage), 4)
+            missing = read_word(words.index(step % WORDS), 4)
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
             take_turn(MINE)
             raw0 = warpgroup_mma(query, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             give_turn(OTHER)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
-            scores0 = cap_scores(raw0, scale, soft_cap, SOFT_CAP)
+            scores0 = cap_scores(raw0, head_scale, soft_cap, SOFT_CAP)
             key_tile0 = own_end - 1
             reaches_tail = (seq_len % BOX != 0) & (own_end * N > seq_len)
             if reaches_tail | (missing != 0) | (key_tile0 < window_to):
-                scores0 = hide(scores0, position, key_tile0, seq_len, missing, WINDOW, BLOCK_SIZE, SCORES)
+                scores0 = hide(scores0, position, key_tile0, seq_len, missing, N, WINDOW, BLOCK_SIZE, SCORES)
             else:
                 row = gl.arange(0, GROUP_ROWS, layout=ROW) + (position - key_tile0 * N)
                 column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
                 scores0 = gl.where(row[:, None] >= column[None, :], scores0, float("-inf"))
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
-            weights0 = weights_of(scores0, maximum, scale, SOFT_CAP)
+            weights0 = weights_of(scores0, maximum, head_scale, BITS, SOFT_CAP)
             # Sums of each thread's own columns; they meet at the end of the row tile.
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
-            left0 = gl.convert_layout(weights0.to(MODEL), LEFT)
+            left0 = as_left(weights0, N, CACHE, MATH, LEFT)
             mbarrier.wait(value_full.index(stage), phase)
             no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
-            acc = warpgroup_mma(left0, values.index(stage), no_result, use_acc=False, is_async=True)
+            acc = warpgroup_mma(left0, as_right(values.index(stage), CACHE), no_result, use_acc=False, is_async=True)
             for back in range(1, own_end - first):
                 next_step = step + 1
                 next_stage = next_step % STAGES
                 next_phase = (next_step // STAGES) & 1
                 mbarrier.wait(key_full.index(next_stage), next_phase)
-                missing = read_word(words.index(next_stage), 4)
+                missing = read_word(words.index(next_step % WORDS), 4)
                 take_turn(MINE)
                 raw = warpgroup_mma(
                     query, keys.index(next_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
@@ -379,18 +292,18 @@ def consume(
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
-                scores = cap_scores(raw, scale, soft_cap, SOFT_CAP)
+                scores = cap_scores(raw, head_scale, soft_cap, SOFT_CAP)
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
-                    scores = hide(scores, position, key_tile, seq_len, missing, WINDOW, BLOCK_SIZE, SCORES)
+                    scores = hide(scores, position, key_tile, seq_len, missing, N, WINDOW, BLOCK_SIZE, SCORES)
                 new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-                decay = decay_of(maximum, new_maximum, scale, SOFT_CAP)
-                weights = weights_of(scores, new_maximum, scale, SOFT_CAP)
+                decay = decay_of(maximum, new_maximum, head_scale, SOFT_CAP)
+                weights = weights_of(scores, new_maximum, head_scale, BITS, SOFT_CAP)
                 maximum = new_maximum
                 acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
-                left = gl.convert_layout(weights.to(MODEL), LEFT)
+                left = as_left(weights, N, CACHE, MATH, LEFT)
                 mbarrier.wait(value_full.index(next_stage), next_phase)
-                acc = warpgroup_mma(left, values.index(next_stage), acc, is_async=True)
+                acc = warpgroup_mma(left, as_right(values.index(next_stage), CACHE), acc, is_async=True)
                 new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
                 sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
                 step += 1
@@ -404,16 +317,18 @@ def consume(
             if SOFT_CAP:
                 log_maximum = maximum
             else:
-                log_maximum = maximum * scale
+                log_maximum = maximum * head_scale
             norm = gl.where(total > 0.0, 1.0 / total, 0.0)
             if sinks is not None:
                 sink = gl.load(sinks + head).to(gl.float32) * LOG2E
                 with_sink = gl.maximum(log_maximum, sink)
                 shrink = gl.exp2(log_maximum - with_sink)
-                total = total * shrink + gl.exp2(sink - with_sink)
+                total = total * shrink + gl.exp2(sink - with_sink + BITS)
                 norm = shrink / total
                 log_maximum = with_sink
-            log_sum = LN2 * (log_maximum + gl.log2(total))
+            log_sum = LN2 * (log_maximum - BITS + gl.log2(total))
+            if KV_SCALE:
+                norm = norm * gl.load(v_scale + head // (HEADS // KV_HEADS) * (KV_SCALE - 1))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
@@ -428,37 +343,31 @@ def consume(
                 output, lse, output_scale, nothing, empty, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
             )
         turn += 1
-        rows, first_row, tile_position, seq_len, first, end, head = receive(messages, message_full, message_empty, turn)
+        rows, first_row, tile_position, seq_len, first, end, head = receive(
+            messages, message_full, message_empty, turn, 4
+        )
     if GROUP_INDEX == 0:
         take_turn("8")
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return COUNT barriers, each complete after ARRIVALS arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def prefill_kernel(
-    query_boxes, key_boxes, value_boxes, output, lse, sinks, output_scale, schedule, block_table, table_stride,
-    table_width, num_blocks, query_head_stride, scale, soft_cap, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    KV_GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, num_warps: gl.constexpr,
+    query_boxes, key_boxes, value_boxes, output, lse, sinks, q_scale, k_scale, v_scale, output_scale, schedule,
+    block_table, table_stride, table_width, num_blocks, query_head_stride, scale, soft_cap, HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HND: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+    CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule; see the module's description."""
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(MODEL, [2, GROUP_ROWS, D], panels)
-    keys = gl.allocate_shared_memory(MODEL, [STAGES, TILE_KEYS, D], panels)
-    values = gl.allocate_shared_memory(MODEL, [STAGES, TILE_KEYS, D], panels)
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
-    messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], plain)
-    boxes_of_tile: gl.constexpr = TILE_KEYS // BLOCK_SIZE if BLOCK_SIZE < TILE_KEYS else 1
-    blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], plain)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(128 if D >= 128 else D, 8, 2)
+    words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(query_boxes.dtype, [2, GROUP_ROWS, D], query_boxes.layout)
+    words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
+    messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
+    boxes_of_tile: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
+    blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], words_layout)
     query_full = new_barriers(2, 1)
     query_empty = new_barriers(2, 1)
     key_full = new_barriers(STAGES, 1)
@@ -466,28 +375,87 @@ def prefill_kernel(
     value_full = new_barriers(STAGES, 1)
     value_empty = new_barriers(STAGES, 2)
     message_full = new_barriers(2, 1)
-    message_empty = new_barriers(2, 2)
+    message_empty = new_barriers(2, 2 if CACHE == "plain" else 3)
+    raw_key_full = key_full
+    raw_key_empty = key_empty
+    raw_value_full = value_full
+    raw_value_empty = value_empty
+    if CACHE == "plain":
+        keys = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
+        values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
+        raw_keys = keys
+        raw_values = values
+    else:
+        raw_values = gl.allocate_shared_memory(gl.float8e4nv, [RAW_STAGES, KEYS, D], narrow)
+        raw_value_full = new_barriers(RAW_STAGES, 1)
+        raw_value_empty = new_barriers(RAW_STAGES, 1)
+        if CACHE == "native":
+            keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], narrow)
+            values = gl.allocate_shared_memory(
+                gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(TURN_TOKENS, 8, 2)
+            )
+            raw_keys = keys
+        else:
+            keys = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, D], panels)
+            values = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, D], panels)
+            raw_keys = gl.allocate_shared_memory(gl.float8e4nv, [RAW_STAGES, KEYS, D], narrow)
+            raw_key_full = new_barriers(RAW_STAGES, 1)
+            raw_key_empty = new_barriers(RAW_STAGES, 1)
     fence_async_shared()
     block_barrier()
-    gl.warp_specialize(
-        [
-            (consume, (
-                output, lse, sinks, output_scale, scale, soft_cap, queries, keys, values, words, messages, query_full,
-                query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, 0, HEADS, D,
-                BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, MODEL, OUTPUT,
-            )),
-            (consume, (
-                output, lse, sinks, output_scale, scale, soft_cap, queries, keys, values, words, messages, query_full,
-                query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, 1, HEADS, D,
-                BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, MODEL, OUTPUT,
-            )),
-            (produce, (
-                query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-                query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
-                key_empty, value_full, value_empty, message_full, message_empty, HEADS, KV_HEADS, KV_GROUP, D,
-                BLOCK_SIZE, HND, WINDOW, STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if CACHE == "plain":
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
+                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
+                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (produce, (
+                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
+                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, STAGES, STAGES,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
+                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
+                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (convert, (
+                    raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
+                    raw_value_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, D,
+                    KEYS, RAW_STAGES, STAGES, CACHE,
+                )),
+                (produce, (
+                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
+                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, STAGES if CACHE == "native" else RAW_STAGES,
+                    RAW_STAGES,
+                )),
+            ],
+            [4, CONVERTER_WARPS, 1],
+            [224, 56, 56],
+        )  # fmt: skip

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 ROW_TILE = 128
-KEY_TILE = 128
 RECORD_WORDS = 8
 
 

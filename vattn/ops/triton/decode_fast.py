@@ -34,10 +34,9 @@ from vattn.ops.triton.decode_fast_kernels import (
     reduce_kernel,
 )
 from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
-from vattn.ops.triton.epilogue import row_output
+from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 
-# 256 compiles, with small spills, but has not run on a GPU yet: the general kernel takes it.
-HEAD_SIZES = Sizes(values=(64, 128))
+HEAD_SIZES = Sizes(values=(64, 128, 256))
 BLOCK_SIZES = Sizes(step=16, low=16, high=256)
 MAX_GROUP_SIZE = 16
 DTYPES = ("float16", "bfloat16")
@@ -197,21 +196,23 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
     fmt = OUTPUT_FORMATS[config.output_format]
-    output = args.output
-    if fmt.group_size:
+    output, finished = args.output, not fmt.group_size or groups_fit_heads(config)
+    if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items, device)
     common = _common_arguments(args, config, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
     few = num_reqs <= 4
-    parts = 4 if few else 1
+    # A program that computes scales has whole groups, and more warps for its wider part.
+    most_parts = config.head_size // fmt.group_size if finished and fmt.group_size else 4
+    parts = min(4, most_parts) if few else 1
     programs = min(num_reqs * config.num_heads * parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, num_warps=4 if few else 1, launch_pdl=True,
-        **common,
+        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, num_warps=16 // parts if few else 1,
+        launch_pdl=True, **common,
     )  # fmt: skip
-    if fmt.group_size:
+    if not finished:
         from vattn.ops.triton.launch import _launch_finish
 
         _launch_finish(args, config, num_reqs, 1, output, None, fmt)
@@ -231,10 +232,16 @@ def _scratch(
 
 def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> dict[str, Any]:
     """Return what the main kernel and the reduction both take."""
+    groups, scales = group_constants(config), args.output_block_scale
+    strides = scales.stride() if groups[0] and scales is not None else (0, 0)
+    if scales is not None and scales.dtype == torch.float8_e4m3fn:
+        scales = scales.view(torch.uint8)
     return {
         "sinks": args.sinks, "v_scale": args.v_scale, "output_scale": args.output_scale,
         "output": output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, "lse": args.lse,
-        "output_stride": output.stride(0), "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
+        "block_scale": scales if groups[0] else None, "GROUPS": groups,
+        "output_stride": output.stride(0), "scale_stride": strides[0], "group_stride": strides[1],
+        "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
         "HEAD_SIZE": config.head_size, "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _TRITON_DTYPES[config.dtype],
         "OUTPUT": row_output(config),
