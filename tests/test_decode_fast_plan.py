@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -28,9 +27,24 @@ def make_plan(
         starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, num_reqs, ctas, waves, max_items,
         WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
-    num_items, num_splits = schedule[0, :2].tolist()
-    assert 0 <= num_items <= max_items
-    return schedule[1 : 1 + num_items, :7].tolist(), schedule[1 + max_items :][:num_splits, :3].tolist()
+    active, num_splits = schedule[0, :2].tolist()
+    assert 0 < active <= ctas
+    records = schedule[1 : 1 + max_items].tolist()
+    return walk(records, active), schedule[1 + max_items :][:num_splits, :3].tolist()
+
+
+def walk(records: list[list[int]], active: int) -> list[list[int]]:
+    """Return the items with rows, CTA by CTA."""
+    items, seen = [], set()
+    for cta in range(active):
+        item = cta
+        while item >= 0:
+            assert item not in seen, "an item belongs to one CTA"
+            seen.add(item)
+            if records[item][2]:
+                items.append([*records[item][:7], cta])
+            item = records[item][7]
+    return items
 
 
 def check_plan(
@@ -40,7 +54,7 @@ def check_plan(
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     tiles: dict[int, list[tuple[int, int]]] = {}
     slots: dict[int, list[int]] = {}
-    for request, first_row, num_rows, seq_len, begin, end, slot in items:
+    for request, first_row, num_rows, seq_len, begin, end, slot, _ in items:
         if request < 0:
             assert (num_rows, seq_len, begin, end, slot) == (1, 0, 0, 0, -1)
             assert first_row >= starts[-1]
@@ -54,7 +68,7 @@ def check_plan(
     for row, ranges in tiles.items():
         ranges.sort()
         assert all((b[0] - ranges[0][0]) % unit == 0 for b in ranges), "chunks are whole units"
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges)), "chunks meet"
+        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "chunks meet"
         if len(ranges) > 1:
             assert sorted(slots[row]) == split_of.pop(row)
         else:
@@ -92,18 +106,28 @@ def test_every_tile_once(ctas: int, window: int) -> None:
 def test_equal_lengths_split_equally() -> None:
     items = check_plan([1] * 32, [8192] * 32, 132)
     assert len(items) == 128
-    assert {end - begin for *_, begin, end, _ in items} == {128}
+    assert {item[5] - item[4] for item in items} == {128}
 
 
 def test_a_full_card_is_not_split() -> None:
     assert len(check_plan([1] * 40, [1024] * 40, 40)) == 40
 
 
-def test_a_long_request_among_short_ones_is_spread() -> None:
-    lengths = [131072, *[512 + 56 * i for i in range(63)]]
-    items = check_plan([1] * 64, lengths, 132)
-    longest = max(end - begin for *_, begin, end, _ in items)
-    assert longest < 1.5 * sum(-(-n // TILE) for n in lengths) / 132
+def loads(items: list[list[int]]) -> list[int]:
+    """Return the tiles of each CTA with work."""
+    found: dict[int, int] = {}
+    for item in items:
+        found[item[7]] = found.get(item[7], 0) + item[5] - item[4]
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("ctas", "unit"), [(33, 4), (132, 1)])
+def test_mixed_lengths_are_balanced(ctas: int, unit: int) -> None:
+    rng = random.Random(1)
+    skewed = [131072, *[512 + 56 * i for i in range(63)]]
+    for lengths in (skewed, [rng.randrange(100, 8000) for _ in range(64)], [rng.randrange(4000) for _ in range(200)]):
+        found = loads(check_plan([1] * len(lengths), lengths, ctas, unit=unit))
+        assert max(found) <= 1.06 * sum(found) / ctas + unit
 
 
 def test_one_short_request_uses_a_tile_per_cta() -> None:

@@ -107,14 +107,20 @@ def let_next_kernel_start():
 
 
 @gluon.jit
-def load_item(schedule, item):
-    """Return request, first row, rows (0 past the last item), seq_len, first tile, end tile, slot and next item."""
+def load_item(schedule, cta, item, ctas):
+    """Return request, first row, rows, seq_len, first tile, end tile and slot of an item; next CTA and item (-1: none).
+
+    A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
+    """
     record = schedule + (item + 1) * ITEM_FIELDS
-    num_items = gl.load(schedule)
-    rows = gl.where(item < num_items, gl.load(record + 2), 0)
+    active = gl.load(schedule)
+    rows = gl.where(cta < active, gl.load(record + 2), 0)
+    next_item = gl.where(cta < active, gl.load(record + 7), -1)
+    next_cta = gl.where(next_item < 0, cta + ctas, cta)
+    next_item = gl.where((next_item < 0) & (next_cta < active), next_cta, next_item)
     return (
         gl.load(record), gl.load(record + 1), rows, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5),
-        gl.load(record + 6), num_items,
+        gl.load(record + 6), next_cta, next_item,
     )  # fmt: skip
 
 
@@ -148,11 +154,11 @@ def produce(
     head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
     stage = 0
     phase = 1
-    item = gl.program_id(0) // HEAD_GROUPS
+    cta = gl.program_id(0) // HEAD_GROUPS
+    ctas = gl.num_programs(0) // HEAD_GROUPS
+    item = cta
     while item >= 0:
-        request, _, num_rows, seq_len, item_begin, item_end, _, num_items = load_item(schedule, item)
-        next_item = item + gl.num_programs(0) // HEAD_GROUPS
-        item = gl.where(next_item < num_items, next_item, -1)
+        request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(schedule, cta, item, ctas)
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             _, _, first, last = row_tiles(
@@ -325,11 +331,13 @@ def consume(
 
     stage = 0
     phase = 0
-    item = gl.program_id(0) // HEAD_GROUPS
+    cta = gl.program_id(0) // HEAD_GROUPS
+    ctas = gl.num_programs(0) // HEAD_GROUPS
+    item = cta
     while item >= 0:
-        request, first_row, num_rows, seq_len, item_begin, item_end, slot, num_items = load_item(schedule, item)
-        next_item = item + gl.num_programs(0) // HEAD_GROUPS
-        item = gl.where(next_item < num_items, next_item, -1)
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
+            schedule, cta, item, ctas
+        )
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request

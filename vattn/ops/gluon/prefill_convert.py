@@ -50,12 +50,9 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
     SWIZZLE: gl.constexpr = 128 if D >= 128 else D
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
     as_panel: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
-    if PAIRS == 64:
-        rows: gl.constexpr = [[0, 1], [0, 8], [8, 0], [32, 0], [0, 16]]
-    else:
-        rows: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]]
+    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[32, 0]] if PAIRS == 64 else [])
     held: gl.constexpr = gl.DistributedLinearLayout(
-        rows, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0]], [], [PAIRS, TURN_TOKENS]
+        in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0]], [], [PAIRS, TURN_TOKENS]
     )
     parts = as_tiles(raw, gl.int16, KEYS // TURN_TOKENS, [TURN_TOKENS, PAIRS], as_pairs)
     panels = as_tiles(turned, gl.int8, PANELS, [D, TURN_TOKENS], as_panel)

@@ -297,20 +297,24 @@ def decode_kernel(
         value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0)
     factor = score_factor[:, None, None]
 
-    item = tl.program_id(0) // HEAD_GROUPS
+    cta = tl.program_id(0) // HEAD_GROUPS
+    item = cta
     while item >= 0:
         record = schedule + (item + 1) * ITEM_FIELDS
         request = tl.load(record)
         first_row = tl.load(record + 1)
-        num_items = tl.load(schedule)
-        # Past the last item the record is garbage; the loads do not wait for each other.
-        num_rows = tl.where(item < num_items, tl.load(record + 2), 0)
+        active = tl.load(schedule)
+        has_work = cta < active
+        # Without work the record is garbage; the loads do not wait for each other.
+        num_rows = tl.where(has_work, tl.load(record + 2), 0)
         seq_len = tl.load(record + 3)
         item_begin = tl.load(record + 4)
         item_end = tl.load(record + 5)
         slot = tl.load(record + 6)
-        next_item = item + tl.num_programs(0) // HEAD_GROUPS
-        item = tl.where(next_item < num_items, next_item, -1)
+        item = tl.where(has_work, tl.load(record + 7), -1)
+        # A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
+        cta = tl.where(item < 0, cta + tl.num_programs(0) // HEAD_GROUPS, cta)
+        item = tl.where((item < 0) & (cta < active), cta, item)
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request

@@ -2,15 +2,21 @@
 
 The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 
-- row 0: number of items, number of split requests;
+- row 0: number of CTAs with work, number of split requests;
 - rows 1 to max_items, an item each: request (-1 for a padding row of the query), first row, number of rows, seq_len,
-  first tile, end tile, slot of its partial result (-1: it writes the result itself);
+  first tile, end tile, slot of its partial result (-1: it writes the result itself), next item of the same CTA (-1:
+  none); CTA c starts at item c;
 - the last rows, a split request each: row, first slot, number of slots.
 
-A request of one row is cut into equal chunks of at most `chunk` tiles. The chunk is the smallest that leaves no more
-items than a whole number of waves of CTAs; of a few numbers of waves the one with the lowest estimate wins. So equal
-lengths get equal splits, a batch that fills the card gets none, and a long request among short ones gets many. A
-request of several rows is one item, since its slots would not fit. A request without rows stands for a row of padding.
+Two ways of sharing the work are estimated, and the cheaper one is taken:
+
+- Even chunks: every request is cut into equal chunks, of which CTAs take turns. Of a few numbers of turns the best is
+  kept. Equal lengths get equal splits this way, and a batch that fills the card gets none.
+- Even shares: the requests are laid end to end and the line is cut into as many equal shares as there are CTAs.
+  Lengths of every mixture are balanced this way, at the price of more splits.
+
+A request of several rows is one item, since its slots would not fit. A request without rows stands for a row of
+padding.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ WAVE_CHOICES = tl.constexpr(4)
 # that still run when others have ended get about twice their share of the memory bandwidth.
 ITEM_COST = tl.constexpr(4.0)
 TAIL_SPEED = tl.constexpr(2.0)
+SHARES_COST = tl.constexpr(3.0)
+"""Items' worth of time that even shares cost, for most CTAs then write partial results."""
 
 
 @triton.jit
@@ -43,17 +51,23 @@ def request_tiles(query_start_loc, seq_lens, request, inside, WINDOW: tl.constex
 
 
 @triton.jit
+def request_units(query_start_loc, seq_lens, request, inside, WINDOW: tl.constexpr, UNIT: tl.constexpr):
+    """Return the units of UNIT tiles that requests count as, one at least; 0 outside."""
+    _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, inside, WINDOW)
+    return tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
+
+
+@triton.jit
 def choose_chunk(
     query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW: tl.constexpr, UNIT: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Return how many units of UNIT tiles an item may have."""
+    """Return how many units an item may have, 0 for even shares, and the units of all requests."""
     longest = 1
     total = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, WINDOW)
-        units = (tiles + UNIT - 1) // UNIT
+        units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
         longest = tl.maximum(longest, tl.max(units, 0))
         total += tl.sum(units, 0)
     waves = waves_of_requests + tl.arange(0, WAVE_CHOICES)
@@ -64,19 +78,31 @@ def choose_chunk(
         items = tl.zeros([WAVE_CHOICES], tl.int32)
         for start in range(0, num_reqs, REQUESTS):
             request = start + tl.arange(0, REQUESTS)
-            inside = request < num_reqs
-            _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, inside, WINDOW)
-            units = (tiles + UNIT - 1) // UNIT
-            chunks = (units[:, None] + middle[None, :] - 1) // middle[None, :]
-            items += tl.sum(tl.where(inside[:, None], tl.maximum(chunks, 1), 0), 0)
+            units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
+            items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
     ideal = total.to(tl.float32) / ctas
     excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
-    estimate = ideal + excess / TAIL_SPEED + ITEM_COST / UNIT * waves.to(tl.float32)
-    best = tl.argmin(estimate, 0)
-    return tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
+    is_split = (low < longest).to(tl.float32)
+    chunks = ideal + excess / TAIL_SPEED + ITEM_COST / UNIT * (waves.to(tl.float32) + is_split)
+    shares = ideal + ITEM_COST / UNIT * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
+    best = tl.argmin(chunks, 0)
+    chunk = tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
+    return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
+
+
+@triton.jit
+def share_start(share, total, shares):
+    """Return the first unit of a share of the line."""
+    return (share.to(tl.int64) * total // shares).to(tl.int32)
+
+
+@triton.jit
+def share_of(unit, total, shares):
+    """Return the share that a unit of the line belongs to: the last that starts at or before it."""
+    return (((unit.to(tl.int64) + 1) * shares - 1) // total).to(tl.int32)
 
 
 @triton.jit
@@ -84,9 +110,19 @@ def plan_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, waves_of_requests, max_items, WINDOW: tl.constexpr,
     UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the schedule; one program, REQUESTS requests at a time. Chunks are multiples of UNIT tiles."""
-    chunk = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, UNIT, REQUESTS)
+    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
+    PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
+    chunk, total = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, UNIT, REQUESTS)
+    even_shares = chunk == 0
+    chunk = tl.maximum(chunk, 1)
+    shares = tl.minimum(ctas, total)
+    num_chunks = tl.zeros([], tl.int32)
+    for start in range(0, num_reqs, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
+        num_chunks += tl.sum((units + chunk - 1) // chunk, 0)
     padding_row = tl.load(query_start_loc + num_reqs)
+    line = 0
     num_items = 0
     num_slots = 0
     num_splits = 0
@@ -98,33 +134,54 @@ def plan_kernel(
         pads_before = tl.cumsum(is_empty.to(tl.int32), 0) - is_empty.to(tl.int32)
         first_row = tl.where(is_empty, padding_row + pads_before, first_row)
         padding_row += tl.sum(is_empty.to(tl.int32), 0)
-        units = (tiles + UNIT - 1) // UNIT
-        items = tl.where(rows == 1, tl.maximum((units + chunk - 1) // chunk, 1), 1)
-        items = tl.where(inside & ((rows > 0) | (first_row < num_reqs)), items, 0)
-        is_split = (items > 1).to(tl.int32)
-        item = num_items + tl.cumsum(items, 0) - items
-        slot = num_slots + tl.cumsum(items * is_split, 0) - items * is_split
-        split = num_splits + tl.cumsum(is_split, 0) - is_split
+        # A request without rows is written without rows where there is no padding left for it.
+        rows = tl.where(is_empty, (first_row < num_reqs).to(tl.int32), rows)
+        seq_len = tl.where(is_empty, 0, seq_len)
         many_rows = rows > 1
-        all_tiles = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
-        for part in range(0, tl.max(items, 0)):
-            record = schedule + (1 + item + part) * ITEM_FIELDS
-            mask = (part < items) & (item + part < max_items)
-            tl.store(record, tl.where(is_empty, -1, request), mask=mask)
-            tl.store(record + 1, first_row, mask=mask)
-            tl.store(record + 2, tl.where(is_empty, 1, rows), mask=mask)
-            tl.store(record + 3, tl.where(is_empty, 0, seq_len), mask=mask)
-            begin = first_tile + tl.minimum(units * part // tl.maximum(items, 1) * UNIT, tiles)
-            end = first_tile + tl.minimum(units * (part + 1) // tl.maximum(items, 1) * UNIT, tiles)
-            tl.store(record + 4, tl.where(many_rows, 0, begin), mask=mask)
-            tl.store(record + 5, tl.where(many_rows, all_tiles, end), mask=mask)
-            tl.store(record + 6, tl.where(is_split > 0, slot + part, -1), mask=mask)
+        base_tile = tl.where(many_rows, 0, first_tile)
+        all_tiles = tl.where(many_rows, (seq_len + TILE_TOKENS - 1) // TILE_TOKENS, tiles)
+
+        units = tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
+        on_line = line + tl.cumsum(units, 0) - units
+        first_share = share_of(on_line, total, shares)
+        parts_of_line = share_of(on_line + units - 1, total, shares) - first_share + 1
+        parts = tl.where(even_shares, parts_of_line, (units + chunk - 1) // chunk)
+        parts = tl.where(inside, parts, 0)
+        is_split = (parts > 1).to(tl.int32)
+        item = num_items + tl.cumsum(parts, 0) - parts
+        slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
+        split = num_splits + tl.cumsum(is_split, 0) - is_split
+        for first_part in range(0, tl.max(parts, 0), PARTS):
+            part = first_part + tl.arange(0, PARTS)[None, :]
+            count, length, place = tl.maximum(parts, 1)[:, None], units[:, None], on_line[:, None]
+            share = first_share[:, None] + part
+            share_begin = share_start(share, total, shares)
+            share_end = share_start(share + 1, total, shares)
+            begin = tl.where(even_shares, tl.maximum(share_begin - place, 0), length * part // count)
+            end = tl.where(even_shares, tl.minimum(share_end - place, length), length * (part + 1) // count)
+            # In even shares the item that opens a share has its number, the others follow by request.
+            of_line = tl.where(place + begin == share_begin, share, shares + request[:, None])
+            next_of_line = tl.where(place + end < share_end, shares + request[:, None] + 1, -1)
+            index = tl.where(even_shares, of_line, item[:, None] + part)
+            next_of_turn = tl.where(index + ctas < num_chunks, index + ctas, -1)
+            record = schedule + (1 + index) * ITEM_FIELDS
+            mask = (part < parts[:, None]) & (index < max_items)
+            tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
+            tl.store(record + 1, first_row[:, None], mask=mask)
+            tl.store(record + 2, rows[:, None], mask=mask)
+            tl.store(record + 3, seq_len[:, None], mask=mask)
+            tl.store(record + 4, base_tile[:, None] + tl.minimum(begin * UNIT, all_tiles[:, None]), mask=mask)
+            last = tl.where(part + 1 == count, all_tiles[:, None], tl.minimum(end * UNIT, all_tiles[:, None]))
+            tl.store(record + 5, base_tile[:, None] + last, mask=mask)
+            tl.store(record + 6, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
+            tl.store(record + 7, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
         record = schedule + (1 + max_items + split) * SPLIT_FIELDS
         tl.store(record, first_row, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
-        tl.store(record + 2, items, mask=is_split > 0)
-        num_items += tl.sum(items, 0)
-        num_slots += tl.sum(items * is_split, 0)
+        tl.store(record + 2, parts, mask=is_split > 0)
+        line += tl.sum(units, 0)
+        num_items += tl.sum(parts, 0)
+        num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
-    tl.store(schedule, tl.minimum(num_items, max_items))
+    tl.store(schedule, tl.where(even_shares, shares, tl.minimum(ctas, num_chunks)))
     tl.store(schedule + 1, num_splits)
