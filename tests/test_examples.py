@@ -69,6 +69,13 @@ def test_vision_tower_in_fp8() -> None:
     assert len(errors) == 3 and all(0.1 < error < 5 for error in errors)
 
 
+def test_whisper_like_decoding() -> None:
+    printed = run("07_whisper_like_decoding.py")
+    assert "step  3: 1 encoders run, 3 requests, 5 rows" in printed, "a first step beside later ones"
+    assert "0 of 24 tokens differ from dense attention" in printed
+    assert "graphs compiled: 3\n" in printed, "with encoder states, without, and a single row"
+
+
 def test_all_examples_are_tested_and_short() -> None:
     source = Path(__file__).read_text()
     assert EXAMPLES
