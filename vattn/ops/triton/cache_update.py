@@ -5,46 +5,67 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.codec import encode
+from vattn.ops.triton.codec import cast, encode_quotient
 
 
 @triton.jit
-def _store_part(
-    source, cache, scale, token, block, offset, column, stride_t, stride_h,
-    WIDTH: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr,
+def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
+    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; `None` if there is none."""
+    if scale is None:
+        return None
+    elif PER_HEAD:
+        return tl.load(scale + head, mask=known, other=1.0)[:, None]
+    else:
+        return tl.load(scale + tl.zeros((1, 1), tl.int32))
+
+
+@triton.jit
+def stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return model-dtype values as what a cache stores; bytes are FP8 already and stored as they are."""
+    if scale is None or x.dtype == tl.uint8:
+        return x if x.dtype == tl.uint8 else cast(x, STORED)
+    else:
+        return encode_quotient(x.to(tl.float32), scale, FORMAT, NATIVE_FP8)
+
+
+@triton.jit
+def slot_start(slot, num_slots, BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr):
+    """Return where a slot's first head lies in a cache with strides of block, row and head; 0 for a slot outside."""
+    inside = (slot >= 0) & (slot < num_slots)
+    block = tl.where(inside, slot // BLOCK_SIZE, 0)
+    return block * STRIDES[0] + tl.where(inside, slot % BLOCK_SIZE, 0) * STRIDES[1]
+
+
+@triton.jit
+def _copy_heads(
+    source, cache, scale, slot, num_slots, token, head, known, stride_t, stride_h,
+    WIDTH: tl.constexpr, TILE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr,
+    FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    head = column // WIDTH
-    inside = head < NUM_HEADS
-    x = tl.load(source + token.to(tl.int64) * stride_t + head * stride_h + column % WIDTH, mask=inside, other=0)
-    # Bytes are FP8 already and stored as they are.
-    if source.dtype.element_ty != tl.uint8:
-        if scale is not None:
-            divisor = tl.load(scale + (head if PER_HEAD else head * 0), mask=inside, other=1.0)
-            x = tl.div_rn(x.to(tl.float32), divisor)
-        x = encode(x, FORMAT, cache.dtype.element_ty)
-    target = block * BLOCK_STRIDE + offset * ROW_STRIDE + head * HEAD_STRIDE + column % WIDTH
-    tl.store(cache + target, x, mask=inside)
+    column = tl.arange(0, TILE_WIDTH)[None, :]
+    inside = known[:, None] & (column < WIDTH)
+    x = tl.load(source + token * stride_t + (head * stride_h)[:, None] + column, mask=inside, other=0)
+    x = stored(x, head_scale(scale, head, known, PER_HEAD), FORMAT, cache.dtype.element_ty, NATIVE_FP8)
+    target = cache + slot_start(slot, num_slots, BLOCK_SIZE, STRIDES) + (head * STRIDES[2])[:, None] + column
+    tl.store(target, x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])
 def cache_update_kernel(
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, num_slots,
     stride_kt, stride_kh, stride_vt, stride_vh,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_BLOCK: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
-    FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_TILE: tl.constexpr, V_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
+    FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, NATIVE_FP8: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.ops.reference.kv_cache_update`. Grid: tokens, blocks of columns."""
-    token = tl.program_id(0)
+    """See `vattn.ops.reference.kv_cache_update`. Grid: tokens, tiles of heads."""
+    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
         return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
-    _store_part(key, key_cache, k_scale, token, block, offset, column, stride_kt, stride_kh,
-                D, NUM_HEADS, K_BLOCK, K_ROW, K_HEAD, FORMAT, PER_HEAD)  # fmt: skip
-    _store_part(value, value_cache, v_scale, token, block, offset, column, stride_vt, stride_vh,
-                V, NUM_HEADS, V_BLOCK, V_ROW, V_HEAD, FORMAT, PER_HEAD)  # fmt: skip
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    known = head < NUM_HEADS
+    _copy_heads(key, key_cache, k_scale, slot, num_slots, token, head, known, stride_kt, stride_kh,
+                D, D_TILE, BLOCK_SIZE, K_STRIDES, FORMAT, PER_HEAD, NATIVE_FP8)  # fmt: skip
+    _copy_heads(value, value_cache, v_scale, slot, num_slots, token, head, known, stride_vt, stride_vh,
+                V, V_TILE, BLOCK_SIZE, V_STRIDES, FORMAT, PER_HEAD, NATIVE_FP8)  # fmt: skip

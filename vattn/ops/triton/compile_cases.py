@@ -153,7 +153,7 @@ def update_launches(name: str, target: str, config: AttentionConfig) -> Iterator
         None if config.kv_scale == "none" else _meta(config.num_kv_heads),
         config.encode(),
     )
-    return record(name, target, lambda: launch.update_kv_cache(args, config))
+    return record(name, target, lambda: launch.update_kv_cache(args, config, TARGETS[target]))
 
 
 ROPES: dict[str, tuple[RopeConfig, bool]] = {

@@ -204,15 +204,15 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig) -> None:
-    """Run `vattn::kv_cache_update`."""
+def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
+    """Run `vattn::kv_cache_update`; `limits` overrides what the device can do."""
     num_tokens = args.key.shape[0]
     if num_tokens == 0:
         return
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
-    columns = config.num_kv_heads * max(config.head_size, config.head_size_v)
-    block = max(16, min(next_power_of_two(columns), 1024))
-    cache_update_kernel[(num_tokens, -(-columns // block))](
+    widths = next_power_of_two(config.head_size), next_power_of_two(config.head_size_v)
+    tile = min(max(1, 1024 // max(widths)), next_power_of_two(config.num_kv_heads))
+    cache_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
         as_bytes(args.key), as_bytes(args.value), key_cache, value_cache, args.slot_mapping, args.k_scale, args.v_scale,
         key_cache.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, BLOCK_SIZE=config.block_size,

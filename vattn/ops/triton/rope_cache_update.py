@@ -14,6 +14,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.arguments import RopeUpdateArgs
 from vattn.ops.cache_layout import key_value_views
+from vattn.ops.triton.cache_update import head_scale, slot_start, stored
 from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
 from vattn.ops.triton.tiles import Limits, next_power_of_two
@@ -114,26 +115,6 @@ def _query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC:
 
 
 @triton.jit
-def _stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE: tl.constexpr):
-    """Return model-dtype values as what the cache stores."""
-    if scale is None:
-        return cast(x, STORED)
-    else:
-        return encode_quotient(x.to(tl.float32), scale, FORMAT, NATIVE)
-
-
-@triton.jit
-def _head_scale(scale, head, known, PER_HEAD: tl.constexpr):
-    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; `None` if there is none."""
-    if scale is None:
-        return None
-    elif PER_HEAD:
-        return tl.load(scale + head, mask=known, other=1.0)[:, None]
-    else:
-        return tl.load(scale + tl.zeros((1, 1), tl.int32))
-
-
-@triton.jit
 def _query_tile(
     query, weight, query_out, q_scale, tile, token, tables, stride_t, stride_h, eps,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_HEAD: tl.constexpr, MODEL: tl.constexpr, ROUND: tl.constexpr,
@@ -144,7 +125,7 @@ def _query_tile(
     REST: tl.constexpr = SHAPE[3]
     head = tile * TILE + tl.arange(0, TILE)
     inside = (head < NUM_HEADS)[:, None]
-    scale = _head_scale(q_scale, head // GROUP, head < NUM_HEADS, PER_HEAD)
+    scale = head_scale(q_scale, head // GROUP, head < NUM_HEADS, PER_HEAD)
     rows = query + token * stride_t + (head * stride_h)[:, None]
     first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM)
     target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
@@ -177,26 +158,19 @@ def _key_value_tile(
     x = tl.load(value + token * stride_vt + (head * stride_vh)[:, None] + column, mask=there & (column < V), other=0)
     rows = key + token * stride_kt + (head * stride_kh)[:, None]
     first, second, passed = _turned_heads(rows, there, weight, tables, eps, SHAPE, NORM)
-    written = (slot >= 0) & (slot < num_slots)
-    block = tl.where(written, slot // BLOCK_SIZE, 0)
-    offset = tl.where(written, slot % BLOCK_SIZE, 0)
-    inside = (head < tl.where(written, NUM_HEADS, 0))[:, None]
-    scale = _head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
-    target = key_cache + block * K_STRIDES[0] + offset * K_STRIDES[1] + (head * K_STRIDES[2])[:, None]
-    first = _stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
-    second = _stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
+    inside = (head < tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS, 0))[:, None]
+    scale = head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
+    target = key_cache + slot_start(slot, num_slots, BLOCK_SIZE, K_STRIDES) + (head * K_STRIDES[2])[:, None]
+    first = stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
+    second = stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
     _store_pairs(target, first, second, inside, SHAPE)
     if D > 2 * HALF:
         rest = tl.arange(0, REST)[None, :]
-        codes = _stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
+        codes = stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
         tl.store(target + 2 * HALF + rest, codes, mask=inside & (rest < D - 2 * HALF))
-    target = value_cache + block * V_STRIDES[0] + offset * V_STRIDES[1] + (head * V_STRIDES[2])[:, None] + column
-    # Bytes are FP8 already and stored as they are.
-    if value.dtype.element_ty == tl.uint8:
-        tl.store(target, x, mask=inside & (column < V))
-    else:
-        v_scales = _head_scale(v_scale, head, head < NUM_HEADS, PER_HEAD)
-        tl.store(target, _stored(x, v_scales, FORMAT, STORED, NATIVE), mask=inside & (column < V))
+    target = value_cache + slot_start(slot, num_slots, BLOCK_SIZE, V_STRIDES) + (head * V_STRIDES[2])[:, None] + column
+    x = stored(x, head_scale(v_scale, head, head < NUM_HEADS, PER_HEAD), FORMAT, STORED, NATIVE)
+    tl.store(target, x, mask=inside & (column < V))
 
 
 @triton.jit(
