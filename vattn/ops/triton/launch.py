@@ -209,15 +209,15 @@ def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limi
     num_tokens = args.key.shape[0]
     if num_tokens == 0:
         return
+    limits = limits or Limits.of(args.key.device)
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
     widths = next_power_of_two(config.head_size), next_power_of_two(config.head_size_v)
     tile = min(max(1, 1024 // max(widths)), next_power_of_two(config.num_kv_heads))
     cache_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
         as_bytes(args.key), as_bytes(args.value), key_cache, value_cache, args.slot_mapping, args.k_scale, args.v_scale,
         key_cache.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
-        NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, BLOCK_SIZE=config.block_size,
-        K_BLOCK=key_cache.stride(0), K_ROW=key_cache.stride(1), K_HEAD=key_cache.stride(2),
-        V_BLOCK=value_cache.stride(0), V_ROW=value_cache.stride(1), V_HEAD=value_cache.stride(2),
-        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", BLOCK=block, num_warps=4,
-        enable_fp_fusion=True,
+        NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, D_TILE=widths[0], V_TILE=widths[1],
+        BLOCK_SIZE=config.block_size, K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
+        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", NATIVE_FP8=limits.native_fp8, TILE=tile,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
