@@ -33,7 +33,7 @@ def make_batch(
 ) -> Batch:
     """Return a random batch, full of garbage wherever garbage is allowed; the arguments are those of `Row`.
 
-    A backend that is not `garbage_safe` gets finite values everywhere and no table with ids out of range.
+    A backend that is not `garbage_safe` gets finite values everywhere and no table that is broken or too narrow.
     """
     safe = selector.get_backend(config.backend).capabilities.garbage_safe
     query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
@@ -41,7 +41,7 @@ def make_batch(
     if config.block_size == 0:
         batch = _with_reciprocal(random_packed_batch(config, query_lens, seq_lens, **common))
         return batch if safe else finite(batch)
-    width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" else None
+    width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" and safe else None
     batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
     if table == "broken" and safe:
         break_table(batch, seed)

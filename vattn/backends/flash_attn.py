@@ -1,7 +1,9 @@
 """FLASH_ATTN: attention by a FlashAttention library, whichever is found; the cache is written by our own kernel.
 
-A binary promises less than our kernels: values in memory that no request owns must be finite, and block ids that name
-no block are read as the nearest one. It has no quantised output, no ALiBi, no tree and no chunks.
+A binary promises less than our kernels: values in memory that no request owns must be finite, block ids that name no
+block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8 it rounds
+the weights of the values to e4m3 too, which costs up to 2^-4 of a result. It has no quantised output, no ALiBi, no tree
+and no chunks.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ FLASH_ATTENTION_3 = Capabilities(
             "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
         ),
         Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention-3 takes sinks in bf16: use a bf16 model"),
+        Exclusion(frozenset({"sinks", "lse"}), "FlashAttention-3 rounds sinks to bf16, too coarse for a log-sum-exp"),
     ),
     minimum_capability=(9, 0),
     garbage_safe=False,
@@ -116,7 +119,7 @@ class FlashAttentionBackend(Backend):
             block_table=table,
             max_seq_len=width * config.block_size,
         )
-        self._run(args, call)
+        self._run(args, call, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
@@ -124,7 +127,7 @@ class FlashAttentionBackend(Backend):
         call = self._call(args, config, args.key, args.value, num_reqs)._replace(
             kv_start_loc=args.kv_start_loc, max_seq_len=args.key.shape[0]
         )
-        self._run(args, call)
+        self._run(args, call, config)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update` by the Triton kernel, which every format has."""
@@ -162,14 +165,16 @@ class FlashAttentionBackend(Backend):
             descales=_descales(scales, num_reqs, config.num_kv_heads) if quantised else None,
         )
 
-    def _run(self, args: AttentionArgs | VarlenAttentionArgs, call: FlashCall) -> None:
+    def _run(self, args: AttentionArgs | VarlenAttentionArgs, call: FlashCall, config: AttentionConfig) -> None:
         library = self.library
         assert library is not None  # `reasons` refused the call otherwise
         args.output.zero_()
         if args.lse is not None:
             args.lse.fill_(float("-inf"))
+        asked = _rows_that_ask(args, call, config)
         if not call.query.shape[0] or not call.key.shape[0]:
-            _sinks_alone(args)
+            if args.lse is not None and args.sinks is not None:
+                args.lse.copy_(torch.where(asked, args.sinks.float(), float("-inf")))
             return
         if library.paged:
             lse = run_flash(library, call, args.output)
@@ -177,32 +182,34 @@ class FlashAttentionBackend(Backend):
             output = torch.empty_like(args.output)
             lse = run_flash(library, call, output)
             args.output.copy_(output)
-        _put_right(args, lse)
+        _put_right(args, lse, asked)
 
 
 def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (
-        scale.expand(num_kv_heads).expand(num_reqs, num_kv_heads) for scale in scales if scale is not None
-    )
+    given = (scale for scale in scales if scale is not None)
+    query, key, value = (scale.expand(num_kv_heads).expand(num_reqs, num_kv_heads) for scale in given)
     return query, key, value
 
 
-def _real_rows(args: AttentionArgs | VarlenAttentionArgs) -> Tensor:
+def _rows_that_ask(args: AttentionArgs | VarlenAttentionArgs, call: FlashCall, config: AttentionConfig) -> Tensor:
+    """Return bool `[T, 1]`: rows of requests, but for those of a query longer than its sequence that lie before it."""
     rows = torch.arange(args.query.shape[0], device=args.query.device)
-    return rows < args.query_start_loc[-1]
+    starts = call.query_start_loc
+    real = rows < starts[-1]
+    if config.causality == "causal" or config.attn_type == "encoder_decoder":
+        # The library's own causal mask hides every key from rows before the sequence; cross attention has no positions.
+        return real.unsqueeze(1)
+    lengths = call.seq_lens if call.kv_start_loc is None else call.kv_start_loc.diff()
+    assert lengths is not None
+    request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=lengths.shape[0] - 1)
+    return (real & (rows >= starts[request + 1] - lengths[request])).unsqueeze(1)
 
 
-def _put_right(args: AttentionArgs | VarlenAttentionArgs, lse: Tensor) -> None:
+def _put_right(args: AttentionArgs | VarlenAttentionArgs, lse: Tensor, asked: Tensor) -> None:
     """Make rows of padding and rows that see no key what our contract says: zeros, and a log of nothing."""
     found = lse.transpose(0, 1)
-    real = _real_rows(args).unsqueeze(1)
     # Without a visible key the library gives plus infinity, or with a sink the sink; both rows hold zeros.
-    seen = real & (found < float("inf"))
+    seen = asked & (found < float("inf"))
     args.output.masked_fill_(~seen.unsqueeze(2), 0)
     if args.lse is not None:
         args.lse.copy_(torch.where(seen, found, float("-inf")))
-
-
-def _sinks_alone(args: AttentionArgs | VarlenAttentionArgs) -> None:
-    if args.lse is not None and args.sinks is not None:
-        args.lse.copy_(torch.where(_real_rows(args).unsqueeze(1), args.sinks.float(), float("-inf")))
