@@ -3,12 +3,15 @@
 from vattn import errors
 from vattn.backends.selector import explain, register_backend
 from vattn.block_pool import BlockPool
+from vattn.block_tables import HybridBlockTable
 from vattn.compilation import compile, compile_regions
 from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
+from vattn.grouped_builder import GroupedMetadataBuilder
+from vattn.grouped_metadata import GroupedMetadata
 from vattn.kv_cache import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -22,6 +25,14 @@ from vattn.kv_cache import (
     allocate_kv_cache,
     copy_blocks,
     swap_blocks,
+)
+from vattn.kv_transfer import (
+    FileConnector,
+    HostMemoryConnector,
+    KVConnector,
+    KVTransfer,
+    TransferRequest,
+    block_keys,
 )
 from vattn.layers import (
     Attention,
@@ -38,6 +49,7 @@ from vattn.layers import (
     read_encoder_scales,
     save_encoder_scales,
 )
+from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
 from vattn.logits_rows import fast_prefill, kept_rows
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
@@ -65,9 +77,16 @@ __all__ = [
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "EncoderOnlyAttentionSpec",
+    "FileConnector",
     "FullAttentionSpec",
     "FusionReport",
+    "GroupedMetadata",
+    "GroupedMetadataBuilder",
+    "HostMemoryConnector",
+    "HybridBlockTable",
     "KVCacheSpec",
+    "KVConnector",
+    "KVTransfer",
     "MLAAttentionSpec",
     "MMEncoderAttention",
     "QuantConfig",
@@ -76,8 +95,10 @@ __all__ = [
     "SlidingWindowSpec",
     "StaticSinkAttention",
     "TQFullAttentionSpec",
+    "TransferRequest",
     "allocate_kv_cache",
     "backend",
+    "block_keys",
     "check_cu_seqlens",
     "clip_rates",
     "compile",
@@ -94,6 +115,7 @@ __all__ = [
     "kept_rows",
     "kv_cache_shape",
     "load_flash_attn",
+    "maybe_transfer_kv_layer",
     "merge_attn_states",
     "observe_clipping",
     "options",

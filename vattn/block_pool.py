@@ -1,12 +1,13 @@
 """Which block of a KV cache belongs to whom: host bookkeeping only, no tensor and no device.
 
-A block has one reference per owner. Forked requests share blocks until one of them writes: copy on write.
+A block has one reference per owner. Forked requests share blocks until one of them writes: copy on write. A full block
+can be given a key of its content: other requests find it while it is owned, and afterwards until its room is needed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 
@@ -31,6 +32,15 @@ class BlockPool:
         (3, True)
         >>> pool.num_free
         4
+
+    Blocks that have a key keep their content when their last owner leaves, and are handed out last, the least recently
+    used first:
+
+        >>> pool.publish(prompt[0], "key of its tokens")
+        True
+        >>> pool.free([*prompt, *branch[:-1], 3])
+        >>> pool.take(["key of its tokens", "another key"])
+        [1]
     """
 
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
@@ -44,16 +54,25 @@ class BlockPool:
         # Popped from the end: low ids first, and the block freed last is the one handed out next.
         self._free = list(range(num_blocks - 1, reserved - 1, -1))
         self._references = [0] * num_blocks
+        self._keys: dict[int, str] = {}
+        self._published: dict[str, int] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Blocks without owners that have a key, the least recently used first."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._free)
+        """Blocks that can be allocated now, those that are kept for their content included."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks without owners whose content can still be taken."""
+        return len(self._kept)
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one owner."""
-        return self.num_blocks - self.reserved - len(self._free)
+        return self.num_blocks - self.reserved - self.num_free
 
     def references(self, block_id: int) -> int:
         """Return how many owners a block has, 0 if it is free.
@@ -72,14 +91,13 @@ class BlockPool:
         """
         if num_blocks < 0:
             raise BlockError(f"{num_blocks} blocks were asked for", "0 or more", "check the length arithmetic")
-        if num_blocks > len(self._free):
+        if num_blocks > self.num_free:
             raise OutOfBlocksError(
-                f"{num_blocks} blocks were asked for and {len(self._free)} of "
-                f"{self.num_blocks - self.reserved} are left",
-                f"up to {len(self._free)} blocks now",
+                f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks - self.reserved} are left",
+                f"up to {self.num_free} blocks now",
                 "free finished requests, preempt one, or allocate a larger KV cache",
             )
-        taken = [self._free.pop() for _ in range(num_blocks)]
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block_id in taken:
             self._references[block_id] = 1
         return taken
@@ -107,12 +125,69 @@ class BlockPool:
         for block_id in reversed(released):
             self._references[block_id] -= 1
             if not self._references[block_id]:
-                self._free.append(block_id)
+                self._release(block_id)
+
+    def publish(self, block_id: int, key: str) -> bool:
+        """Name the content of a block that is full and will not change, so that `find` and `take` know it.
+
+        Args:
+            key: hash of the content and of all that it depends on (`vattn.kv_transfer.block_keys`). In a cache with
+                groups it must tell the groups apart.
+
+        Returns:
+            Whether the block has the key now; not if another block has it.
+
+        Raises:
+            BlockError: the block is unknown or free, or has another key.
+        """
+        self._check_owned(Counter([block_id]), forking=True)
+        if self._keys.get(block_id, key) != key:
+            raise BlockError(
+                f"block {block_id} has key {self._keys[block_id]!r} and was given {key!r}",
+                "one key for a block's content",
+                "publish full blocks only, and take writable() blocks before writing",
+            )
+        if self._published.setdefault(key, block_id) != block_id:
+            return False
+        self._keys[block_id] = key
+        return True
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Return how many of the first keys have a block."""
+        return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
+
+    def take(self, keys: Sequence[str]) -> list[int]:
+        """Become an owner of the blocks of the first keys, as far as there are some, and return them."""
+        found = [self._published[key] for key in keys[: self.find(keys)]]
+        for block_id in found:
+            self._references[block_id] += 1
+            self._kept.pop(block_id, None)
+        return found
+
+    def _release(self, block_id: int) -> None:
+        """Make a block without owners available."""
+        if block_id in self._keys:
+            self._kept[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        """Drop a block's key."""
+        key = self._keys.pop(block_id, None)
+        if key is not None:
+            del self._published[key]
+
+    def _evict(self) -> int:
+        """Return the least recently used of the kept blocks, without its key."""
+        block_id, _ = self._kept.popitem(last=False)
+        self._forget(block_id)
+        return block_id
 
     def writable(self, block_id: int) -> tuple[int, bool]:
         """Return a block that its caller alone owns, and whether the old block's bytes must be copied to it.
 
-        A shared block loses this owner and a new one takes its place in the caller's table.
+        A shared block loses this owner and a new one takes its place in the caller's table. A block that stays loses
+        its key, since its content will change.
 
         Raises:
             BlockError: the block is unknown or free.
@@ -120,26 +195,26 @@ class BlockPool:
         """
         self._check_owned(Counter([block_id]), forking=True)
         if self._references[block_id] == 1:
+            self._forget(block_id)
             return block_id, False
         (copy,) = self.allocate(1)
         self._references[block_id] -= 1
         return copy, True
 
     def check(self) -> None:
-        """Verify that free and owned blocks are disjoint and complete; for tests and for hunting leaks.
+        """Verify that free, kept and owned blocks are disjoint and complete; for tests and for hunting leaks.
 
         Raises:
             BlockError: the bookkeeping contradicts itself.
         """
         usable = set(range(self.reserved, self.num_blocks))
         owned = {block_id for block_id, count in enumerate(self._references) if count > 0}
-        free = set(self._free)
-        sound = (
-            len(free) == len(self._free) and not free & owned and free | owned == usable and min(self._references) >= 0
-        )
-        if not sound:
+        free = {*self._free, *self._kept}
+        sound = len(free) == self.num_free and not free & owned and free | owned == usable
+        keyed = {block_id: key for key, block_id in self._published.items()}
+        if not sound or min(self._references) < 0 or keyed != self._keys or not set(self._kept) <= set(keyed):
             raise BlockError(
-                f"pool of {self.num_blocks} blocks: {len(self._free)} entries free, {len(owned)} owned",
+                f"pool of {self.num_blocks} blocks: {self.num_free} free, {len(owned)} owned, {len(keyed)} keys",
                 f"{len(usable)} in all, none twice",
                 "report this as a bug of the pool",
             )

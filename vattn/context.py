@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.metadata import AttentionMetadata
 
 current: AttentionMetadata | None = None
@@ -24,9 +25,25 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         ...     pass
     """
     global current
-    before = current
+    before, parts = current, _set_parts(current, metadata)
     current = metadata
     try:
         yield
     finally:
         current = before
+        for group, part in parts:
+            group.step = part
+
+
+def _set_parts(
+    before: AttentionMetadata | None, metadata: AttentionMetadata | None
+) -> list[tuple[CacheGroup, AttentionMetadata | None]]:
+    """Give the groups of a step their parts, take those of the step before away, and return what all of them had."""
+    steps = [step for step in (before, metadata) if isinstance(step, GroupedMetadata)]
+    had = [(group, group.step) for step in steps for group in step.cache_groups]
+    for group, _ in had:
+        group.step = None
+    if isinstance(metadata, GroupedMetadata):
+        for group, part in zip(metadata.cache_groups, metadata.parts, strict=True):
+            group.step = part
+    return had

@@ -1,18 +1,20 @@
-"""KV caches of a whole model: what each layer needs, one storage per layer, and blocks moved between storages."""
+"""KV caches of a whole model: what each layer needs, its storage, and what it costs."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
-from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.formats import MODEL_DTYPES
+from vattn.grouped_metadata import CacheGroup
+from vattn.kv_cache_blocks import copy_blocks, swap_blocks
+from vattn.kv_cache_groups import Grouping, KVCacheGroup, group_layers
 from vattn.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -24,7 +26,6 @@ from vattn.kv_cache_spec import (
     SlidingWindowSpec,
     TQFullAttentionSpec,
 )
-from vattn.ops.cache_layout import CacheGeometry, kv_cache_dtype, kv_cache_shape
 
 __all__ = [
     "ChunkedLocalAttentionSpec",
@@ -32,6 +33,7 @@ __all__ = [
     "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "KVCacheAllocation",
+    "KVCacheGroup",
     "KVCacheLayer",
     "KVCacheSpec",
     "LayerCache",
@@ -45,10 +47,6 @@ __all__ = [
     "parse_bytes",
     "swap_blocks",
 ]
-
-BlockMapping: TypeAlias = Tensor | Sequence[tuple[int, int]]
-
-_NO_PAIRS = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
 
 class KVCacheLayer(Protocol):
@@ -72,18 +70,23 @@ class LayerCache:
         name: the layer's prefix, or its path in the model.
         spec: what it stores; that of the target for a shared cache.
         storage: the raw storage.
-        shared_with: name of the layer that owns the storage, `None` for its own.
+        shared_with: name of the layer whose cache it reads, `None` for its own.
+        group: index of its group; 0 without groups.
+        adds_storage: whether the storage came with this layer; not if an earlier one of another group has it too.
     """
 
     name: str
     spec: KVCacheSpec
     storage: Tensor = field(repr=False)
     shared_with: str | None = None
+    group: int = 0
+    adds_storage: bool = True
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this layer adds: 0 if it shares another's."""
-        return 0 if self.shared_with else self.storage.numel() * self.storage.element_size()
+        """Bytes that this layer adds: 0 if the storage is another's."""
+        adds = self.adds_storage and self.shared_with is None
+        return self.storage.numel() * self.storage.element_size() if adds else 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class KVCacheAllocation:
         dtype: model dtype that the layers were bound for.
         device: where the storages lie.
         layers: one entry per layer, in the model's order.
+        groups: which layers share a block table; empty where all do, in a cache without groups.
+        max_seq_len: length of the request that the groups were chosen for; 0 without groups.
     """
 
     num_blocks: int
@@ -103,17 +108,46 @@ class KVCacheAllocation:
     dtype: torch.dtype
     device: torch.device
     layers: tuple[LayerCache, ...]
-    groups: tuple[()] = ()
+    groups: tuple[KVCacheGroup, ...] = ()
+    max_seq_len: int = 0
 
     @property
     def kv_caches(self) -> list[Tensor]:
-        """Every storage once, in the order of the layers that own them."""
-        return [layer.storage for layer in self.layers if layer.shared_with is None]
+        """Every storage once, in the order of the layers that they came with."""
+        return [layer.storage for layer in self.layers if layer.shared_with is None and layer.adds_storage]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block takes over all layers."""
-        return sum(layer.spec.page_size_bytes for layer in self.layers if layer.shared_with is None)
+        """Bytes that one block id takes over all storages."""
+        return self.total_bytes // self.num_blocks
+
+    @property
+    def reserved_blocks(self) -> int:
+        """First blocks that belong to no request, for `BlockPool(reserved=)`: the null block, and those of sinks."""
+        return 1 + max((getattr(layer.spec, "sink_blocks", 0) for layer in self.layers), default=0)
+
+    def blocks_per_request(self, max_seq_len: int, max_new_tokens: int = 1, max_encoder_len: int | None = None) -> int:
+        """Return how many blocks one request can need at once, over all groups; arguments of `KVCacheSpec.max_blocks`.
+
+        Without groups all layers read one table, whose blocks are kept for the layer that needs them longest; blocks of
+        encoder states come on top.
+        """
+        arguments = (max_seq_len, max_new_tokens, max_encoder_len)
+        if self.groups:
+            return sum(group.spec.max_blocks(*arguments) for group in self.groups)
+        specs = [layer.spec for layer in self.layers]
+        own = [spec.max_blocks(*arguments) for spec in specs if not isinstance(spec, CrossAttentionSpec)]
+        cross = [spec.max_blocks(*arguments) for spec in specs if isinstance(spec, CrossAttentionSpec)]
+        return max(own, default=0) + max(cross, default=0)
+
+    @property
+    def waste(self) -> float:
+        """Share of the memory of a request of `max_seq_len` tokens that no layer uses; 0 without groups."""
+        if not self.groups:
+            return 0.0
+        counts = [group.spec.max_blocks(self.max_seq_len, 1, self.max_seq_len) for group in self.groups]
+        used = sum(count * group.content_bytes for count, group in zip(counts, self.groups, strict=True))
+        return 1 - used / (sum(counts) * self.bytes_per_block)
 
     @property
     def bytes_per_layer(self) -> dict[str, int]:
@@ -140,10 +174,17 @@ class KVCacheAllocation:
             f"{type(c.spec).__name__} {c.spec.kv_cache_dtype} {c.spec.layout}, {c.spec.num_kv_heads} KV heads of "
             f"{c.spec.head_size}"
             + (f" and {c.spec.head_size_v}" if c.spec.head_size_v != c.spec.head_size else "")
-            + (", shared" if c.shared_with else f", {format_bytes(c.num_bytes)} each")
+            + (", shared" if c.shared_with or not c.adds_storage else f", {format_bytes(c.num_bytes)} each")
             for c in self.layers
         )
-        return "\n".join(lines + [f"  {count} x {text}" for text, count in groups.items()])
+        lines += [f"  {count} x {text}" for text, count in groups.items()]
+        lines += [
+            f"  group {index}: {len(group.layer_names)} layers, {type(group.spec).__name__}"
+            for index, group in enumerate(self.groups)
+        ]
+        if self.groups:
+            lines.append(f"  {self.waste:.1%} of a request of {self.max_seq_len} tokens is unused")
+        return "\n".join(lines)
 
 
 def format_bytes(count: int) -> str:
@@ -183,6 +224,8 @@ def allocate_kv_cache(
     memory: int | str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    hybrid: bool = False,
+    max_seq_len: int = 32768,
 ) -> KVCacheAllocation:
     """Allocate and bind the KV cache of every attention layer in a model.
 
@@ -192,13 +235,19 @@ def allocate_kv_cache(
         memory: bytes for all layers together, as an int or such as `"2GiB"`; rounded down to whole blocks.
         device: default that of the model's parameters.
         dtype: model dtype; default that of most of the model's parameters.
+        hybrid: put layers that keep their tokens for differently long (full, window, chunks, encoder states) into
+            groups, each with a block table of its own over one pool of block ids: `HybridBlockTable` frees what a
+            window has left behind, `GroupedMetadataBuilder` builds the steps. Layers of different groups share
+            storages.
+        max_seq_len: with `hybrid`, length of the requests that the groups are chosen for.
 
     Returns:
         What was allocated. Storages are zeroed and contiguous; layers that share a cache get their target's tensor.
 
     Raises:
         ConfigError: neither or both of `num_blocks` and `memory`, or a value out of range.
-        CacheError: no layer found, memory too small for one block, block sizes that differ, an invalid sharing target.
+        CacheError: no layer found, memory too small for one block, block sizes that differ, an invalid sharing target,
+            or a layer class that knows no groups.
         DtypeError, DeviceError: a dtype or device that a cache cannot have.
 
     Example:
@@ -219,24 +268,62 @@ def allocate_kv_cache(
         raise DtypeError(f"model dtype {dtype}", ", ".join(MODEL_DTYPES), "pass dtype=torch.bfloat16")
     device = _model_device(model) if device is None else _device(device)
     modules = find_layers(model)
-    specs = {name: spec for name, m in modules.items() if (spec := m.get_kv_cache_spec(dtype)) is not None}
+    found = {name: m.get_kv_cache_spec(dtype) for name, m in modules.items()}
+    specs = {name: s for name, s in found.items() if s is not None and not isinstance(s, EncoderOnlyAttentionSpec)}
     targets = _sharing_targets(modules, specs)
     block_size = _common_block_size(specs)
-    count = _count_blocks(num_blocks, memory, specs)
+    grouping = _grouping(modules, specs, max_seq_len) if hybrid else None
+    per_block = grouping.bytes_per_block if grouping else sum(spec.page_size_bytes for spec in specs.values())
+    count = _count_blocks(num_blocks, memory, per_block, len(specs))
     for name, module in modules.items():
         # Every refusal comes before the first binding, so that none leaves a model half bound.
         module.resolve_config(dtype, device, modules.get(targets.get(name, "")))
-    storages = {name: _zeros(spec, count, device) for name, spec in specs.items()}
+    groups = (
+        grouping.groups if grouping else (KVCacheGroup(tuple(specs), tuple(specs.values()), tuple(range(len(specs)))),)
+    )
+    places = _places(groups)
+    storages: dict[int, Tensor] = {}
+    holders = [CacheGroup(index, len(groups), group.spec) for index, group in enumerate(groups)]
     layers = []
     for name, module in modules.items():
-        if name in specs:
-            module.bind_kv_cache(storages[name], dtype)
-            layers.append(LayerCache(name, specs[name], storages[name]))
-        elif name in targets:
-            target = targets[name]
-            module.bind_kv_cache(storages[target], dtype, modules[target])
-            layers.append(LayerCache(name, specs[target], storages[target], target))
-    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers))
+        owner = targets.get(name, name)
+        if owner not in places:
+            continue
+        index, place, spec = places[owner]
+        adds = place not in storages
+        if adds:
+            storages[place] = _zeros(spec, count, device)
+        if name in targets:
+            module.bind_kv_cache(storages[place], dtype, modules[owner])
+        else:
+            module.bind_kv_cache(storages[place], dtype)
+        if hasattr(module, "kv_cache_group"):
+            module.kv_cache_group = holders[index] if grouping else None
+        layers.append(LayerCache(name, spec, storages[place], targets.get(name), index, adds))
+    groups = groups if grouping else ()
+    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), groups, max_seq_len if grouping else 0)
+
+
+def _places(groups: tuple[KVCacheGroup, ...]) -> dict[str, tuple[int, int, KVCacheSpec]]:
+    """Return group, storage and spec of each layer."""
+    return {
+        name: (index, place, spec)
+        for index, group in enumerate(groups)
+        for name, spec, place in zip(group.layer_names, group.specs, group.storages, strict=True)
+    }
+
+
+def _grouping(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheSpec], max_seq_len: int) -> Grouping:
+    if not isinstance(max_seq_len, int) or max_seq_len < 1:
+        raise ConfigError(f"max_seq_len={max_seq_len!r}", "an int >= 1", "pass the longest request that is usual")
+    unaware = [name for name, module in modules.items() if name in specs and not hasattr(module, "kv_cache_group")]
+    if unaware:
+        raise CacheError(
+            f"layer {unaware[0]!r} is a {type(modules[unaware[0]]).__name__}, which has no attribute kv_cache_group",
+            "layers that take their part of a step with groups",
+            "allocate without hybrid=True",
+        )
+    return group_layers(specs, max_seq_len)
 
 
 def _model_dtype(model: nn.Module) -> torch.dtype:
@@ -329,15 +416,15 @@ def _common_block_size(specs: dict[str, KVCacheSpec]) -> int:
     return sizes[0]
 
 
-def _count_blocks(num_blocks: int | None, memory: int | str | None, specs: dict[str, KVCacheSpec]) -> int:
+def _count_blocks(num_blocks: int | None, memory: int | str | None, per_block: int, num_layers: int) -> int:
     if memory is None:
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks!r}", "an int >= 1", "pass num_blocks=64")
         return num_blocks
-    budget, per_block = parse_bytes(memory), sum(spec.page_size_bytes for spec in specs.values())
+    budget = parse_bytes(memory)
     if budget < per_block:
         raise CacheError(
-            f"memory={memory!r} is {budget} bytes, and one block takes {per_block} bytes over {len(specs)} layers",
+            f"memory={memory!r} is {budget} bytes, and one block takes {per_block} bytes over {num_layers} layers",
             f"at least {per_block} bytes",
             "give more memory, or use a smaller block_size or an FP8 cache",
         )
@@ -356,106 +443,3 @@ def _zeros(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> Tensor:
             "what the device has free",
             "use fewer blocks, or an FP8 cache",
         ) from error
-
-
-def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping, geometry: CacheGeometry) -> None:
-    """Copy whole blocks, keys and values, from one storage to another, on the same device or not.
-
-    All sources are read before any destination is written, so both may be the same storage.
-
-    Args:
-        source, destination: raw storages of the same geometry; their numbers of blocks may differ.
-        block_mapping: pairs `(source block, destination block)`, or int64 `[n, 2]`; a GPU tensor costs a sync.
-        geometry: the layer's `KVCacheSpec` or `AttentionConfig`.
-
-    Raises:
-        CacheError: an id out of range, a destination named twice, or a storage of another geometry; nothing is copied.
-    """
-    for name, storage in (("source", source), ("destination", destination)):
-        axis = _block_axis(storage)
-        shape, dtype = kv_cache_shape(geometry, storage.shape[axis]), kv_cache_dtype(geometry)
-        if tuple(storage.shape) != shape or storage.dtype != dtype:
-            raise CacheError(
-                f"{name} storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}",
-                f"{shape} of {dtype_name(dtype)}",
-                "pass the spec that the storage was allocated for",
-            )
-    pairs = _check_mapping(
-        block_mapping, source.shape[_block_axis(source)], destination.shape[_block_axis(destination)]
-    )
-    _copy_pairs(source, destination, pairs)
-
-
-def copy_blocks(
-    kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: BlockMapping
-) -> None:
-    """Copy whole blocks, keys and values, inside every layer's storage: what copy on write needs.
-
-    All sources are read before any destination is written. A storage that several layers share is copied once.
-
-    Args:
-        kv_caches: the storages, by layer or in any order, or what `allocate_kv_cache` returned.
-        block_mapping: pairs `(source block, destination block)`, or int64 `[n, 2]`; a GPU tensor costs a sync.
-
-    Raises:
-        CacheError: an id out of range or a destination named twice; nothing is copied, in no layer.
-    """
-    if isinstance(kv_caches, KVCacheAllocation):
-        kv_caches = kv_caches.kv_caches
-    elif isinstance(kv_caches, Mapping):
-        kv_caches = list(kv_caches.values())
-    distinct = list({(cache.device, cache.data_ptr(), cache.shape): cache for cache in kv_caches}.values())
-    num_blocks = min((cache.shape[_block_axis(cache)] for cache in distinct), default=0)
-    pairs = _check_mapping(block_mapping, num_blocks, num_blocks)
-    for cache in distinct:
-        _copy_pairs(cache, cache, pairs)
-
-
-def _block_axis(storage: Tensor) -> int:
-    """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes `[blocks, bytes]`."""
-    if storage.dim() not in (2, 5):
-        raise CacheError(
-            f"a storage of shape {tuple(storage.shape)}",
-            "2 or 5 dimensions, as vattn.kv_cache_shape makes them",
-            "pass the raw storage, not a view of its keys or values",
-        )
-    return 0 if storage.dim() == 2 else 1
-
-
-def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: int) -> Tensor:
-    """Return the mapping on the CPU, checked."""
-    if not isinstance(mapping, Tensor):
-        mapping = _as_tensor(mapping)
-    if mapping.dtype != torch.int64 or mapping.dim() != 2 or mapping.shape[1] != 2:
-        raise CacheError(
-            f"block_mapping of shape {tuple(mapping.shape)} and {dtype_name(mapping.dtype)}",
-            "int64 [n, 2], rows (source block, destination block)",
-            "torch.tensor([(3, 7)])",
-        )
-    pairs = mapping.cpu()
-    for column, name, limit in ((0, "source", num_sources), (1, "destination", num_destinations)):
-        ids = pairs[:, column]
-        wrong = ids[(ids < 0) | (ids >= limit)].tolist()
-        if wrong:
-            raise CacheError(f"{name} block(s) {wrong} in block_mapping", f"0 to {limit - 1}", "check the block tables")
-    twice = [block for block, count in Counter(pairs[:, 1].tolist()).items() if count > 1]
-    if twice:
-        raise CacheError(
-            f"destination block(s) {twice} named twice in block_mapping", "each once", "drop one of the rows"
-        )
-    return pairs
-
-
-def _as_tensor(pairs: Sequence[tuple[int, int]]) -> Tensor:
-    try:
-        return torch.tensor([tuple(pair) for pair in pairs], device="cpu") if len(pairs) else _NO_PAIRS
-    except (TypeError, ValueError) as error:
-        raise CacheError(
-            f"block_mapping {pairs!r}", "pairs (source block, destination block)", "pass [(3, 7)]"
-        ) from error
-
-
-def _copy_pairs(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    axis = _block_axis(source)
-    blocks = source.index_select(axis, pairs[:, 0].to(source.device)).to(destination.device)
-    destination.index_copy_(axis, pairs[:, 1].to(destination.device), blocks)

@@ -110,11 +110,15 @@ class Attention(CachedAttention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.kv_cache import FullAttentionSpec, SlidingWindowSpec
+        from vattn.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
         if self.kv_sharing_target_layer_name is not None:
             return None
         window, fields = self._request["sliding_window"], self._spec_fields(dtype)
         if window is None or self._request["mm_prefix"] == "full":
-            return FullAttentionSpec(**fields)
+            return FullAttentionSpec(sliding_window=window, **fields)
+        lookback = self._request["chunk_lookback"]
+        if lookback is not None:
+            size = window // (lookback + 1)
+            return ChunkedLocalAttentionSpec(attention_chunk_size=size, chunk_lookback=lookback, **fields)
         return SlidingWindowSpec(sliding_window=window, **fields)

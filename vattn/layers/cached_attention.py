@@ -27,6 +27,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
+from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.layers.cache_scales import CacheScales
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerStep, check_output_shape, given, split_heads
@@ -128,6 +129,8 @@ class CachedAttention(CacheScales):
         self._ops: dict[StepKind, str] = {}
         self._refused: dict[StepKind, str] = {}
         self._plan_key = ""
+        self.kv_cache_group: CacheGroup | None = None
+        """The layer's group in a cache that was allocated with `hybrid=True`."""
         self._target: tuple[CachedAttention, ...] = ()
         # Buffers made in inference mode could not be calculated or loaded outside of it.
         with torch.inference_mode(False):
@@ -280,8 +283,7 @@ class CachedAttention(CacheScales):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
-        if metadata is None:
-            metadata = context.current
+        metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         self._check_given(key, value, metadata)
         fmt = OUTPUT_FORMATS[self.quant_config.output_format]
@@ -313,6 +315,19 @@ class CachedAttention(CacheScales):
         if self.kv_transfer_token is not None:
             save_kv_layer(self.kv_cache, self.kv_transfer_token)
         return self._shaped(output, block_scale, output_shape)
+
+    def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
+        """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
+        if self.kv_cache_group is not None:
+            return self.kv_cache_group.part(metadata, context.current)
+        metadata = context.current if metadata is None else metadata
+        if isinstance(metadata, GroupedMetadata):
+            raise MetadataError(
+                f"metadata with groups in layer {self.prefix!r}, whose cache has none",
+                "metadata of AttentionMetadataBuilder",
+                "allocate the cache with hybrid=True, or build steps without groups",
+            )
+        return metadata
 
     def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:
         """Refuse a key or value that is missing or too many."""

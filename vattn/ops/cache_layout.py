@@ -5,7 +5,7 @@ A cache is **one raw storage per layer plus a named layout**:
 - equal head sizes, `NHD`: `(2, num_blocks, block_size, num_kv_heads, head_size)`;
 - equal head sizes, `HND`: `(2, num_blocks, num_kv_heads, block_size, head_size)`;
 - unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in
-  the layout's order.
+  the layout's order. Rows may be padded at their end, to a multiple of 16 bytes.
 
 The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
 quantised ones (which `model.to(dtype)` leaves alone).
@@ -65,6 +65,14 @@ def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
     return 2, num_blocks, *rows, config.head_size
 
 
+def shape_of_storage(storage: Tensor, config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
+    """Return `kv_cache_shape`, with the rows of a storage in bytes as wide as they are, if that is valid padding."""
+    shape = kv_cache_shape(config, num_blocks)
+    if len(shape) == storage.dim() == 2 and storage.shape[1] > shape[1] and storage.shape[1] % 16 == 0:
+        return num_blocks, storage.shape[1]
+    return shape
+
+
 def kv_cache_dtype(config: CacheGeometry) -> torch.dtype:
     """Return the dtype of a layer's raw storage."""
     return torch.uint8 if config.head_size != config.head_size_v else KV_FORMATS[config.kv_cache_dtype].storage_dtype
@@ -81,7 +89,7 @@ def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Te
         return _logical(typed[0], config), _logical(typed[1], config)
     key_bytes = config.block_size * config.num_kv_heads * config.head_size * fmt.element_size
     key = _part(kv_cache[:, :key_bytes], config.head_size, config, fmt)
-    value = _part(kv_cache[:, key_bytes:], config.head_size_v, config, fmt)
+    value = _part(kv_cache[:, key_bytes : block_bytes(config)], config.head_size_v, config, fmt)
     return key, value
 
 

@@ -24,7 +24,7 @@ from vattn.errors import (
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.cache_layout import kv_cache_dtype, shape_of_storage
 from vattn.rope_config import RopeConfig
 
 _FP32 = (torch.float32,)
@@ -315,7 +315,8 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
         )
     equal = config.head_size == config.head_size_v
     num_blocks = kv_cache.shape[0 if not equal else 1] if kv_cache.ndim == (5 if equal else 2) else 1
-    _check("kv_cache", kv_cache, kv_cache_shape(config, max(1, num_blocks)), (kv_cache_dtype(config),), device)
+    shape = shape_of_storage(kv_cache, config, max(1, num_blocks))
+    _check("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
     if not equal and kv_cache.storage_offset() % KV_FORMATS[config.kv_cache_dtype].element_size:
         raise StrideError(
             f"kv_cache starts at byte {kv_cache.storage_offset()} of its storage",

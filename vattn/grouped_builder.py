@@ -1,0 +1,197 @@
+"""`GroupedMetadataBuilder`: steps of a model whose cache has groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import ConfigError, MetadataError
+from vattn.grouped_metadata import CacheGroup, GroupedMetadata
+from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.metadata_builder import AttentionMetadataBuilder, refuse_contradiction
+from vattn.step_input import Lengths, Step, read_integers, read_step
+
+
+class _TableBuffers:
+    """Block table and slots of one group, for a whole capacity: on the device, or pinned on the host for staging."""
+
+    def __init__(self, builder: GroupedMetadataBuilder, device: torch.device, pinned: bool) -> None:
+        shape = (builder.max_num_reqs, builder.table_width)
+        self.block_table = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.slot_mapping = torch.zeros(builder.max_num_tokens, dtype=torch.int64, device=device, pin_memory=pinned)
+
+    def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
+        columns = min(step.table.shape[1], self.block_table.shape[1])
+        self.block_table[:num_reqs] = 0
+        self.block_table[: step.table.shape[0], :columns] = step.table[:, :columns]
+        self.slot_mapping[: step.slots.shape[0]] = step.slots
+        self.slot_mapping[step.slots.shape[0] : num_tokens] = -1
+
+
+class GroupedMetadataBuilder(AttentionMetadataBuilder):
+    """Make `GroupedMetadata` for a model whose cache was allocated with `hybrid=True`, at fixed addresses.
+
+    Args:
+        layers: the model; needed, since its layers know their groups.
+        ...: those of `AttentionMetadataBuilder`.
+
+    Attributes:
+        groups: the groups in their order.
+
+    Raises:
+        ConfigError: layers without groups, or some of another allocation.
+
+    Example:
+        >>> import torch, vattn
+        >>> model = torch.nn.ModuleList(
+        ...     vattn.Attention(2, 16, 0.25, per_layer_sliding_window=window) for window in (None, 24)
+        ... )
+        >>> cache = vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32, hybrid=True)
+        >>> builder = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=64, layers=model)
+        >>> step = builder.build([1], [49], block_tables=[[[1, 2, 3, 4]], [[0, 5, 6, 7]]])
+        >>> [part.slot_mapping.tolist() for part in step.parts]
+        [[64], [112]]
+    """
+
+    def __init__(self, *capacity: Any, layers: nn.Module, **options: Any) -> None:
+        super().__init__(*capacity, layers=layers, **options)
+        self.groups = _groups_of(layers)
+        self._own = [group for group in self.groups if group.kind != "cross"]
+        extra = max(0, len(self._own) - 1)
+        with torch.inference_mode(False):
+            self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
+            self._table_staging = [self._tables]
+            self._tables_copied: list[torch.cuda.Event | None] = [None]
+            if self.device.type == "cuda":
+                host = torch.device("cpu")
+                self._table_staging = [[_TableBuffers(self, host, pinned=True) for _ in range(extra)] for _ in range(2)]
+                self._tables_copied = [torch.cuda.Event() for _ in range(2)]
+        self._table_turn = 0
+
+    def build(  # type: ignore[override]
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths,
+        block_tables: Sequence[Any],
+        *,
+        slot_mapping: Lengths | None = None,
+        capture_key: CaptureKey | None = None,
+        **options: Any,
+    ) -> GroupedMetadata:
+        """Check a step, copy it into the buffers and return views of them.
+
+        Args:
+            query_lens, seq_lens, **options: those of `AttentionMetadataBuilder.build`.
+            block_tables: one table for each group without encoder states: block ids of each request, in order; 0 for
+                blocks that were freed behind a window. Encoder states have `cross_block_tables`, as without groups.
+            slot_mapping: only -1 everywhere: a step that stores nothing. `block_tables` is then one table for all.
+            capture_key: the key of a CUDA graph that will replay this step.
+
+        Raises:
+            MetadataError: values that contradict each other, the capacity or the cache; a block that was freed and is
+                needed; no buffer was touched.
+            GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+        """
+        tables: list[Any] = list(block_tables)
+        if slot_mapping is not None:
+            if bool((read_integers("slot_mapping", slot_mapping) != -1).any()):
+                raise MetadataError("slot_mapping with slots", "-1 everywhere: groups differ in slots", "leave it out")
+            tables = [block_tables] * len(self._own)
+        if len(tables) != len(self._own):
+            raise MetadataError(
+                f"{len(tables)} block tables",
+                f"{len(self._own)}: one for each of {', '.join(map(repr, self._own))}",
+                "pass a list of tables, each with one row of block ids for each request",
+            )
+        steps = [
+            read_step(self._limits, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
+            for table in tables
+        ]
+        if slot_mapping is None:
+            for group, step in zip(self._own, steps, strict=True):
+                self._check_held(group, step)
+        options["slot_mapping"] = slot_mapping
+        if capture_key is not None:
+            options["capture_key"] = self._own_key(capture_key)
+        first = super().build(query_lens, seq_lens, tables[0] if tables else None, **options)
+        num_reqs, num_tokens = first.seq_lens.shape[0], first.slot_mapping.shape[0]
+        self._write_tables(steps[1:], num_reqs, num_tokens)
+        parts = {0: first}
+        for index, table in enumerate(self._tables, 1):
+            parts[index] = dataclasses.replace(
+                first,
+                block_table=table.block_table[:num_reqs].data,
+                slot_mapping=table.slot_mapping[:num_tokens].data,
+            )
+        # Encoder states have tables of their own among the fields that all parts share.
+        order = tuple(parts[group.index] if group.kind != "cross" else first for group in self.groups)
+        fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(AttentionMetadata)}
+        metadata = GroupedMetadata(**fields, parts=order, cache_groups=self.groups)
+        metadata.mark_dynamic()
+        return metadata
+
+    def _check_held(self, group: CacheGroup, step: Step) -> None:
+        """Refuse a step that reads, or writes to, a block which was freed."""
+        needed = -(-step.seq_lens // self.block_size)
+        first = _first_blocks(group.spec, step.seq_lens - step.query_lens, self.block_size)
+        columns = torch.arange(step.table.shape[1])
+        wrong = (columns >= first.unsqueeze(1)) & (columns < needed.unsqueeze(1)) & (step.table == 0)
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise MetadataError(
+                f"request {row}: entry {column} of the block table of {group!r} is 0, a block that was freed",
+                f"blocks of the request from entry {int(first[row])} on",
+                "keep blocks until no query can read them: HybridBlockTable does",
+            )
+
+    def _own_key(self, captured: CaptureKey) -> CaptureKey:
+        """Return the first group's part of a key, after comparing the others'."""
+        own = tuple(tensor.data_ptr() for table in self._tables for tensor in (table.block_table, table.slot_mapping))
+        split = len(captured.buffers) - len(own)
+        refuse_contradiction(captured, captured._replace(buffers=(*captured.buffers[:split], *own)))
+        return captured._replace(buffers=captured.buffers[:split])
+
+    def _write_tables(self, steps: Sequence[Step], num_reqs: int, num_tokens: int) -> None:
+        """Fill a staging set and enqueue its copies, as `AttentionMetadataBuilder` does for everything else."""
+        self._table_turn = (self._table_turn + 1) % len(self._table_staging)
+        staging, copied = self._table_staging[self._table_turn], self._tables_copied[self._table_turn]
+        if copied is not None:
+            copied.synchronize()
+        for source, target, step in zip(staging, self._tables, steps, strict=True):
+            source.fill(step, num_reqs, num_tokens)
+            if copied is not None:
+                target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
+                target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
+        if copied is not None:
+            copied.record(torch.cuda.current_stream(self.device))
+
+
+def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:
+    layers = [module for module in model.modules() if hasattr(module, "bind_kv_cache")]
+    groups = {group.index: group for layer in layers if (group := getattr(layer, "kv_cache_group", None)) is not None}
+    held = [getattr(layer, "kv_cache_group", None) for layer in layers]
+    foreign = [group for group in held if group is None or groups[group.index] is not group]
+    counts = {group.count for group in groups.values()}
+    if not groups or foreign or counts != {len(groups)}:
+        raise ConfigError(
+            f"{len(layers)} layers, of which {len(foreign)} are in no group of the same cache",
+            "a model whose cache was allocated with hybrid=True, all of it",
+            "allocate_kv_cache(model, hybrid=True), or AttentionMetadataBuilder for a cache without groups",
+        )
+    return tuple(groups[index] for index in sorted(groups))
+
+
+def _first_blocks(spec: KVCacheSpec, contexts: Tensor, block_size: int) -> Tensor:
+    """Return `spec.first_block` of many lengths at once."""
+    if isinstance(spec, SlidingWindowSpec):
+        # What is retained beyond the window is the caller's wish, and no kernel reads it.
+        return (contexts - (spec.sliding_window - 1)).clamp(min=0) // block_size
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        chunks = (contexts // spec.attention_chunk_size - spec.chunk_lookback).clamp(min=0)
+        return chunks * spec.attention_chunk_size // block_size
+    return torch.zeros_like(contexts)
