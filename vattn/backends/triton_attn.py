@@ -68,6 +68,11 @@ class TritonAttentionBackend(Backend):
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
+        from vattn.ops.triton import encoder
+
+        if encoder.accepts(args, config):
+            encoder.attend(args, config)
+            return
         from vattn.ops.triton.launch import packed_attention
 
         packed_attention(args, config)

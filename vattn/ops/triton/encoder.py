@@ -1,0 +1,243 @@
+"""Attention of encoders: packed rows that all see each other, in the head sizes of vision towers, in 16 bits or FP8.
+
+The general kernel pads heads to the next power of two and carries every mask. Here a head of 72 or 80 is a part of 64
+columns and one of 16 (32 in FP8 products), and nothing is masked but the last tile. Everything else about it, such as
+how tiles are numbered, is as in `attention.py`. What it does not take runs on the general kernel.
+
+FP8 queries and keys are multiplied as they are where the hardware can (bf16 models; fp16 has more digits than those
+products keep). Weights stay in 16 bits and values are widened to them without loss: no weight is rounded to e4m3.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vattn.backends.base import requested_features
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.ops.arguments import VarlenAttentionArgs
+from vattn.ops.triton.attention import find_request
+from vattn.ops.triton.codec import cast, decode, dot
+from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
+from vattn.ops.triton.mask import LOG2E
+from vattn.ops.triton.tiles import Limits, compute_dtype
+
+HEAD_SIZES = range(64, 136, 8)
+FEATURES = frozenset({"bidirectional", "contiguous_kv"})
+MIN_ROWS_PER_REQUEST = 32
+"""On average; below, tiles of rows are mostly empty and splitting the keys pays."""
+
+
+@triton.jit
+def load_part(
+    pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return rows `[rows, columns]`, zero where they are masked (`None`: no row is) or lie behind WIDTH columns.
+
+    WHOLE: no column lies behind WIDTH.
+    """
+    pointers = pointer + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+    if mask is not None:
+        return tl.load(pointers, mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
+    elif not WHOLE:
+        return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def operand(raw, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return loaded rows as an operand of the product of queries and keys."""
+    if FP8_DOT:
+        return raw.to(tl.float8e4nv, bitcast=True)
+    else:
+        return decode(raw, FORMAT, COMPUTE, NATIVE_FP8)
+
+
+@triton.jit
+def fold_tile(
+    q, q_tail, key, value, rows, inside, factor, acc, acc_tail, m, total, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, V_TAIL: tl.constexpr, K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys and values into the running sums; `inside` masks keys, `None`: all are there."""
+    a = tl.arange(0, HEAD)
+    k = operand(load_part(key, rows, a, inside, K_ROW, D, HEAD <= D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+    s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, TILE], tl.float32))
+    if TAIL:
+        b = HEAD + tl.arange(0, TAIL)
+        k = operand(load_part(key, rows, b, inside, K_ROW, D, False), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+        s = dot(q_tail, tl.trans(k), s)
+    s = s * factor
+    if inside is not None:
+        s = tl.where(inside[None, :], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    # Scores that are all -inf keep the sums at zero instead of exp2(-inf + inf).
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, axis=1)
+    weights = cast(p, COMPUTE)
+    v = decode(load_part(value, rows, a, inside, V_ROW, D, HEAD <= D), FORMAT, COMPUTE, NATIVE_FP8)
+    acc = dot(weights, v, acc * alpha[:, None])
+    if V_TAIL:
+        c = HEAD + tl.arange(0, V_TAIL)
+        v = decode(load_part(value, rows, c, inside, V_ROW, D, HEAD + V_TAIL <= D), FORMAT, COMPUTE, NATIVE_FP8)
+        acc_tail = dot(weights, v, acc_tail * alpha[:, None])
+    return acc, acc_tail, m_new, total
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "num_reqs"],
+    do_not_specialize_on_alignment=["query_start_loc", "kv_start_loc"],
+)
+def encoder_kernel(
+    query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale, num_tokens,
+    num_keys, num_reqs, stride_qh, stride_ot, stride_oh, scale,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr,
+    TAIL: tl.constexpr, V_TAIL: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See `vattn.ops.reference.varlen_attention`. Grid: tiles of query rows, query heads."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    request = find_request(tile, query_start_loc, num_reqs, BLOCK_M)
+    q_begin = tl.load(query_start_loc + request)
+    query_end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
+    q_end = tl.minimum(tl.where(request == num_reqs, num_tokens, query_end), num_tokens)
+    first = (tile - (q_begin // BLOCK_M + request)) * BLOCK_M
+    if q_begin + first >= q_end:
+        return
+    token = q_begin + first + tl.arange(0, BLOCK_M)
+    row_valid = token < q_end
+    a = tl.arange(0, HEAD)
+    output += token.to(tl.int64)[:, None] * stride_ot + head * stride_oh
+    acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
+    acc_tail = tl.zeros([BLOCK_M, V_TAIL if V_TAIL else 16], tl.float32)
+    if request == num_reqs:
+        # Rows of padding.
+        tl.store(output + a[None, :], acc.to(output.dtype.element_ty), mask=row_valid[:, None] & (a < D)[None, :])
+        if V_TAIL:
+            c = HEAD + tl.arange(0, V_TAIL)
+            zeros = acc_tail.to(output.dtype.element_ty)
+            tl.store(output + c[None, :], zeros, mask=row_valid[:, None] & (c < D)[None, :])
+        return
+
+    kv_start = tl.load(kv_start_loc + request)
+    seq_len = tl.minimum(tl.load(kv_start_loc + request + 1), num_keys) - kv_start
+    factor = scale * LOG2E
+    out_factor = 1.0
+    if q_scale is not None:
+        factor = factor * tl.load(q_scale) * tl.load(k_scale)
+        out_factor = tl.load(v_scale)
+    query += head * stride_qh
+    q = operand(load_part(query, token, a, row_valid, Q_ROW, D, HEAD <= D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+    q_tail = q
+    if TAIL:
+        b = HEAD + tl.arange(0, TAIL)
+        q_tail = operand(load_part(query, token, b, row_valid, Q_ROW, D, False), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+    key += (head // GROUP).to(tl.int64) * K_HEAD
+    value += (head // GROUP).to(tl.int64) * V_HEAD
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    n = tl.arange(0, TILE)
+    whole = tl.maximum(seq_len, 0) // TILE
+    for j in tl.range(0, whole, num_stages=STAGES):
+        acc, acc_tail, m, total = fold_tile(
+            q, q_tail, key, value, kv_start + j * TILE + n, None, factor, acc, acc_tail, m, total, BLOCK_M, TILE, D,
+            HEAD, TAIL, V_TAIL, K_ROW, V_ROW, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
+        )  # fmt: skip
+    if whole * TILE < seq_len:
+        k = whole * TILE + n
+        acc, acc_tail, m, total = fold_tile(
+            q, q_tail, key, value, kv_start + k, k < seq_len, factor, acc, acc_tail, m, total, BLOCK_M, TILE, D,
+            HEAD, TAIL, V_TAIL, K_ROW, V_ROW, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
+        )  # fmt: skip
+
+    # A row before the first key (a query longer than its keys) sees nothing.
+    position = seq_len - (query_end - q_begin) + first + tl.arange(0, BLOCK_M)
+    seen = (total > 0.0) & (position >= 0)
+    # A total that is NaN must reach the output.
+    seen = seen | ((total != total) & (position >= 0))
+    weight = tl.where(seen, out_factor / tl.where(total == 0.0, 1.0, total), 0.0)[:, None]
+    acc = tl.where(seen[:, None], acc * weight, 0.0)
+    tl.store(output + a[None, :], cast(acc, MODEL), mask=row_valid[:, None] & (a < D)[None, :])
+    if V_TAIL:
+        c = HEAD + tl.arange(0, V_TAIL)
+        acc_tail = tl.where(seen[:, None], acc_tail * weight, 0.0)
+        tl.store(output + c[None, :], cast(acc_tail, MODEL), mask=row_valid[:, None] & (c < D)[None, :])
+
+
+def refusals(config: AttentionConfig) -> list[str]:
+    """Return why the kernel cannot run a layer, empty if it can."""
+    found = [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    plain = (config.dtype, "none")
+    if config.dtype not in ("float16", "bfloat16"):
+        found.append(f"dtype {config.dtype} (runs float16 and bfloat16)")
+    if (config.kv_cache_dtype, config.query_format) not in (plain, ("fp8_e4m3", "fp8_e4m3")):
+        found.append(f"keys in {config.kv_cache_dtype}, query_format {config.query_format} (runs {plain}, or both FP8)")
+    if config.query_load != "plain":
+        found.append(f"query_load {config.query_load} (runs plain)")
+    if config.causality != "bidirectional" or config.block_size:
+        found.append(
+            f"causality {config.causality}, block_size {config.block_size} (runs bidirectional, without cache)"
+        )
+    if config.head_size not in HEAD_SIZES or config.head_size_v != config.head_size:
+        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs multiples of 8 from 64 to 128)")
+    if config.output_format != "none":
+        found.append(f"output_format {config.output_format} (runs none)")
+    return found
+
+
+_refusals = lru_cache(maxsize=256)(refusals)
+
+
+def accepts(args: VarlenAttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether `attend` takes a call; shapes alone decide, so that a capture stays right for other lengths."""
+    rows, num_reqs = args.query.shape[0], args.query_start_loc.shape[0] - 1
+    nvidia = args.query.is_cuda and torch.version.hip is None
+    return nvidia and rows >= MIN_ROWS_PER_REQUEST * num_reqs and not _refusals(config)
+
+
+def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
+    """Run `vattn::varlen_attention` for a config without `refusals`. Reads nothing from the device."""
+    limits = limits or Limits.of(args.query.device)
+    constants, options = kernel_constants(config, limits)
+    query, key, value = as_bytes(args.query), as_bytes(args.key), as_bytes(args.value)
+    num_tokens, num_reqs = query.shape[0], args.query_start_loc.shape[0] - 1
+    if num_tokens == 0:
+        return
+    grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 1, config.num_heads)
+    encoder_kernel[grid](
+        query=query, key=key, value=value, query_start_loc=args.query_start_loc, kv_start_loc=args.kv_start_loc,
+        output=args.output, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
+        num_tokens=num_tokens, num_keys=key.shape[0], num_reqs=num_reqs,
+        stride_qh=query.stride(1), stride_ot=args.output.stride(0), stride_oh=args.output.stride(1),
+        scale=config.scale, Q_ROW=query.stride(0), K_ROW=key.stride(0), K_HEAD=key.stride(1), V_ROW=value.stride(0),
+        V_HEAD=value.stride(1), enable_fp_fusion=True, **constants, **options,
+    )  # fmt: skip
+
+
+def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what the kernel is specialised for, strides aside, and its launch options."""
+    size, fp8 = config.head_size, KV_FORMATS[config.kv_cache_dtype].quantised
+    fp8_dot = fp8 and limits.native_fp8 and config.dtype == "bfloat16" and not limits.interpreted
+    head = 64 if size <= 96 else 128
+    tail = 0 if size <= head else 16 if size <= head + 16 else 32
+    constants = {
+        "GROUP": config.group_size, "BLOCK_M": 32 if limits.interpreted else 128,
+        "TILE": 32 if limits.interpreted else 64, "D": size, "HEAD": head,
+        # FP8 products take 32 columns at least.
+        "TAIL": 32 if tail and fp8_dot else tail, "V_TAIL": tail,
+        "FORMAT": config.kv_cache_dtype, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "FP8_DOT": fp8_dot,
+        "NATIVE_FP8": limits.native_fp8, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
+        "STAGES": 3 if limits.warpgroups else 2,
+    }  # fmt: skip
+    return constants, {"num_warps": 8, "num_stages": constants["STAGES"]}
