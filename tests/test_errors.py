@@ -10,7 +10,7 @@ from vattn.errors import ShapeError, UnsupportedRequestError, VattnError
 
 def test_three_sentences():
     assert str(ShapeError("got.", "allowed", "fix")) == "got. Allowed: allowed. Try: fix."
-    assert str(ShapeError("got", fix="fix")) == "got. Try: fix."
+    assert str(ShapeError("got", "", "fix")) == "got. Try: fix."
     assert str(ShapeError("got")) == "got."
 
 

@@ -120,10 +120,23 @@ def _from_text(text: str) -> VattnError | None:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, VattnError):
             try:
-                return kind(*ast.literal_eval(f"({arguments},)"))
-            except (ValueError, SyntaxError, TypeError):
-                return kind(arguments)
+                values = ast.literal_eval(f"({_as_literals(arguments)},)")
+            except (ValueError, SyntaxError):
+                values = (arguments,)
+            return kind(*(values[0] if isinstance(values[0], tuple) else values))
     return None
+
+
+def _as_literals(arguments: str) -> str:
+    """Return arguments of an exception as Python literals; before torch 2.13 they are shown as Dynamo's variables."""
+    string = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    text = re.sub(rf"ConstantVariable\(\w+: ({string}|[^()]*)\)", r"\1", arguments)
+    text = re.sub(r"\b(?!StringFormat)\w+Variable\([^()]*\)", "'(...)'", text)
+
+    def joined(match: re.Match[str]) -> str:
+        return repr("".join(map(str, ast.literal_eval(match[1]))))
+
+    return re.sub(rf"StringFormatVariable\((?:{string}), (\[.*?\]), {{}}\)", joined, text)
 
 
 def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool = True, **options: Any) -> int:

@@ -7,6 +7,8 @@ so that code which catches the built-in keeps working.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class VattnError(Exception):
     """Base of every error that vattn raises.
@@ -17,10 +19,26 @@ class VattnError(Exception):
         fix: one thing to do next.
     """
 
-    def __init__(self, got: str, allowed: str = "", fix: str = "") -> None:
-        # The text is made in __str__, and Exception.__init__ is not called, because Dynamo can trace an error that way:
-        # raised in compiled code, its report shows these arguments.
-        self.got, self.allowed, self.fix = got, allowed, fix
+    # The arguments are kept by Exception, and the text is made in __str__: that way Dynamo can trace an error, and
+    # its report of one that is raised in compiled code shows them.
+    if TYPE_CHECKING:
+
+        def __init__(self, got: str, allowed: str = "", fix: str = "", /) -> None: ...
+
+    @property
+    def got(self) -> str:
+        """What was asked for or what arrived."""
+        return str(self.args[0]) if self.args else ""
+
+    @property
+    def allowed(self) -> str:
+        """What would have been accepted; may be empty."""
+        return str(self.args[1]) if len(self.args) > 1 else ""
+
+    @property
+    def fix(self) -> str:
+        """One thing to do next; may be empty."""
+        return str(self.args[2]) if len(self.args) > 2 else ""
 
     def __str__(self) -> str:
         text = self.got if self.got.endswith("\n") else self.got.rstrip(".") + ". "

@@ -63,7 +63,7 @@ def compiled(request: pytest.FixtureRequest) -> Any:
 MISTAKES: dict[str, tuple[type[VattnError], str, Any]] = {
     "no cache": (CacheNotBoundError, "layer 'layers.0.attn' has no KV cache", rows),
     "dtype": (DtypeError, "query is bfloat16 in layer 'layers.0.attn'", lambda: rows(dtype=torch.bfloat16)),
-    "shape": (ShapeError, r"query has shape \(\w+, \w+\)", lambda: [x[:, :-4] for x in rows()]),
+    "shape": (ShapeError, r"query has shape \((\w+, \w+|\.\.\.)\)", lambda: [x[:, :-4] for x in rows()]),
     "gradient": (GradientError, "requires a gradient while grad mode is on", lambda: rows(requires_grad=True)),
 }
 

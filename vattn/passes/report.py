@@ -201,5 +201,5 @@ def strict_error(misses: list[NodeReport]) -> FusionError:
         "change what a reason names, or compile with strict=False",
     )
     error = StrictFusionError(plain)
-    error.got, error.allowed, error.fix = plain.got, plain.allowed, plain.fix
+    error.args = plain.args
     return error
