@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.triton.codec_kernels import decode_codes, encode_values
 from vattn import quantization
 from vattn.formats import KV_FORMATS
+from vattn.ops.gluon import epilogue as gluon_epilogue
 from vattn.ops.triton import epilogue
 
 FP8 = ("fp8_e4m3", "fp8_e5m2")
@@ -56,3 +57,4 @@ def test_e2m1_encoding_equals_the_reference() -> None:
 
 def test_the_smallest_maximum_is_the_reference_s() -> None:
     assert epilogue.MIN_ABSMAX.value == quantization.MIN_ABSMAX
+    assert gluon_epilogue.MIN_ABSMAX.value == quantization.MIN_ABSMAX

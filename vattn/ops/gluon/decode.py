@@ -13,11 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_groups, store_result
+
 # Triton 3.9 renamed it.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 TILE_TOKENS = gl.constexpr(16)
-QUERY_ROWS = gl.constexpr(8)
 ITEM_FIELDS = gl.constexpr(8)
 LOWEST_MAXIMUM = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -239,39 +240,15 @@ def load_query(query, query_rows, columns, mask, FP8: gl.constexpr, DTYPE: gl.co
 
 
 @gluon.jit
-def encode_e4m3(x):
-    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN."""
-    clamped = gl.where(x != x, x, gl.minimum(gl.maximum(x, -448.0), 448.0))
-    return clamped.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-
-
-@gluon.jit
-def store_result(pointers, result, mask, output_scale, MODEL: gl.constexpr, OUTPUT: gl.constexpr):
-    """Store results in the model dtype, or rounded to it and then as static FP8; OUTPUT as in `vattn.ops.triton`."""
-    rounded = result.to(MODEL)
-    if OUTPUT == "none":
-        gl.store(pointers, rounded, mask=mask)
-    else:
-        value = rounded.to(gl.float32)
-        scale = gl.zeros_like(value) + gl.load(output_scale)
-        if OUTPUT == "fp8_multiply":
-            quotient = value * scale
-        elif OUTPUT == "fp8_approximate_divide":
-            quotient = value / scale
-        else:
-            quotient = gl.div_rn(value, scale)
-        gl.store(pointers, encode_e4m3(quotient), mask=mask)
-
-
-@gluon.jit
 def consume(
-    query, block_table, schedule, output, lse, partial_output, partial_stats, q_scale, k_scale, v_scale, sinks,
-    output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale,
-    soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs, NUM_HEADS: gl.constexpr,
+    query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
+    sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride, group_stride, table_stride,
+    table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
+    NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
-    SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, NUM_WARPS: gl.constexpr,
+    SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this CTA's items."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -328,6 +305,7 @@ def consume(
         value_factor = value_factor * gl.load(v_scale + head_m + 0 * row_m, mask=mask_m, other=1.0)
 
     factor = keep_low_rows(full.to(gl.float32) + factor, BATCH)
+    given_scale = load_scale(output_scale)
 
     stage = 0
     phase = 0
@@ -440,24 +418,31 @@ def consume(
                     norm = norm * decay_m
                     row_maximum = with_sink
                 norm = (norm / gl.where(row_total == 0.0, 1.0, row_total)).expand_dims(1)
-                start = output + row.to(gl.int64) * output_stride + offsets
-                store_result(start, result_a * norm, mask, output_scale, MODEL, OUTPUT)
-                if FP8:
-                    store_result(start + 1, result_b * norm, mask, output_scale, MODEL, OUTPUT)
+                start = output + row.to(gl.int64) * output_stride
+                if GROUPS[0] > 0:
+                    scales = block_scale + row.to(gl.int64) * scale_stride
+                    store_groups(
+                        start, scales, result_a * norm, result_b * norm, head0, given_scale, group_stride, HEADS,
+                        NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, GROUPS,
+                    )  # fmt: skip
+                else:
+                    store_result(start + offsets, result_a * norm, mask, given_scale, MODEL, OUTPUT)
+                    if FP8:
+                        store_result(start + offsets + 1, result_b * norm, mask, given_scale, MODEL, OUTPUT)
                 if lse is not None:
                     log = LN2 * (row_maximum + gl.log2(row_total))
                     gl.store(lse + row.to(gl.int64) * NUM_HEADS + head_of_row, log, mask=mask_m)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
-    query, key_boxes, value_boxes, block_table, schedule, output, lse, partial_output, partial_stats,
-    q_scale, k_scale, v_scale, sinks, output_scale,
-    query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
     QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
-    MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, SLOTS: gl.constexpr,
+    MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
@@ -488,11 +473,12 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                query, block_table, schedule, output, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
-                sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width,
-                num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
-                NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE, WINDOW, FP8, QUERY_SCALE, KV_SCALE, SOFT_CAP,
-                MODEL, DTYPE, OUTPUT, SLOTS, STAGES, OVERLAP, num_warps,
+                query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale,
+                k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+                group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready,
+                value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE,
+                WINDOW, FP8, QUERY_SCALE, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP,
+                num_warps,
             )),
             (produce, (
                 key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
-from vattn.ops.gluon.decode import store_result
+from vattn.ops.gluon.epilogue import load_scale, store_result
 from vattn.ops.gluon.prefill_convert import CONVERTER_WARPS, TURN_TOKENS, convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
@@ -190,7 +190,7 @@ def store_columns(
     if OUTPUT == "none":
         gl.store(output + offsets, rounded, mask=mask)
     else:
-        store_result(output + offsets, rounded.to(gl.float32), mask, output_scale, MODEL, OUTPUT)
+        store_result(output + offsets, rounded.to(gl.float32), mask, load_scale(output_scale), MODEL, OUTPUT)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vattn.ops.triton.codec import cast, decode, dot
-from vattn.ops.triton.epilogue import quantise_dynamic, store_rows
+from vattn.ops.triton.epilogue import load_scale, quantise_dynamic, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E, full_range, key_range, modify_scores, visible
 
 SEARCH = tl.constexpr(256)
@@ -350,4 +350,5 @@ def attention_kernel(
         out_mask = out_mask & seen[:, None]
     elif lse is not None:
         tl.store(lse + lse_offsets, log * LN2, mask=row_valid)
-    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, output_scale, MODEL, OUTPUT)
+    scale = load_scale(output_scale)
+    store_rows(output + out_offsets[:, None] + dv[None, :], acc, out_mask, scale, MODEL, OUTPUT)

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast
@@ -54,6 +55,8 @@ def configs() -> Iterator[AttentionConfig]:
     for formats in ({}, fp8, {"dtype": "float16", "kv_cache_dtype": "float16"}):
         yield base.replace(**formats)
         yield base.replace(**formats, **features, output_format="fp8_static")
+        yield base.replace(**formats, output_format="fp8_group64", output_arithmetic="approximate_divide")
+        yield base.replace(**formats, output_format="nvfp4")
         yield base.replace(**formats, num_heads=128)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
@@ -80,14 +83,14 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
 
     dtype = getattr(torch, config.dtype)
     quantised = config.kv_scale != "none"
-    output = torch.float8_e4m3fn if config.output_format == "fp8_static" else dtype
     rows = (num_reqs, config.num_heads, config.head_size)
     scale = empty(config.num_kv_heads) if quantised else None
-    lengths = empty(num_reqs, dtype=torch.int32)
+    lengths, query = empty(num_reqs, dtype=torch.int32), empty(*rows, dtype=dtype)
+    output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(query, config.head_size_v, dtype)
     args = AttentionArgs(
-        empty(*rows, dtype=dtype), torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),
+        query, torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),
         empty(num_reqs + 1, dtype=torch.int32), lengths, empty(num_reqs, 8, dtype=torch.int32),
-        empty(*rows, dtype=output), None, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), None,
+        output, block_scale, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), None,
         scale, scale, None, empty(config.num_heads) if config.sinks else None, None, None, None, None, None, [], None,
         config.encode(),
     )  # fmt: skip

@@ -17,7 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.epilogue import store_rows
+from vattn.ops.triton.codec import cast
+from vattn.ops.triton.epilogue import (
+    absolute_maximum,
+    group_codes,
+    group_scales,
+    load_scale,
+    store_group_row,
+    store_rows,
+)
 from vattn.ops.triton.mask import LN2, LOG2E
 
 TILE_TOKENS = tl.constexpr(16)
@@ -137,41 +145,53 @@ def finish_scores(scores, factor, soft_cap, visible, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def multiply_values(values, weights, acc_a, acc_b, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the accumulators plus `V^T P^T`."""
+def multiply_values(
+    values, low, high, low_a, low_b, high_a, high_b, GROUP: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """Return the accumulators plus `V^T P^T`; the high rows' too for groups of more than 8."""
     if FP8:
         values_a, values_b = unpack_values(values, ASSEMBLY)
-        acc_a = tl.dot(values_a.permute(0, 2, 1), weights, acc_a)
-        acc_b = tl.dot(values_b.permute(0, 2, 1), weights, acc_b)
+        values_a = values_a.permute(0, 2, 1)
+        values_b = values_b.permute(0, 2, 1)
+        low_a = tl.dot(values_a, low, low_a)
+        low_b = tl.dot(values_b, low, low_b)
+        if GROUP > 8:
+            high_a = tl.dot(values_a, high, high_a)
+            high_b = tl.dot(values_b, high, high_b)
     else:
-        acc_a = tl.dot(values.permute(0, 2, 1), weights, acc_a)
-    return acc_a, acc_b
+        values_a = values.permute(0, 2, 1)
+        low_a = tl.dot(values_a, low, low_a)
+        if GROUP > 8:
+            high_a = tl.dot(values_a, high, high_a)
+    return low_a, low_b, high_a, high_b
 
 
 @triton.jit
 def add_values(
-    weights, values, first_token, begin, end, visible, acc_a, acc_b, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
-    DTYPE: tl.constexpr,
+    low, high, values, first_token, begin, end, visible, low_a, low_b, high_a, high_b, GROUP: tl.constexpr,
+    FP8: tl.constexpr, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add `V^T P^T` of one tile to the transposed accumulators `[heads, W, 8]`. Values of hidden tokens count as zero.
 
     Zeroing them costs a trip through shared memory, so tiles without hidden tokens take another branch.
     """
-    weights = weights.to(DTYPE).permute(0, 2, 1)
+    low = low.to(DTYPE).permute(0, 2, 1)
+    high = high.to(DTYPE).permute(0, 2, 1)
     if (first_token < begin) | (first_token + TILE_TOKENS > end):
         kept = tl.where(visible[None, :, None], values, 0)
-        acc_a, acc_b = multiply_values(kept, weights, acc_a, acc_b, FP8, ASSEMBLY)
+        low_a, low_b, high_a, high_b = multiply_values(
+            kept, low, high, low_a, low_b, high_a, high_b, GROUP, FP8, ASSEMBLY
+        )
     else:
-        acc_a, acc_b = multiply_values(values, weights, acc_a, acc_b, FP8, ASSEMBLY)
-    return acc_a, acc_b
+        low_a, low_b, high_a, high_b = multiply_values(
+            values, low, high, low_a, low_b, high_a, high_b, GROUP, FP8, ASSEMBLY
+        )
+    return low_a, low_b, high_a, high_b
 
 
 @triton.jit
-def attend_tile(
-    maximum, total, acc_a, acc_b, scores, values, first_token, begin, end, visible, FP8: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Take a tile into the online softmax of eight query rows.
+def take_scores(maximum, total, acc_a, acc_b, scores, FP8: tl.constexpr):
+    """Take a tile's scores into the online softmax of eight query rows; return their weights first.
 
     `total` `[heads, 8, 16]` keeps one partial sum per column of the tile; it is added up once, after the loop.
     """
@@ -182,8 +202,7 @@ def attend_tile(
     acc_a = acc_a * decay[:, None, :]
     if FP8:
         acc_b = acc_b * decay[:, None, :]
-    acc_a, acc_b = add_values(weights, values, first_token, begin, end, visible, acc_a, acc_b, FP8, ASSEMBLY, DTYPE)
-    return new_maximum, total, acc_a, acc_b
+    return weights, new_maximum, total, acc_a, acc_b
 
 
 @triton.jit
@@ -194,10 +213,10 @@ def visible_end(page, num_blocks, end):
 
 @triton.jit
 def finish_rows(
-    maximum, total, acc_a, acc_b, row, slot, is_padding, head0, value_factor, sinks, output_scale, output, lse,
-    partial_output, partial_stats, output_stride, FIRST: tl.constexpr, HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr,
-    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+    maximum, total, acc_a, acc_b, row, slot, is_padding, head0, value_factor, sinks, scale, output, block_scale, lse,
+    partial_output, partial_stats, output_stride, scale_stride, group_stride, FIRST: tl.constexpr, HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, FP8: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Write query rows FIRST to FIRST + 7 of each head: the result, or a partial one when the request is split."""
     kv_head = head0 + tl.arange(0, HEADS)
@@ -227,31 +246,76 @@ def finish_rows(
         if FP8:
             acc_b = acc_b * norm[:, None, :]
         start = output + row.to(tl.int64) * output_stride
-        store_columns(start + columns, acc_a, acc_b, mask, output_scale, FP8, MODEL, OUTPUT)
+        if GROUPS[0] > 0:
+            scales = block_scale + row.to(tl.int64) * scale_stride
+            store_groups(
+                start, scales, acc_a, acc_b, head, mask, scale, group_stride, HEADS, HEAD_SIZE, WIDTH, FP8, MODEL,
+                GROUPS,
+            )  # fmt: skip
+        else:
+            store_columns(start + columns, acc_a, acc_b, mask, scale, FP8, MODEL, OUTPUT)
         if lse is not None:
             log = LN2 * (maximum + tl.log2(total))
             tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, log, mask=mask)
 
 
 @triton.jit
-def store_columns(
-    pointers, even, odd, mask, output_scale, FP8: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr
-):
+def store_columns(pointers, even, odd, mask, scale, FP8: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
     """Store transposed results `[heads, W, 8]`: all columns, or the even and the odd ones of an FP8 cache's values."""
-    store_rows(pointers, even, mask[:, None, :], output_scale, MODEL, OUTPUT)
+    store_rows(pointers, even, mask[:, None, :], scale, MODEL, OUTPUT)
     if FP8:
-        store_rows(pointers + 1, odd, mask[:, None, :], output_scale, MODEL, OUTPUT)
+        store_rows(pointers + 1, odd, mask[:, None, :], scale, MODEL, OUTPUT)
 
 
 @triton.jit
+def store_groups(
+    output, scales, even, odd, head, mask, scale, group_stride, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, FP8: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Quantise results as `store_columns` gets them with one scale per group; store codes and scales."""
+    STEP: tl.constexpr = 2 if FP8 else 1
+    PER_GROUP: tl.constexpr = GROUPS[0] // STEP
+    COUNT: tl.constexpr = WIDTH // PER_GROUP
+    SHAPE: tl.constexpr = [HEADS, COUNT, PER_GROUP, QUERY_ROWS]
+    first = tl.reshape(cast(even, MODEL).to(tl.float32), SHAPE)
+    second = first
+    largest = absolute_maximum(first, 2)
+    if FP8:
+        second = tl.reshape(cast(odd, MODEL).to(tl.float32), SHAPE)
+        other = absolute_maximum(second, 2)
+        nan = (largest != largest) | (other != other)
+        largest = tl.where(nan, float("nan"), tl.maximum(largest, other))
+    stored, step = group_scales(largest, scale, GROUPS)
+    group = head[:, None, :] * COUNT + tl.arange(0, COUNT)[None, :, None]
+    tl.store(scales + group.to(tl.int64) * group_stride, stored, mask=mask[:, None, :])
+    step = tl.expand_dims(step, 2)
+    codes = tl.reshape(group_codes(first, step, GROUPS), [HEADS, WIDTH, QUERY_ROWS])
+    if FP8:
+        others = tl.reshape(group_codes(second, step, GROUPS), [HEADS, WIDTH, QUERY_ROWS])
+    if GROUPS[1]:
+        if FP8:
+            pairs = (codes | (others << 4)).to(tl.uint8)
+        else:
+            nibbles = tl.reshape(codes, [HEADS, WIDTH // 2, 2, QUERY_ROWS])
+            pairs = tl.sum(nibbles << (4 * tl.arange(0, 2))[None, None, :, None], axis=2).to(tl.uint8)
+        byte = tl.arange(0, HEAD_SIZE // 2)
+        tl.store(output + head[:, None, :] * (HEAD_SIZE // 2) + byte[None, :, None], pairs, mask=mask[:, None, :])
+    else:
+        columns = head[:, None, :] * HEAD_SIZE + STEP * tl.arange(0, WIDTH)[None, :, None]
+        tl.store(output + columns, codes, mask=mask[:, None, :])
+        if FP8:
+            tl.store(output + columns + 1, others, mask=mask[:, None, :])
+
+
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
-    query, key_boxes, value_boxes, block_table, schedule, output, lse, partial_output, partial_stats,
-    q_scale, k_scale, v_scale, sinks, output_scale,
-    query_stride, query_head_stride, output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
@@ -296,6 +360,7 @@ def decode_kernel(
         score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0)
         value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0)
     factor = score_factor[:, None, None]
+    scale = load_scale(output_scale)
 
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
@@ -335,11 +400,10 @@ def decode_kernel(
             low_total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
             low_a = tl.zeros([HEADS, WIDTH, QUERY_ROWS], tl.float32)
             low_b = low_a
-            if GROUP > 8:
-                high_maximum = low_maximum
-                high_total = low_total
-                high_a = low_a
-                high_b = low_a
+            high_maximum = low_maximum
+            high_total = low_total
+            high_a = low_a
+            high_b = low_a
             for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
                 next_page = tl.load(table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK)
                 token0 = tile * TILE_TOKENS
@@ -353,33 +417,37 @@ def decode_kernel(
                 low, high = tile_scores(
                     keys, query_a, query_b, factor, soft_cap, visible, HEADS, FP8, ASSEMBLY, SOFT_CAP
                 )
-                low_maximum, low_total, low_a, low_b = attend_tile(
-                    low_maximum, low_total, low_a, low_b, low, values, token0, begin, tile_end, visible, FP8, ASSEMBLY,
-                    DTYPE,
-                )  # fmt: skip
+                low, low_maximum, low_total, low_a, low_b = take_scores(
+                    low_maximum, low_total, low_a, low_b, low, FP8
+                )
                 if GROUP > 8:
-                    high_maximum, high_total, high_a, high_b = attend_tile(
-                        high_maximum, high_total, high_a, high_b, high, values, token0, begin, tile_end, visible, FP8,
-                        ASSEMBLY, DTYPE,
-                    )  # fmt: skip
+                    high, high_maximum, high_total, high_a, high_b = take_scores(
+                        high_maximum, high_total, high_a, high_b, high, FP8
+                    )
+                low_a, low_b, high_a, high_b = add_values(
+                    low, high, values, token0, begin, tile_end, visible, low_a, low_b, high_a, high_b, GROUP, FP8,
+                    ASSEMBLY, DTYPE,
+                )  # fmt: skip
             finish_rows(
-                low_maximum, low_total, low_a, low_b, row, slot, request < 0, head0, value_factor, sinks, output_scale,
-                output, lse, partial_output, partial_stats, output_stride, 0, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP,
-                HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
+                low_maximum, low_total, low_a, low_b, row, slot, request < 0, head0, value_factor, sinks, scale,
+                output, block_scale, lse, partial_output, partial_stats, output_stride, scale_stride, group_stride, 0,
+                HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT, GROUPS,
             )  # fmt: skip
             if GROUP > 8:
                 finish_rows(
                     high_maximum, high_total, high_a, high_b, row, slot, request < 0, head0, value_factor, sinks,
-                    output_scale, output, lse, partial_output, partial_stats, output_stride, 8, HEADS, NUM_HEADS,
-                    NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
+                    scale, output, block_scale, lse, partial_output, partial_stats, output_stride, scale_stride,
+                    group_stride, 8, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
+                    GROUPS,
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def reduce_kernel(
-    schedule, sinks, v_scale, output_scale, output, lse, partial_output, partial_stats, output_stride, max_items,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+    schedule, sinks, v_scale, output_scale, output, block_scale, lse, partial_output, partial_stats, output_stride,
+    scale_stride, group_stride, max_items, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr,
+    OUTPUT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head)."""
     tl.extra.cuda.gdc_launch_dependents()
@@ -403,6 +471,7 @@ def reduce_kernel(
             sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         # The schedule is older than the main kernel, so only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
+        scale = load_scale(output_scale)
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
         total = tl.exp2(sink - maximum)
         acc = tl.zeros([COLUMNS], tl.float32)
@@ -422,8 +491,15 @@ def reduce_kernel(
             acc = acc * decay + tl.sum(part * weight[:, None], 0)
             maximum = new_maximum
         norm = factor / tl.where(total == 0.0, 1.0, total)
-        pointers = output + row.to(tl.int64) * output_stride + head * HEAD_SIZE + column
-        store_rows(pointers, acc * norm, column < HEAD_SIZE, output_scale, MODEL, OUTPUT)
+        start = output + row.to(tl.int64) * output_stride
+        if GROUPS[0] > 0:
+            first = head * HEAD_SIZE + (work % PARTS) * COLUMNS
+            scales = block_scale + row.to(tl.int64) * scale_stride + (first // GROUPS[0]).to(tl.int64) * group_stride
+            codes = start + (first // 2 if GROUPS[1] else first)
+            store_group_row(codes, scales, acc * norm, scale, group_stride, COLUMNS, MODEL, GROUPS)
+        else:
+            pointers = start + head * HEAD_SIZE + column
+            store_rows(pointers, acc * norm, column < HEAD_SIZE, scale, MODEL, OUTPUT)
         if lse is not None:
             if work % PARTS == 0:
                 tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, LN2 * (maximum + tl.log2(total)))

@@ -8,14 +8,34 @@ is multiplied by its reciprocal.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from vattn.config import AttentionConfig
+from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.triton.codec import cast, decode, encode_e2m1, encode_e4m3
 
 MIN_ABSMAX = tl.constexpr(1e-10)
 """`vattn.quantization.MIN_ABSMAX`; a test compares them."""
+
+
+def groups_fit_heads(config: AttentionConfig) -> bool:
+    """Return whether a kernel that owns whole heads can compute the scales of the output format."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
+
+
+def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
+    """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
+
+    Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic.
+    """
+    fmt = OUTPUT_FORMATS[config.output_format]
+    least = -1.0 if config.output_min_scale is None else config.output_min_scale
+    size = fmt.group_size if groups_fit_heads(config) else 0
+    return size, fmt.static_scale, fmt.power_of_two, least, config.output_arithmetic
 
 
 def row_output(config: AttentionConfig) -> str:
@@ -30,8 +50,17 @@ def row_output(config: AttentionConfig) -> str:
 
 
 @triton.jit
-def store_rows(pointer, x, mask, output_scale, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
-    """Store fp32 results as they are ("partial"), in the model dtype ("none") or as static FP8.
+def load_scale(output_scale):
+    """Return a given scale, long before it is needed; 1 if there is none."""
+    if output_scale is None:
+        return 1.0
+    else:
+        return tl.load(output_scale)
+
+
+@triton.jit
+def store_rows(pointer, x, mask, scale, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
+    """Store fp32 results as they are ("partial"), in the model dtype ("none") or as static FP8 under a loaded scale.
 
     OUTPUT is then "fp8_divide", "fp8_approximate_divide", or "fp8_multiply" with the reciprocal of the scale.
     """
@@ -41,7 +70,6 @@ def store_rows(pointer, x, mask, output_scale, MODEL: tl.constexpr, OUTPUT: tl.c
         tl.store(pointer, cast(x, MODEL), mask=mask)
     else:
         rounded = cast(x, MODEL).to(tl.float32)
-        scale = tl.load(output_scale)
         if OUTPUT == "fp8_multiply":
             quotient = rounded * scale
         else:
@@ -87,10 +115,10 @@ def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr):
 
 
 @triton.jit
-def absolute_maximum(x):
-    """Return the largest magnitude along the last axis, NaN if there is one."""
-    largest = tl.max(tl.abs(x), axis=-1)
-    has_nan = tl.max((x != x).to(tl.int32), axis=-1) > 0
+def absolute_maximum(x, AXIS: tl.constexpr = -1):
+    """Return the largest magnitude along an axis, NaN if there is one."""
+    largest = tl.max(tl.abs(x), axis=AXIS)
+    has_nan = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
     return tl.where(has_nan, float("nan"), largest)
 
 
@@ -111,15 +139,64 @@ def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr, A
 
 
 @triton.jit
+def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr):
+    """Return the e4m3 bytes of the block scales of groups with these maxima, and what their values are divided by."""
+    block_scale = encode_e4m3(divide(divide_by_constant(absmax, 6.0, APPROXIMATE), scale, APPROXIMATE))
+    step = decode(block_scale, "fp8_e4m3", tl.float32, False) * scale
+    return block_scale, tl.where(step == 0.0, float("inf"), step)
+
+
+@triton.jit
+def nvfp4_codes(x, step, APPROXIMATE: tl.constexpr):
+    """Return e2m1 codes in int32; `step` broadcasts."""
+    ratio = divide(x, step, APPROXIMATE)
+    return tl.where(ratio == ratio, encode_e2m1(ratio), 7)
+
+
+@triton.jit
 def quantise_nvfp4(x, scale, ARITHMETIC: tl.constexpr):
     """Return e2m1 codes (int32) of groups `[groups, 16]` and the e4m3 bytes of their block scales."""
     APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide"
-    per_block = divide(divide_by_constant(absolute_maximum(x), 6.0, APPROXIMATE), scale, APPROXIMATE)
-    block_scale = encode_e4m3(per_block)
-    step = decode(block_scale, "fp8_e4m3", tl.float32, False) * scale
-    step = tl.where(step == 0.0, float("inf"), step)
-    ratio = divide(x, step[:, None], APPROXIMATE)
-    return tl.where(ratio == ratio, encode_e2m1(ratio), 7), block_scale
+    block_scale, step = nvfp4_scales(absolute_maximum(x), scale, APPROXIMATE)
+    return nvfp4_codes(x, step[:, None], APPROXIMATE), block_scale
+
+
+@triton.jit
+def group_scales(absmax, scale, GROUPS: tl.constexpr):
+    """Return what is stored as the scales of groups with these maxima, and what their values are divided by."""
+    if GROUPS[1]:
+        stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide")
+        return stored, step
+    else:
+        made = dynamic_scale(absmax, GROUPS[2], GROUPS[3], GROUPS[4])
+        return made, made
+
+
+@triton.jit
+def group_codes(x, step, GROUPS: tl.constexpr):
+    """Return codes of values under the second result of `group_scales`: e4m3 bytes, or e2m1 in int32."""
+    if GROUPS[1]:
+        return nvfp4_codes(x, step, GROUPS[4] == "approximate_divide")
+    else:
+        return quantise_dynamic(x, step, GROUPS[4])
+
+
+@triton.jit
+def store_group_row(
+    output, scales, x, scale, stride_group, COLUMNS: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Quantise and store fp32 columns `[COLUMNS]` of whole groups and their scales, from these addresses on."""
+    SIZE: tl.constexpr = GROUPS[0]
+    COUNT: tl.constexpr = COLUMNS // SIZE
+    groups = tl.reshape(cast(x, MODEL).to(tl.float32), [COUNT, SIZE])
+    stored, step = group_scales(absolute_maximum(groups), scale, GROUPS)
+    codes = tl.reshape(group_codes(groups, step[:, None], GROUPS), [COLUMNS])
+    if GROUPS[1]:
+        pairs = tl.reshape(codes, [COLUMNS // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
+        tl.store(output + tl.arange(0, COLUMNS // 2), tl.sum(pairs, axis=1).to(tl.uint8))
+    else:
+        tl.store(output + tl.arange(0, COLUMNS), codes)
+    tl.store(scales + tl.arange(0, COUNT) * stride_group, stored)
 
 
 @triton.jit

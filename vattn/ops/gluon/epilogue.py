@@ -1,0 +1,174 @@
+"""Results to what the caller asked for, as `vattn.ops.triton.epilogue` does it, for Gluon kernels."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+QUERY_ROWS = gl.constexpr(8)
+"""Query rows of a head in the decode kernel's results."""
+
+MIN_ABSMAX = gl.constexpr(1e-10)
+"""`vattn.quantization.MIN_ABSMAX`; a test compares them."""
+
+
+@gluon.jit
+def encode_e4m3(x):
+    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN."""
+    clamped = gl.where(x != x, x, gl.minimum(gl.maximum(x, -448.0), 448.0))
+    return clamped.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def load_scale(output_scale):
+    """Return a given scale; 1 if there is none."""
+    if output_scale is None:
+        return 1.0
+    else:
+        return gl.load(output_scale)
+
+
+@gluon.jit
+def encode_e2m1(x):
+    """Return fp32 values as e2m1 codes 0 to 15 in int32: saturating, nearest even, NaN as 6."""
+    a = gl.abs(x)
+    code = (a > 0.25).to(gl.int32) + (a >= 0.75).to(gl.int32) + (a > 1.25).to(gl.int32) + (a >= 1.75).to(gl.int32)
+    code += (a > 2.5).to(gl.int32) + (a >= 3.5).to(gl.int32) + (a > 5.0).to(gl.int32)
+    sign = (x.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
+    return gl.where(x == x, code | (sign << 3), 7)
+
+
+@gluon.jit
+def divide(x, divisor, APPROXIMATE: gl.constexpr):
+    """Return fp32 quotients of equal shapes."""
+    if APPROXIMATE:
+        return x / divisor
+    else:
+        return gl.div_rn(x, divisor)
+
+
+@gluon.jit
+def divide_by_constant(x, DIVISOR: gl.constexpr, APPROXIMATE: gl.constexpr):
+    if APPROXIMATE:
+        return x * (1.0 / DIVISOR)
+    else:
+        return gl.div_rn(x, gl.zeros_like(x) + DIVISOR)
+
+
+@gluon.jit
+def group_scales(absmax, scale, GROUPS: gl.constexpr):
+    """See `vattn.ops.triton.epilogue`."""
+    APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide" or GROUPS[4] == "approximate_multiply"
+    if GROUPS[1]:
+        per_block = divide(divide_by_constant(absmax, 6.0, APPROXIMATE), gl.zeros_like(absmax) + scale, APPROXIMATE)
+        stored = encode_e4m3(per_block)
+        step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
+        return stored, gl.where(step == 0.0, float("inf"), step)
+    else:
+        if GROUPS[3] >= 0.0:
+            made = divide_by_constant(absmax, 448.0, APPROXIMATE)
+            made = gl.where(made < GROUPS[3], GROUPS[3], made)
+        else:
+            made = divide_by_constant(gl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
+        if GROUPS[2]:
+            bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
+        return made, made
+
+
+@gluon.jit
+def group_codes(x, step, GROUPS: gl.constexpr):
+    """See `vattn.ops.triton.epilogue`; `step` broadcasts."""
+    APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide" or GROUPS[4] == "approximate_multiply"
+    if GROUPS[1]:
+        return encode_e2m1(divide(x, gl.zeros_like(x) + step, APPROXIMATE))
+    elif GROUPS[4] == "multiply" or GROUPS[4] == "approximate_multiply":
+        return encode_e4m3(x * divide(gl.zeros_like(step) + 1.0, step, APPROXIMATE))
+    else:
+        return encode_e4m3(divide(x, gl.zeros_like(x) + step, APPROXIMATE))
+
+
+@gluon.jit
+def group_maximum(x):
+    """Return the largest magnitudes along axis 2 of `[heads, groups, columns, rows]`, NaN where there is one."""
+    largest = gl.max(gl.abs(x), 2)
+    has_nan = gl.max((x != x).to(gl.int32), 2) > 0
+    return gl.where(has_nan, float("nan"), largest)
+
+
+@gluon.jit
+def store_groups(
+    output, scales, even, odd, head0, scale, group_stride, HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WIDTH: gl.constexpr, FP8: gl.constexpr, MODEL: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Quantise merged results `[heads, W, 8]` with one scale per group; store codes and scales."""
+    STEP: gl.constexpr = 2 if FP8 else 1
+    PER_GROUP: gl.constexpr = GROUPS[0] // STEP
+    COUNT: gl.constexpr = WIDTH // PER_GROUP
+    first = even.to(MODEL).to(gl.float32).reshape([HEADS, COUNT, PER_GROUP, QUERY_ROWS])
+    second = first
+    largest = group_maximum(first)
+    if FP8:
+        second = odd.to(MODEL).to(gl.float32).reshape([HEADS, COUNT, PER_GROUP, QUERY_ROWS])
+        other = gl.convert_layout(group_maximum(second), largest.type.layout)
+        nan = (largest != largest) | (other != other)
+        largest = gl.where(nan, float("nan"), gl.maximum(largest, other))
+    stored, step = group_scales(largest, scale, GROUPS)
+    PLACE: gl.constexpr = largest.type.layout
+    kv_head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(2, PLACE)))[:, None, None]
+    count = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, PLACE)))[None, :, None]
+    in_group = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, PLACE)))[None, None, :]
+    group = (kv_head * GROUP + in_group) * COUNT + count
+    mask = (kv_head < NUM_KV_HEADS) & (in_group < GROUP) & (count < COUNT)
+    gl.store(scales + group.to(gl.int64) * group_stride, stored, mask=mask)
+    step = step.expand_dims(2)
+    codes = group_codes(first, step, GROUPS)
+    others = codes
+    if FP8:
+        others = group_codes(second, step, GROUPS)
+    if GROUPS[1] and FP8:
+        store_heads(output, (codes | (others << 4)).to(gl.uint8), head0, 1, HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE // 2)
+    elif GROUPS[1]:
+        nibbles = codes.reshape([HEADS, HEAD_SIZE // 2, 2, QUERY_ROWS])
+        ODD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, nibbles.type.layout)))
+        pairs = gl.sum(nibbles << (4 * gl.arange(0, 2, layout=ODD))[None, None, :, None], 2)
+        store_heads(output, pairs.to(gl.uint8), head0, 1, HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE // 2)
+    else:
+        store_heads(output, codes, head0, STEP, HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE)
+        if FP8:
+            store_heads(output + 1, others, head0, STEP, HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE)
+
+
+@gluon.jit
+def store_heads(
+    output, codes, head0, STEP: gl.constexpr, HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """Store bytes of heads `[heads, ..., 8]`, STEP apart, a head every BYTES."""
+    COLUMNS: gl.constexpr = BYTES // STEP
+    codes = codes.reshape([HEADS, COLUMNS, QUERY_ROWS])
+    PLACE: gl.constexpr = codes.type.layout
+    kv_head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(2, PLACE)))[:, None, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, PLACE)))[None, :, None]
+    in_group = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, PLACE)))[None, None, :]
+    mask = (kv_head < NUM_KV_HEADS) & (in_group < GROUP) & (column < COLUMNS)
+    gl.store(output + (kv_head * GROUP + in_group) * BYTES + STEP * column, codes, mask=mask)
+
+
+@gluon.jit
+def store_result(pointers, result, mask, given_scale, MODEL: gl.constexpr, OUTPUT: gl.constexpr):
+    """Store results in the model dtype, or rounded to it and then as static FP8; OUTPUT as in `vattn.ops.triton`."""
+    rounded = result.to(MODEL)
+    if OUTPUT == "none":
+        gl.store(pointers, rounded, mask=mask)
+    else:
+        value = rounded.to(gl.float32)
+        scale = gl.zeros_like(value) + given_scale
+        if OUTPUT == "fp8_multiply":
+            quotient = value * scale
+        elif OUTPUT == "fp8_approximate_divide":
+            quotient = value / scale
+        else:
+            quotient = gl.div_rn(value, scale)
+        gl.store(pointers, encode_e4m3(quotient), mask=mask)
