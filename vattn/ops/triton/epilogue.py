@@ -168,7 +168,11 @@ def group_scales(absmax, scale, GROUPS: tl.constexpr):
         stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide")
         return stored, step
     else:
-        made = dynamic_scale(absmax, GROUPS[2], GROUPS[3], GROUPS[4])
+        # Names first: Triton 3.6 does not take an element of a tuple for a constexpr argument.
+        POWER_OF_TWO: tl.constexpr = GROUPS[2]
+        LEAST: tl.constexpr = GROUPS[3]
+        ARITHMETIC: tl.constexpr = GROUPS[4]
+        made = dynamic_scale(absmax, POWER_OF_TWO, LEAST, ARITHMETIC)
         return made, made
 
 
@@ -178,7 +182,8 @@ def group_codes(x, step, GROUPS: tl.constexpr):
     if GROUPS[1]:
         return nvfp4_codes(x, step, GROUPS[4] == "approximate_divide")
     else:
-        return quantise_dynamic(x, step, GROUPS[4])
+        ARITHMETIC: tl.constexpr = GROUPS[4]
+        return quantise_dynamic(x, step, ARITHMETIC)
 
 
 @triton.jit
