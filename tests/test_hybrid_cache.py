@@ -152,15 +152,16 @@ class Stack(nn.Module):
 class Hybrid:
     """A hybrid stack beside the same stack with one table for all layers."""
 
-    def __init__(self, num_blocks=96, forward=None, **changes):
-        self.model, self.plain = Stack(**changes), Stack(**changes)
-        self.cache = vattn.allocate_kv_cache(self.model, num_blocks=num_blocks, dtype=torch.float32, hybrid=True)
-        plain = vattn.allocate_kv_cache(self.plain, num_blocks=96, dtype=torch.float32)
+    def __init__(self, num_blocks=96, device="cpu", **changes):
+        self.model, self.plain, self.device = Stack(**changes), Stack(**changes), device
+        options = {"dtype": torch.float32, "device": device}
+        self.cache = vattn.allocate_kv_cache(self.model, num_blocks=num_blocks, hybrid=True, **options)
+        plain = vattn.allocate_kv_cache(self.plain, num_blocks=96, **options)
         self.pool, self.plain_pool = BlockPool(num_blocks), BlockPool(plain.num_blocks)
-        capacity = (4, 64, 128, BLOCK)
+        capacity = (4, 64, 128, BLOCK, device)
         self.builder = vattn.GroupedMetadataBuilder(*capacity, layers=self.model)
         self.plain_builder = vattn.AttentionMetadataBuilder(*capacity, layers=self.plain)
-        self.forward = forward or self.model
+        self.forward = self.model
 
     def poison_free(self):
         """Fill every block that no request owns, the null block too, with NaN."""
@@ -177,7 +178,7 @@ class Hybrid:
             vattn.copy_blocks(self.cache, table.append(count))
             plain.append(count)
         self.poison_free()
-        x = torch.randn(sum(counts), 64)
+        x = torch.randn(sum(counts), 64).to(self.device)
         ends = [plain.num_tokens for _, plain in requests]
         rows = [[table.rows[index] for table, _ in requests] for index in range(len(self.cache.groups))]
         step = self.builder.build(counts, ends, rows)

@@ -287,7 +287,7 @@ class Bad(HostMemoryConnector):
 
     def wait_for_layer_load(self, layer_name, request):
         how = self.act("load", layer_name, request)
-        pages = super().wait_for_layer_load(layer_name, request)
+        pages = torch.cat(super().wait_for_layer_load(layer_name, request))
         return {
             "another shape": pages[:, :-8],
             "too few": pages[:1],
@@ -299,7 +299,7 @@ class Bad(HostMemoryConnector):
     def page_buffer(self, layer_name, request):
         self.act("buffer", layer_name, request)
         pages = super().page_buffer(layer_name, request)
-        return pages[:1] if self.how == "another buffer" and request.request_id == "bad" else pages
+        return pages[0][:1] if self.how == "another buffer" and request.request_id == "bad" else pages
 
     def save_kv_layer(self, layer_name, request, pages):
         self.act("save", layer_name, request)
@@ -674,3 +674,30 @@ def test_keys_tell_prefixes_apart():
     assert block_keys([1, 23], 2) != block_keys([12, 3], 2)
     with pytest.raises(ConfigError, match="block_size=0"):
         block_keys(tokens, 0)
+
+
+def test_pages_that_lie_apart_in_host_memory_are_copied_in_pieces(detached):
+    setup = Setup(HostMemoryConnector(7 * 3 * 2048))
+    for storage in setup.cache.kv_caches:
+        storage.normal_()
+    a, b, c, d = (
+        block_keys(range(start, start + 8 * count), BLOCK) for start, count in ((0, 2), (100, 2), (200, 1), (300, 4))
+    )
+    for keys, blocks in ((a, [1, 2]), (b, [3, 4]), (c, [5])):
+        setup.transfer.offload("r", keys, blocks)
+    assert setup.transfer.find(b) == 2 and setup.transfer.find(c) == 1
+    # Rows 0 and 1 are evicted, 5 and 6 are free.
+    setup.transfer.offload("d", d, [6, 7, 8, 9])
+    request = TransferRequest("d", tuple(d), (6, 7, 8, 9))
+    assert [len(piece) for piece in setup.connector.wait_for_layer_load("layers.0", request)] == [2, 2]
+    setup.connector.finish(request, False, None)
+    setup.transfer.reload("d", d, [1, 2, 10, 11])
+    for storage in setup.cache.kv_caches:
+        assert torch.equal(storage[:, [1, 2, 10, 11]], storage[:, [6, 7, 8, 9]])
+    # Two of these are held: only the others are written.
+    more = block_keys(range(300, 348), BLOCK)
+    setup.transfer.offload("e", more, [6, 7, 8, 9, 3, 4])
+    setup.transfer.reload("e", more, [1, 2, 10, 11, 5, 6])
+    for storage in setup.cache.kv_caches:
+        assert torch.equal(storage[:, [5, 6]], storage[:, [3, 4]])
+    setup.transfer.detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -51,6 +51,10 @@ class TransferRequest:
         return len(self.keys)
 
 
+Pieces: TypeAlias = Tensor | Sequence[Tensor]
+"""Pages, uint8 `[blocks, page_bytes]`: in one tensor, or in several that follow one another."""
+
+
 class KVConnector(Protocol):
     """Where pages are kept. A page is one block of one layer as bytes: all of its keys, then all of its values.
 
@@ -71,21 +75,18 @@ class KVConnector(Protocol):
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys are held, for all layers."""
 
-    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Tensor:
-        """Return the pages of a layer: uint8 `[blocks, page_bytes]`, on the host or the cache's device.
+    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Pieces:
+        """Return the pages of a layer, on the host or the cache's device; they must stay as they are until `finish`."""
 
-        The tensor must stay as it is until `finish`.
-        """
+    def page_buffer(self, layer_name: str, request: TransferRequest) -> Pieces | None:
+        """Return where pages that will be saved are to be written directly (host, pinned); `None`: nowhere."""
 
-    def page_buffer(self, layer_name: str, request: TransferRequest) -> Tensor | None:
-        """Return where pages that will be saved may be written directly (host, pinned); `None`: nowhere."""
-
-    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor) -> None:
+    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
         """Keep the pages of a layer.
 
         Args:
-            pages: uint8 `[blocks, page_bytes]` on the host: what `page_buffer` returned, or a tensor that is valid
-                during the call only.
+            pages: uint8 `[blocks, page_bytes]` on the host, valid during the call only; `None`: they have been written
+                to what `page_buffer` returned.
         """
 
     def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:

@@ -78,14 +78,14 @@ class FileConnector:
                 self._loads[id(request)] = pages
         return pages[layer_name]
 
-    def page_buffer(self, layer_name: str, request: TransferRequest) -> Tensor | None:
+    def page_buffer(self, layer_name: str, request: TransferRequest) -> None:
         """Return `None`: pages are written when all layers are there."""
-        return None
 
-    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor) -> None:
+    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
         """Remember the pages until the request is complete."""
-        with self._lock:
-            self._saves.setdefault(id(request), {})[layer_name] = pages.clone()
+        if pages is not None:  # always: there is no buffer
+            with self._lock:
+                self._saves.setdefault(id(request), {})[layer_name] = pages.clone()
 
     def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
         """Write the files of a save that is complete."""

@@ -74,8 +74,8 @@ class HostMemoryConnector:
             self._touch(keys[:held])
             return held
 
-    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Tensor:
-        """Return the pages: a view of the memory where they lie side by side, else a copy."""
+    def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> list[Tensor]:
+        """Return views of the memory, one for each run of pages that lie side by side."""
         with self._lock:
             rows = self._loads.get(id(request))
             if rows is None:
@@ -89,26 +89,20 @@ class HostMemoryConnector:
                 rows = self._loads[id(request)] = [self._rows[key] for key in request.keys]
                 self._readers.update(rows)
                 self._touch(request.keys)
-        arena = self._arenas[layer_name]
-        if _side_by_side(rows):
-            return arena[rows[0] : rows[0] + len(rows)]
-        pages = torch.empty((len(rows), arena.shape[1]), dtype=torch.uint8, pin_memory=self.pin_memory)
-        return torch.index_select(arena, 0, torch.tensor(rows), out=pages)
+        return _runs(self._arenas[layer_name], rows)
 
-    def page_buffer(self, layer_name: str, request: TransferRequest) -> Tensor | None:
-        """Return the rows that the request's pages will have, where they are all new and lie side by side."""
+    def page_buffer(self, layer_name: str, request: TransferRequest) -> list[Tensor] | None:
+        """Return the rows that the request's pages will have; `None` if some blocks are held already."""
         with self._lock:
             rows = list(self._reserve(request).values())
-        if len(rows) < request.num_blocks or not _side_by_side(rows):
-            return None
-        return self._arenas[layer_name][rows[0] : rows[0] + len(rows)]
+        return _runs(self._arenas[layer_name], rows) if len(rows) == request.num_blocks else None
 
-    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor) -> None:
-        """Copy the pages into their rows, unless they were written there."""
+    def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
+        """Copy the pages of the blocks that are new into their rows, unless they were written there."""
         with self._lock:
             rows = self._reserve(request)
         arena = self._arenas[layer_name]
-        if rows and pages.data_ptr() != arena[next(iter(rows.values()))].data_ptr():
+        if rows and pages is not None:
             index = {key: place for place, key in enumerate(request.keys)}
             source = pages[[index[key] for key in rows]]
             arena[list(rows.values())] = source
@@ -169,5 +163,8 @@ class HostMemoryConnector:
         return f"HostMemoryConnector({self.num_blocks} of {self.capacity} blocks, {format_bytes(self.memory)})"
 
 
-def _side_by_side(rows: Sequence[int]) -> bool:
-    return bool(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))
+def _runs(arena: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Return views of the rows in their order, as few as possible."""
+    starts = [place for place, row in enumerate(rows) if not place or row != rows[place - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    return [arena[rows[start] : rows[start] + end - start] for start, end in zip(starts, ends, strict=True)]

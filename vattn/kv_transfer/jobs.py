@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,9 @@ LAYERS_AHEAD = 4
 
 @dataclass
 class Pages:
-    """Pages of one layer on their way, and what says that they have arrived."""
+    """Pages of one layer on their way (`None`: to a buffer of the connector), and what says that they have arrived."""
 
-    rows: Tensor
+    rows: Tensor | None
     arrived: torch.cuda.Event | None = None
 
 
@@ -91,17 +91,26 @@ class Job:
     def _work(self) -> None:
         raise NotImplementedError
 
-    def _check_pages(self, pages: object, point: TransferPoint) -> Tensor:
-        shape, device = (self.request.num_blocks, page_bytes(point.kv_cache)), point.kv_cache.device
-        fits = isinstance(pages, Tensor) and pages.dtype == torch.uint8 and tuple(pages.shape) == shape
-        if fits and isinstance(pages, Tensor) and pages.device in (torch.device("cpu"), device):
-            return pages
-        came = f"{pages.dtype} {tuple(pages.shape)} on {pages.device}" if isinstance(pages, Tensor) else repr(pages)
+    def _check_pages(self, pages: object, point: TransferPoint) -> list[Tensor]:
+        """Return the pieces, or refuse what is no whole set of pages."""
+        width, device = page_bytes(point.kv_cache), point.kv_cache.device
+        pieces = list(pages) if isinstance(pages, (list, tuple)) else [pages]
+        found = [piece for piece in pieces if isinstance(piece, Tensor) and _is_page_rows(piece, width, device)]
+        if len(found) == len(pieces) and sum(piece.shape[0] for piece in found) == self.request.num_blocks:
+            return found
+        came = ", ".join(
+            f"{p.dtype} {tuple(p.shape)} on {p.device}" if isinstance(p, Tensor) else repr(p) for p in pieces
+        )
         raise TransferError(
             f"{type(self.connector).__name__} returned {came} for layer {point.layer_name!r}",
-            f"torch.uint8 {shape} on the host or {device}",
+            f"torch.uint8 {(self.request.num_blocks, width)} on the host or {device}, whole or in pieces",
             "return one row of page_bytes for each block of the request",
         )
+
+
+def _is_page_rows(piece: Tensor, width: int, device: torch.device) -> bool:
+    fits = piece.dtype == torch.uint8 and piece.dim() == 2 and piece.shape[1] == width
+    return fits and piece.device in (torch.device("cpu"), device)
 
 
 class LoadJob(Job):
@@ -129,11 +138,13 @@ class LoadJob(Job):
         if last is not None and last.arrived is not None:
             last.arrived.synchronize()
 
-    def _to_device(self, pages: Tensor, device: torch.device) -> Pages:
+    def _to_device(self, pieces: list[Tensor], device: torch.device) -> Pages:
         if self.stream is None:
-            return Pages(pages)
+            return Pages(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         with torch.cuda.stream(self.stream):
-            rows = pages.to(device, non_blocking=True)
+            rows = torch.empty((self.request.num_blocks, pieces[0].shape[1]), dtype=torch.uint8, device=device)
+            for piece, place in _parts(rows, pieces):
+                place.copy_(piece, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
         return Pages(rows, event)
@@ -157,7 +168,7 @@ class LoadJob(Job):
                     "compute the request without the connector, or raise timeout=",
                 )
             )
-        if pages is None or self.error is not None:
+        if pages is None or pages.rows is None or self.error is not None:
             return
         if pages.arrived is not None:
             current = torch.cuda.current_stream(point.kv_cache.device)
@@ -182,29 +193,30 @@ class SaveJob(Job):
             return
         try:
             buffer = self.connector.page_buffer(point.layer_name, self.request)
-            if buffer is not None:
-                buffer = self._check_pages(buffer, point)
-            pages = self._to_host(gather_pages(point.kv_cache, self.block_ids), buffer)
+            pieces = None if buffer is None else self._check_pages(buffer, point)
+            pages = self._to_host(gather_pages(point.kv_cache, self.block_ids), pieces)
         except Exception as error:
+            # Whatever a connector raises fails its request alone.
             self.fail(error)
             return
         with self._changed:
             self._ready[point.layer_name] = pages
             self._changed.notify_all()
 
-    def _to_host(self, pages: Tensor, buffer: Tensor | None) -> Pages:
+    def _to_host(self, pages: Tensor, buffer: list[Tensor] | None) -> Pages:
         if self.stream is None:
-            return Pages(pages if buffer is None else buffer.copy_(pages))
-        current = torch.cuda.current_stream(pages.device)
-        self.stream.wait_stream(current)
+            for piece, part in _parts(pages, buffer or []):
+                piece.copy_(part)
+            return Pages(pages if buffer is None else None)
+        self.stream.wait_stream(torch.cuda.current_stream(pages.device))
         with torch.cuda.stream(self.stream):
-            if buffer is None:
-                buffer = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
-            buffer.copy_(pages, non_blocking=True)
+            rows = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True) if buffer is None else None
+            for piece, part in _parts(pages, [rows] if rows is not None else buffer or []):
+                piece.copy_(part, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
         pages.record_stream(self.stream)
-        return Pages(buffer, event)
+        return Pages(rows, event)
 
     def _work(self) -> None:
         for point in self.points:
@@ -217,3 +229,8 @@ class SaveJob(Job):
             if pages.arrived is not None:
                 pages.arrived.synchronize()
             self.connector.save_kv_layer(point.layer_name, self.request, pages.rows)
+
+
+def _parts(pages: Tensor, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each piece with its part of the pages."""
+    return zip(pieces, pages.split([len(piece) for piece in pieces]) if pieces else (), strict=True)
