@@ -46,14 +46,14 @@ def launch_of(config: AttentionConfig, target: str) -> Launch:
     tokens, size, dtype = 4096, config.head_size, getattr(torch, config.dtype)
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     if config.query_format == "none":
-        qkv = empty(tokens, sum(heads), size, dtype=dtype).split(heads, dim=1)
+        query, key, value = empty(tokens, sum(heads), size, dtype=dtype).split(heads, dim=1)
         scale = None
     else:
-        qkv = tuple(empty(tokens, count, size, dtype=torch.float8_e4m3fn) for count in heads)
+        query, key, value = (empty(tokens, count, size, dtype=torch.float8_e4m3fn) for count in heads)
         scale = empty(1)
     starts = empty(9, dtype=torch.int32)
     args = VarlenAttentionArgs(
-        *qkv, starts, starts, empty(tokens, config.num_heads, size, dtype=dtype), None, None, None, scale, scale, scale,
+        query, key, value, starts, starts, empty(tokens, config.num_heads, size, dtype=dtype), None, None, None, scale, scale, scale,
         None, None, None, None, None, None, [], None, config.encode(),
     )  # fmt: skip
     recorder = mock.MagicMock()
