@@ -88,3 +88,10 @@ def test_all_examples_are_tested_and_short() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_says_what_it_shows(name: str) -> None:
     assert (ROOT / "examples" / name).read_text().startswith('"""')
+
+
+def test_offload_prefix() -> None:
+    printed = run("08_offload_prefix.py")
+    assert printed.count("33 blocks computed and saved") == 2
+    assert printed.count("33 blocks loaded") == 7
+    assert printed.count("equal bits every time: True") == 3
