@@ -10,9 +10,10 @@ from vattn.ops.triton.codec import cast, encode_quotient
 
 @triton.jit
 def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
-    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; `None` if there is none."""
+    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; 1 if there is none."""
+    # A function that is not inlined cannot return None.
     if scale is None:
-        return None
+        return tl.full((1, 1), 1.0, tl.float32)
     elif PER_HEAD:
         return tl.load(scale + head, mask=known, other=1.0)[:, None]
     else:
@@ -22,8 +23,10 @@ def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
 @triton.jit
 def stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Return model-dtype values as what a cache stores; bytes are FP8 already and stored as they are."""
-    if scale is None or x.dtype == tl.uint8:
-        return x if x.dtype == tl.uint8 else cast(x, STORED)
+    if x.dtype == tl.uint8:
+        return x
+    elif STORED != tl.uint8:
+        return cast(x, STORED)
     else:
         return encode_quotient(x.to(tl.float32), scale, FORMAT, NATIVE_FP8)
 

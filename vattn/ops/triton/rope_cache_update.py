@@ -102,7 +102,7 @@ def _turned_heads(rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: 
 @triton.jit
 def _query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr):
     """Return what is stored of a query: in the model dtype, or e4m3 bytes under a scale."""
-    if scale is None:
+    if ARITHMETIC == "none":
         return cast(x, MODEL)
     else:
         if ROUND:
@@ -249,7 +249,8 @@ def rope_constants(rope: RopeConfig, config: AttentionConfig, full: bool, limits
         "SHAPE": (config.head_size, half, next_power_of_two(half), next_power_of_two(max(rest, 1)), full, turns),
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "FORMAT": config.kv_cache_dtype,
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
-        "NORM": rope.norm, "ROUND": rope.round_query, "ARITHMETIC": rope.query_arithmetic, "NATIVE": limits.native_fp8,
+        "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,
+        "ARITHMETIC": "none" if config.query_format == "none" else rope.query_arithmetic,
         "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
         "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": 4,
     }  # fmt: skip
