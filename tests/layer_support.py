@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 import vattn
+from tests.support import make_config
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
 from vattn.formats import OUTPUT_FORMATS
 from vattn.metadata import AttentionMetadata
 from vattn.ops import reference
@@ -32,6 +35,20 @@ def bind(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Allocate the model's caches and fill them with NaN."""
     for storage in vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=dtype).kv_caches:
         storage.view(torch.uint8).fill_(0xFF)
+
+
+def backends(attn_type: str = "decoder") -> list[str]:
+    """Return the backends that run fp32 attention of a type on this CPU, over a cache of these layers."""
+    causality = "bidirectional" if attn_type == "encoder_decoder" else "causal"
+    changes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "block_size": BLOCK, "causality": causality}
+    device = DeviceInfo.of("cpu")
+    return [
+        name
+        for name in selector.backend_names()
+        if not selector.get_backend(name).reasons(
+            make_config(**changes, attn_type=attn_type, backend=name, head_size=SIZE, head_size_v=SIZE), device
+        )
+    ]
 
 
 def make_builder(**options: Any) -> vattn.AttentionMetadataBuilder:

@@ -8,12 +8,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import vattn
-from tests.layer_support import BLOCK, HEADS, KV_HEADS, NUM_BLOCKS, SIZE, assert_same_state, dequantised, state_of
+from tests.layer_support import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    NUM_BLOCKS,
+    SIZE,
+    assert_same_state,
+    backends,
+    dequantised,
+    state_of,
+)
 from tests.support import make_config
-from vattn.backends import selector
+from vattn.backends.base import parse_version
 from vattn.cross_step import write_cross_slots
 from vattn.errors import ConfigError, MetadataError, ShapeError, UnknownOptionError, UnsupportedRequestError
 from vattn.formats import OUTPUT_FORMATS
@@ -21,7 +31,7 @@ from vattn.formats import OUTPUT_FORMATS
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
-BACKENDS = [name for name in selector.backend_names() if selector.get_backend(name).problem() is None]
+BACKENDS = backends("encoder_decoder")
 BUILDER = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 32, "block_size": BLOCK, "max_encoder_len": 24}
 
 
@@ -191,7 +201,7 @@ def test_a_profiling_call_needs_nothing():
 def test_layers_share_the_states_of_another():
     first = make_layer(bound=False, prefix="layers.0")
     second = make_layer(bound=False, prefix="layers.1", kv_sharing_target_layer_name="layers.0")
-    bind(torch.nn.ModuleList([first, second]))
+    bind(nn.ModuleList([first, second]))
     step = first_step(make_builder())
     inputs = rows(15, HEADS), rows(14, KV_HEADS, seed=1), rows(14, KV_HEADS, seed=2)
     assert torch.equal(first(*inputs, metadata=step), second(inputs[0], None, None, metadata=step))
@@ -387,14 +397,14 @@ def test_random_steps_equal_dense_attention(case):
 # Compiled and exported
 
 
-class Decoder(torch.nn.Module):
+class Decoder(nn.Module):
     """One block: projections, cross attention, projection, and a quantised output if asked for."""
 
     def __init__(self, quantise=False, **options):
         super().__init__()
         self.attn = make_layer(bound=False, **options)
-        self.q, self.o = torch.nn.Linear(32, HEADS * SIZE), torch.nn.Linear(HEADS * SIZE, 32)
-        self.k, self.v = torch.nn.Linear(32, KV_HEADS * SIZE), torch.nn.Linear(32, KV_HEADS * SIZE)
+        self.q, self.o = nn.Linear(32, HEADS * SIZE), nn.Linear(HEADS * SIZE, 32)
+        self.k, self.v = nn.Linear(32, KV_HEADS * SIZE), nn.Linear(32, KV_HEADS * SIZE)
         self.quantise = quantise
 
     def forward(self, x, states=None):
@@ -459,6 +469,22 @@ def test_exports_with_the_cache_and_the_encoder_side_as_inputs():
             torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
+def test_aot_inductor_equals_eager(tmp_path):
+    model = Decoder().eval()
+    bind(model)
+    step, inputs = next(decoder_steps(make_builder(layers=model)))
+    with torch.no_grad(), torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        exported = vattn.export_step(model, inputs, step)
+        run = exported.compile(str(tmp_path / "step.pt2"))
+        for other, arguments in decoder_steps(make_builder(layers=model)):
+            if other.cross_slot_mapping is not None:
+                with vattn.forward_context(other):
+                    want = model(*arguments)
+                torch.testing.assert_close(run(*exported.inputs(arguments, other)), want, **CLOSE)
+
+
 def test_output_quantisation_fuses_after_cross_attention():
     torch._dynamo.reset()
     model = Decoder(quantise=True).eval()
@@ -477,31 +503,69 @@ def test_output_quantisation_fuses_after_cross_attention():
 # Against transformers
 
 
+class OurWhisperDecoder(nn.Module):
+    """Whisper's decoder by its own weights, packed, with both kinds of attention on our caches."""
+
+    def __init__(self, theirs: nn.Module, heads: int, size: int, backend: str) -> None:
+        super().__init__()
+        self.theirs = theirs
+        options = {"cache_config": vattn.CacheConfig(block_size=BLOCK), "attn_backend": backend}
+        count = range(len(theirs.layers))
+        self.own = nn.ModuleList(vattn.Attention(heads, size, size**-0.5, prefix=f"{i}.own", **options) for i in count)
+        self.cross = nn.ModuleList(
+            vattn.CrossAttention(heads, size, size**-0.5, prefix=f"{i}.cross", **options) for i in count
+        )
+
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor | None) -> Tensor:
+        x = self.theirs.embed_tokens(ids) + self.theirs.embed_positions.weight[positions]
+        for layer, own, cross in zip(self.theirs.layers, self.own, self.cross, strict=True):
+            y, attn = layer.self_attn_layer_norm(x), layer.self_attn
+            x = x + attn.out_proj(own(attn.q_proj(y), attn.k_proj(y), attn.v_proj(y)))
+            y, attn = layer.encoder_attn_layer_norm(x), layer.encoder_attn
+            new = (None, None) if states is None else (attn.k_proj(states), attn.v_proj(states))
+            x = x + attn.out_proj(cross(attn.q_proj(y), *new))
+            x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
+        return self.theirs.layer_norm(x)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_whispers_cross_attention(backend):
+def test_equals_whispers_decoder(backend):
+    """Two requests that start in different steps, prefill and decode, against theirs run whole and alone."""
     whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
     config = whisper.WhisperConfig(
-        d_model=48, decoder_attention_heads=3, decoder_layers=1, encoder_layers=1, encoder_attention_heads=3,
+        d_model=48, decoder_attention_heads=3, decoder_layers=2, encoder_layers=1, encoder_attention_heads=3,
         decoder_ffn_dim=32, encoder_ffn_dim=32, vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, attn_implementation="eager",
+        decoder_start_token_id=1, max_target_positions=30, init_std=0.3,
     )  # fmt: skip
-    theirs = whisper.WhisperAttention(48, 3, is_decoder=True, layer_idx=0, config=config).eval()
-    ours = vattn.CrossAttention(3, 16, 16**-0.5, cache_config=vattn.CacheConfig(block_size=BLOCK), attn_backend=backend)
-    bind(ours)
+    theirs = whisper.WhisperDecoder(config).eval()
+    ours = OurWhisperDecoder(theirs, 3, 16, backend)
+    bind(ours, num_blocks=12)
     builder = make_builder(layers=ours)
-    encoded = {"encoder_lens": [13, 5], "cross_block_tables": [[1, 2], [4]]}
-    states = torch.randn(18, 48)
+    states = [torch.randn(13, 48), torch.randn(5, 48)]
+    tokens = [torch.randint(3, 50, (9,)), torch.randint(3, 50, (8,))]
     with torch.no_grad():
-        for new, lens in (([1, 1], [4, 9]), ([0, 0], [1, 1]), ([0, 0], [1, 1])):
-            hidden = torch.randn(sum(lens), 48)
+        want = [
+            theirs(input_ids=ids[None], encoder_hidden_states=encoded[None], use_cache=False).last_hidden_state[0]
+            for ids, encoded in zip(tokens, states, strict=True)
+        ]
+        for spans, new in (
+            ([(0, 4)], [True]),
+            ([(4, 5), (0, 6)], [False, True]),
+            ([(5, 6), (6, 7)], [False, False]),
+            ([(6, 9), (7, 8)], [False, False]),
+        ):
+            active = range(len(spans))
+            lens, ends = [b - a for a, b in spans], [b for _, b in spans]
             step = builder.build(
-                lens, lens, [[0, 0]] * 2, slot_mapping=[-1] * sum(lens), new_encoder=new, **encoded
+                lens, ends, [[1, 2], [3]][: len(spans)], new_encoder=new, encoder_lens=[13, 5][: len(spans)],
+                cross_block_tables=[[4, 9], [7]][: len(spans)],
             )  # fmt: skip
-            key, value = (theirs.k_proj(states), theirs.v_proj(states)) if new[0] else (None, None)
-            out = theirs.out_proj(ours(theirs.q_proj(hidden), key, value, metadata=step))
-            parts = zip(hidden.split(lens), states.split([13, 5]), strict=True)
-            want = torch.cat([theirs(h[None], key_value_states=s[None])[0][0] for h, s in parts])
-            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+            written = [states[i] for i in active if new[i]]
+            ids = torch.cat([tokens[i][a:b] for i, (a, b) in enumerate(spans)])
+            with vattn.forward_context(step):
+                out = ours(ids, step.positions, torch.cat(written) if written else None)
+            expected_rows = torch.cat([want[i][a:b] for i, (a, b) in enumerate(spans)])
+            torch.testing.assert_close(out, expected_rows, rtol=1e-4, atol=1e-4)
 
 
 def test_the_config_of_the_op_names_the_type():

@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import vattn
-from tests.layer_support import BLOCK, HEADS, KV_HEADS, NUM_BLOCKS, SIZE, assert_same_state, make_inputs, state_of
-from vattn.backends import selector
+from tests.layer_support import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    NUM_BLOCKS,
+    SIZE,
+    assert_same_state,
+    backends,
+    make_inputs,
+    state_of,
+)
 from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError, UnknownOptionError
 
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-BACKENDS = [name for name in selector.backend_names() if selector.get_backend(name).problem() is None]
+BACKENDS = backends()
 UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 
 

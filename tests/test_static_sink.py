@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
-from tests.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, assert_same_state, dequantised, make_inputs, state_of
-from vattn.backends import selector
+from tests.layer_support import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    assert_same_state,
+    backends,
+    dequantised,
+    make_inputs,
+    state_of,
+)
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -29,7 +38,7 @@ from vattn.ops.cache_layout import key_value_views
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
-BACKENDS = [name for name in selector.backend_names() if selector.get_backend(name).problem() is None]
+BACKENDS = backends()
 SINKS = 2 * BLOCK
 NUM_BLOCKS = 10
 
@@ -343,6 +352,18 @@ def test_compiled_code_sees_what_the_builder_writes(backend):
     bind(layer)
     both(make_builder())
     torch._dynamo.reset()
+
+
+def test_modules_made_on_meta_get_their_sinks_from_a_state_dict():
+    saved = make_layer(bound=False).state_dict()
+    with torch.device("meta"):
+        layer = make_layer(bound=False, sinks=False)
+    with pytest.raises(ConfigError, match="on meta"):
+        layer.bind_kv_cache(torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE), torch.float32)
+    layer.load_state_dict(saved, assign=True)
+    bind(layer)
+    assert_stored(layer)
+    assert layer(*make_inputs(8), metadata=make_step()).isfinite().all()
 
 
 def test_a_copy_has_sinks_of_its_own():

@@ -245,7 +245,7 @@ class AttentionConfig:
                 not compares,
                 f"{name}={getattr(self, name)!r} with attn_type='encoder_decoder'",
                 "bidirectional attention without windows, ALiBi and ranges: queries have no position among the keys",
-                f"leave {name} to self-attention",
+                "use causality='bidirectional'" if name == "causality" else f"leave {name} to self-attention",
             )
         _check(
             causal or self.alibi != "sqrt",

@@ -267,7 +267,7 @@ def _check_logits(starts: Tensor, kept: Tensor, indices: Tensor) -> None:
 
 def with_sinks(seq_lens: Tensor, sink_len: int) -> Tensor:
     """Return lengths that count sink tokens in front of every request; a request of length 0 stays empty."""
-    return torch.where(seq_lens > 0, seq_lens + sink_len, 0) if sink_len else seq_lens
+    return torch.add(seq_lens, seq_lens.clamp(0, 1), alpha=sink_len) if sink_len else seq_lens
 
 
 def plan_key(backend_key: str, sink_len: int) -> str:

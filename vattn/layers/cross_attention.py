@@ -112,6 +112,12 @@ class CrossAttention(CachedAttention):
 
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: CachedAttention | None = None) -> None:
+        """Give the layer its raw storage and fix dtype, device and backend; see `Attention`."""
+        super().bind_kv_cache(storage, dtype, target)
+        # Schedules count the keys of self-attention: this key has none, except where an export needs an empty one.
+        self._plan_key += " encoder_decoder"
+
     def forward(
         self,
         query: Tensor,
@@ -167,6 +173,7 @@ class CrossAttention(CachedAttention):
             query_slots=metadata.slot_mapping,
             key_slots=metadata.cross_slot_mapping,
             causal=False,
+            plan=metadata.plans.get(self._plan_key),
             block_size=metadata.block_size,
         )
 

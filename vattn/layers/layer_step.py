@@ -64,9 +64,13 @@ class LayerStep(NamedTuple):
             raise MetadataError(
                 "a step with tree_bias and num_logits", "one of them in layers with fast_prefill", "keep all tokens"
             )
-        # Rows that are kept are a request's last ones, so lengths alone place them; its schedule is for other rows.
+        # Rows that are kept are a request's last ones, so lengths alone place them. The schedule is for other rows, and
+        # one without elements counts as none.
         return self._replace(
-            query_start_loc=metadata.logits_start_loc, query_slots=metadata.logits_indices, key_slots=None, plan=None
+            query_start_loc=metadata.logits_start_loc,
+            query_slots=metadata.logits_indices,
+            key_slots=None,
+            plan=None if self.plan is None else self.plan[:0],
         )
 
     def kind(self) -> StepKind:

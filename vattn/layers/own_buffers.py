@@ -20,6 +20,7 @@ _OWN_BUFFERS = (
     "clip_counts",
     "alibi_slopes",
     "sinks",
+    "sink_blocks",
     "amax_history",
     "amax_steps",
 )

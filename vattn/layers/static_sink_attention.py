@@ -63,6 +63,7 @@ class StaticSinkAttention(Attention):
 
     sink_key: nn.Parameter | None
     sink_value: nn.Parameter | None
+    sink_blocks: Tensor
 
     def __init__(
         self,
@@ -97,6 +98,9 @@ class StaticSinkAttention(Attention):
         self._written: list[tuple[Tensor, int]] | None = None
         heads, shared = self.num_kv_heads, self.kv_sharing_target_layer_name is not None
         self.sink_key = self._own_sinks("sink_key", sink_key, (sink_len, heads, self.head_size), shared)
+        # The ids of the reserved blocks, on the CPU also where modules are made on meta.
+        blocks = torch.arange(1, 1 + sink_len // block_size, dtype=torch.int32, device="cpu")
+        self.register_buffer("sink_blocks", blocks, persistent=False)
         self.sink_value = self._own_sinks("sink_value", sink_value, (sink_len, heads, self.head_size_v), shared)
 
     def _own_sinks(self, name: str, sinks: Tensor | None, shape: tuple[int, ...], shared: bool) -> nn.Parameter | None:
@@ -236,12 +240,9 @@ class StaticSinkAttention(Attention):
                 "a table with a column per block",
                 "pass block_tables to builder.build",
             )
-        blocks = torch.arange(
-            1, 1 + self.sink_len // self.cache_config.block_size, dtype=torch.int32, device=table.device
-        )
         return step._replace(
             seq_lens=with_sinks(step.seq_lens, self.sink_len),
-            block_table=torch.cat((blocks.expand(table.shape[0], -1), table), dim=1),
+            block_table=torch.cat((self.sink_blocks.expand(table.shape[0], -1), table), dim=1),
             mm_ranges=None if step.mm_ranges is None else step.mm_ranges + self.sink_len,
         )
 
