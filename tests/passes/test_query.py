@@ -105,14 +105,17 @@ def divided(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return PER_TENSOR["divide"](q, s)
 
 
-def test_codes_that_are_used_elsewhere_stay() -> None:
-    class Both(Written):
-        def forward(self, x: Tensor) -> Any:
-            codes, q_scale = self.way(self.make(self, x), self.scale)
-            output = x.new_empty((x.shape[0], HEADS, WIDTH))
-            self.attend(codes.reshape(-1, HEADS, WIDTH), q_scale, output)
-            return output, codes.float()
+class Both(Written):
+    """Returns the codes too."""
 
+    def forward(self, x: Tensor) -> Any:
+        codes, q_scale = self.way(self.make(self, x), self.scale)
+        output = x.new_empty((x.shape[0], HEADS, WIDTH))
+        self.attend(codes.reshape(-1, HEADS, WIDTH), q_scale, output)
+        return output, codes.float()
+
+
+def test_codes_that_are_used_elsewhere_stay() -> None:
     node, _ = compare(Both(divided), inputs())
     assert re.fullmatch(f"{OWN_KERNEL} mm: .* reads it quantised too", node.query)
     assert "codes.float()" in node.query_source
@@ -149,7 +152,7 @@ PRODUCERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "norm": (lambda module, x: nn.functional.rms_norm(module.proj(x), (COLUMNS,)), IN_PRODUCER),
     "rope": (lambda module, x: rope(module.proj(x), torch.tensor(0.6), torch.tensor(0.8)), IN_PRODUCER),
     "two parts": (lambda module, x: torch.cat([module.proj(x)[:, 64:], x[:, :64]], 1), IN_PRODUCER),
-    "cast": (lambda module, x: (x.float() @ module.proj.weight.float()).bfloat16(), IN_PRODUCER),
+    "softmax": (lambda module, x: module.proj(x).softmax(-1), IN_PRODUCER),
     "an input": (lambda module, x: x, f"{IN_LOAD}, behind the input arg"),
     "a bias": (lambda module, x: nn.functional.linear(x, module.proj.weight, x[0]), f"{IN_LOAD}, behind addmm"),
     "sliced": (lambda module, x: module.proj(torch.cat([x, x]))[: x.shape[0]], f"{IN_LOAD}, behind mm"),
@@ -163,6 +166,11 @@ def test_it_stays_where_inductor_makes_a_kernel_anyway(name: str) -> None:
     node, capture = compare(Written(divided, make=make), inputs())
     assert node.query.startswith(expected) and node.query_outcome == "fused"
     assert ("query_load" in calls_of(capture)) == expected.startswith(IN_LOAD)
+
+
+def test_codes_that_the_kernel_of_rope_makes_can_have_more_readers() -> None:
+    node, _ = compare(Both(divided, make=PRODUCERS["rope"][0]), inputs())
+    assert (node.query, node.query_outcome) == (IN_PRODUCER, "fused")
 
 
 def test_our_quantising_op_is_a_kernel_also_behind_rope() -> None:

@@ -18,7 +18,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.passes import probe
 from vattn.passes.division import query_arithmetic
-from vattn.passes.query_region import Verdict, check_readers, classify_query, find_query_region
+from vattn.passes.query_region import QueryRegion, Verdict, check_readers, classify_query, find_query_region
 from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, same_size, value
 
 IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
@@ -34,6 +34,7 @@ _MOVES = frozenset(
     "unbind narrow".split()
 )
 _FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
+_CASTS = frozenset({"convert_element_type", "_to_copy"})
 _LONGEST_CHAIN = 100
 
 _known: dict[str, Verdict] = {}
@@ -61,11 +62,13 @@ class _Chain:
 
     Attributes:
         sources: nodes that hold all of it in the model dtype, the nearest first.
+        wide: nodes that hold all of it in fp32.
         end: the first node behind the query that is no move and no arithmetic on one tensor of the same size.
         by_op: whether a quantising op, which is a kernel of its own, lies between.
     """
 
     sources: tuple[Node, ...]
+    wide: tuple[Node, ...]
     end: Node
     by_op: bool
 
@@ -106,37 +109,52 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
     chain = _chain(query, config)
     if not chain.has_own_kernel:
         return None
-    if not chain.sources:
-        raise Refusal(f"it is rounded from another dtype than {config.dtype}, in which the op takes it", query)
-    first: Refusal | None = None
-    # What needs no kernel at all comes before what a kernel makes anyway.
-    for source in sorted(chain.sources, key=lambda node: not _is_extern(before_moves(node))):
-        maker = before_moves(source)
+    made = [source for source in chain.sources if _is_extern(before_moves(source))]
+    refusals = []
+    for source in chain.sources if chain.by_op else made:
         try:
-            arithmetic = _arithmetic(attention, query, source)
-            if not chain.by_op and not _is_extern(maker):
-                return None
-            changed = config.replace(query_load=arithmetic)
-            _ask_backend(changed, value(query).device, query)
-            return FoundQuery(changed, source, _name(maker))
+            return _taken_over(attention, query, source)
         except Refusal as refusal:
-            first = first or refusal
-    assert first is not None
-    raise first
+            refusals.append(refusal)
+    between = [source for source in chain.sources if source not in made]
+    between += [source for source in chain.wide if not _is_extern(_before_casts(source))]
+    if not chain.by_op and any(_verdict(attention, query, source)[1].arithmetic for source in between):
+        return None
+    if not refusals:
+        raise Refusal(f"it is rounded from another dtype than {config.dtype}, in which the op takes it", query)
+    raise refusals[0]
+
+
+def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQuery:
+    """Return what the call becomes if it loads `source` instead of `query`.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    region, verdict = _verdict(attention, query, source)
+    if region is None or not verdict.arithmetic:
+        where = before_moves(query) if region is None or verdict.where is None else region.nodes[verdict.where]
+        raise Refusal(verdict.reason, where, near=True)
+    check_readers(region, attention.node)
+    arithmetic = query_arithmetic(verdict.arithmetic, region.nodes, region.root is None, query)
+    config = attention.config.replace(query_load=arithmetic)
+    _ask_backend(config, value(query).device, query)
+    return FoundQuery(config, source, _name(before_moves(source)))
 
 
 def _chain(query: Node, config: AttentionConfig) -> _Chain:
     """Walk back from a query through moves and arithmetic on one tensor of the same size."""
-    sources, node, by_op = [], query, False
+    by_dtype: dict[torch.dtype, list[Node]] = {torch.float32: [], MODEL_DTYPES[config.dtype]: []}
+    sources, node, by_op = by_dtype[MODEL_DTYPES[config.dtype]], query, False
     for _ in range(_LONGEST_CHAIN):
-        if _holds_all(node, query) and value(node).dtype == MODEL_DTYPES[config.dtype]:
-            sources.append(node)
+        if _holds_all(node, query) and value(node).dtype in by_dtype:
+            by_dtype[value(node).dtype].append(node)
         by_op = by_op or (not sources and can_run(node) and _is_extern(node))
         before = _data_input(node) if can_run(node) and (not sources or not _is_extern(node)) else None
         if before is None:
             break
         node = before
-    return _Chain(tuple(sources), node, by_op)
+    return _Chain(tuple(sources), tuple(by_dtype[torch.float32]), node, by_op)
 
 
 def _data_input(node: Node) -> Node | None:
@@ -163,6 +181,14 @@ def before_moves(node: Node) -> Node:
     """Return what made the values of a node."""
     while _is_move(node) and can_run(node):
         node = node.all_input_nodes[0]
+    return node
+
+
+def _before_casts(node: Node) -> Node:
+    """Return what made the values of a node, whatever its dtype is."""
+    node = before_moves(node)
+    while _name(node) in _CASTS:
+        node = before_moves(node.all_input_nodes[0])
     return node
 
 
@@ -198,29 +224,21 @@ def _was_fp8(query: Node) -> bool:
     return False
 
 
-def _arithmetic(attention: AttentionNode, query: Node, source: Node) -> str:
-    """Return how `source` becomes `query` under the call's scale: a name in `OUTPUT_ARITHMETICS`.
-
-    Raises:
-        Refusal: in no way that a query load has, or others read the quantised query.
-    """
+def _verdict(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion | None, Verdict]:
+    """Return what lies between `source` and `query`, `None` if it cannot be told, and what it computes."""
     scale = attention.node.kwargs["q_scale"]
     if not isinstance(scale, Node):
-        raise Refusal("the op has no q_scale", query, near=True)
+        return None, Verdict("", "the op has no q_scale")
+    region = None
     with probe.isolated():
-        region = find_query_region(source, query, scale)
-        check_readers(region, attention.node)
-        key = region.fingerprint(attention.config)
-        if key not in _known:
-            try:
+        try:
+            region = find_query_region(source, query, scale)
+            key = region.fingerprint(attention.config)
+            if key not in _known:
                 _known[key] = classify_query(region, attention.config)
-            except Refusal as refusal:
-                _known[key] = Verdict("", refusal.reason)
-    verdict = _known[key]
-    if not verdict.arithmetic:
-        where = before_moves(query) if verdict.where is None else region.nodes[verdict.where]
-        raise Refusal(verdict.reason, where, near=True)
-    return query_arithmetic(verdict.arithmetic, region.nodes, region.root is None, query)
+            return region, _known[key]
+        except Refusal as refusal:
+            return region, Verdict("", refusal.reason)
 
 
 def _ask_backend(config: AttentionConfig, device: torch.device, query: Node) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.config import AttentionConfig
-from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES
+from vattn.formats import FP8_E4M3_MAX
 from vattn.passes import probe
 from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, is_check, same_size, value
 
@@ -54,7 +54,7 @@ class QueryRegion:
         names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in self.constants.items())
         names.update((node, f"%{index}") for index, node in enumerate(self.nodes))
         shapes = [tuple(map(expression, value(node).shape)) for node in (self.source, self.codes)]
-        lines = [f"{config.num_heads} {config.num_kv_heads} {config.head_size} {config.dtype} {shapes}"]
+        lines = [f"{config.num_heads} {config.num_kv_heads} {config.head_size} {value(self.source).dtype} {shapes}"]
         for node in self.nodes:
             arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda other: f"<{names[other]}>")
             lines.append(f"{names[node]} {node.target} {arguments}")
@@ -241,7 +241,7 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
     per_head = scale.expand(config.num_kv_heads)
     columns = config.group_size * config.head_size
     rows = torch.cat([probe.probe_values(columns, step) for step in per_head.tolist()], dim=1)
-    rows = rows.to(MODEL_DTYPES[config.dtype])
+    rows = rows.to(value(region.source).dtype)
     tokens = value(region.codes).shape[0]
     count = tokens if isinstance(tokens, int) else len(rows)
     rows = rows.repeat(-(-count // len(rows)), 1)
