@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from tests.support import make_config
 from vattn.backends import selector
 from vattn.backends.base import (
     FEATURES,
@@ -299,3 +300,17 @@ def test_builtin_defaults_by_device():
 def test_what_nobody_implements_is_refused_by_name(feature):
     with pytest.raises(UnsupportedRequestError, match=f"{feature} is not implemented"):
         selector.choose(PLAIN.replace(**{feature: True}), CPU)
+
+
+def test_padded_head_sizes_are_declared() -> None:
+    sm_90 = DeviceInfo("cuda", (9, 0), "sm_90")
+    vision = {"block_size": 0, "causality": "bidirectional", "attn_type": "encoder", "dtype": "bfloat16"}
+    for size, columns in ((64, None), (72, 80), (80, None), (88, 96), (112, 128), (128, None)):
+        found = selector.explain(make_config(head_size=size, backend="TRITON_ATTN", **vision), sm_90)
+        if found.chosen is None:
+            pytest.skip(str(found))
+        text = f"note   : head_size {size} is computed as {columns} (columns of zeros in the kernel"
+        assert (columns is None and not found.notes) or text in str(found)
+    decoder = selector.explain(make_config(head_size=80, backend="TRITON_ATTN"), sm_90)
+    assert decoder.notes == ("head_size 80 is computed as 128 (columns of zeros in the kernel, not in memory)",)
+    assert selector.explain(make_config(head_size=80), "cpu").notes == ()

@@ -314,6 +314,10 @@ class Backend:
         found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
         return found
 
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Return what this backend does to run a request that it accepts, such as padding; for `explain`."""
+        return []
+
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the int32 schedule that `plan` fills for such a step; `()`: this backend needs none."""
         return ()

@@ -86,18 +86,21 @@ class Explanation:
         device: where it would run.
         chosen: name of the backend, `None` if every one refuses.
         refusals: reasons of each backend that was asked, empty for one that accepts.
+        notes: what the chosen backend does to run the request, such as padding.
     """
 
     config: AttentionConfig
     device: DeviceInfo
     chosen: str | None
     refusals: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"request: {self.config.encode()}", f"device : {self.device}", f"chosen : {self.chosen or 'none'}"]
         width = max(map(len, self.refusals), default=0)
         for name, reasons in self.refusals.items():
             lines.append(f"  {name:<{width}} : {'; '.join(reasons) if reasons else 'accepts'}")
+        lines += [f"note   : {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -109,7 +112,8 @@ def _decide(config: AttentionConfig, device: DeviceInfo) -> Explanation:
         names = (get_backend(config.backend).name,)
     refusals = {name: tuple(_BACKENDS[name].reasons(config, device)) for name in names}
     chosen = next((name for name in names if not refusals[name]), None)
-    return Explanation(config, device, chosen, refusals)
+    notes = () if chosen is None else tuple(_BACKENDS[chosen].notes(config))
+    return Explanation(config, device, chosen, refusals, notes)
 
 
 def explain(config: AttentionConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:

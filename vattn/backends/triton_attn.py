@@ -38,6 +38,16 @@ class TritonAttentionBackend(Backend):
         cuda_graphs="full",
     )
 
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Say how many columns the kernels multiply for a head, where there are more than it has."""
+        from vattn.ops.triton import encoder
+        from vattn.ops.triton.tiles import padded_widths
+
+        columns = padded_widths(config)[0] if encoder.refusals(config) else encoder.padded_width(config.head_size)
+        if columns == config.head_size:
+            return []
+        return [f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"]
+
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the fast decode path's schedule; `()` where a layer or the current GPU has none."""
         if not torch.cuda.is_available():

@@ -225,12 +225,22 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
     )  # fmt: skip
 
 
+def parts_of(size: int) -> tuple[int, int]:
+    """Return the two parts, each a power of two or 0, that hold a head's columns."""
+    head = 64 if size <= 96 else 128
+    return head, 0 if size <= head else 16 if size <= head + 16 else 32
+
+
+def padded_width(size: int) -> int:
+    """Return how many columns are multiplied for a head of `size`; FP8 products take 32 where this says 16 more."""
+    return sum(parts_of(size))
+
+
 def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str, Any], dict[str, int]]:
     """Return what the kernel is specialised for, strides aside, and its launch options."""
     size, fp8 = config.head_size, KV_FORMATS[config.kv_cache_dtype].quantised
     fp8_dot = fp8 and limits.native_fp8 and config.dtype == "bfloat16" and not limits.interpreted
-    head = 64 if size <= 96 else 128
-    tail = 0 if size <= head else 16 if size <= head + 16 else 32
+    head, tail = parts_of(size)
     constants = {
         "GROUP": config.group_size, "BLOCK_M": 32 if limits.interpreted else 128,
         "TILE": 32 if limits.interpreted else 64, "D": size, "HEAD": head,

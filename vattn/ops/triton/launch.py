@@ -16,7 +16,7 @@ from vattn.ops.triton.attention import attention_kernel
 from vattn.ops.triton.cache_update import cache_update_kernel
 from vattn.ops.triton.epilogue import row_output
 from vattn.ops.triton.reduce import finish_kernel
-from vattn.ops.triton.tiles import Limits, Tiles, choose_tiles, compute_dtype, next_power_of_two
+from vattn.ops.triton.tiles import Limits, Tiles, choose_tiles, compute_dtype, next_power_of_two, padded_widths
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -140,11 +140,7 @@ def _launch_attention(
 def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, output_kind: str) -> dict[str, Any]:
     """Return what the attention kernel is specialised for, strides of the keys and values aside."""
     fmt = KV_FORMATS[config.kv_cache_dtype]
-    block_d, block_v = (max(16, next_power_of_two(width)) for width in (config.head_size, config.head_size_v))
-    # Tiles of keys and of values may lie at one shared-memory address, one after the other. Where their swizzles differ
-    # (rows under 128 bytes), the assembler of CUDA 12.8 was seen to mix up the two kinds of wgmma descriptors.
-    narrowest = min(64, max(block_d, block_v))
-    block_d, block_v = max(block_d, narrowest), max(block_v, narrowest)
+    block_d, block_v = padded_widths(config)
     return {
         "GROUP": config.group_size, "GROUP_TILE": tiles.group_tile, "BLOCK_M": tiles.block_m, "TILE": tiles.tile,
         "D": config.head_size, "V": config.head_size_v, "BLOCK_SIZE": config.block_size,

@@ -17,6 +17,15 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded_widths(config: AttentionConfig) -> tuple[int, int]:
+    """Return how many columns of keys and of values the attention kernel multiplies: powers of two."""
+    block_d, block_v = (max(16, next_power_of_two(width)) for width in (config.head_size, config.head_size_v))
+    # Tiles of keys and of values may lie at one shared-memory address, one after the other. Where their swizzles differ
+    # (rows under 128 bytes), the assembler of CUDA 12.8 was seen to mix up the two kinds of wgmma descriptors.
+    narrowest = min(64, max(block_d, block_v))
+    return max(block_d, narrowest), max(block_v, narrowest)
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a launch must know about its device.
