@@ -214,3 +214,104 @@ class PoolTraffic(RuleBasedStateMachine):
 
 TestPoolTraffic = PoolTraffic.TestCase
 TestPoolTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_published_blocks_are_found_taken_and_evicted_last():
+    pool = BlockPool(6)
+    first, second, third = pool.allocate(3)
+    assert pool.publish(first, "a") and pool.publish(second, "ab") and pool.publish(first, "a")
+    assert pool.find(["a", "ab", "abc"]) == 2 and pool.find(["ab"]) == 1 and pool.find(["b", "a"]) == 0
+    assert pool.take(["a", "x"]) == [first] and pool.references(first) == 2
+    pool.free([first, second, third])
+    assert (pool.num_kept, pool.num_free) == (1, 4)
+    pool.free([first])
+    assert (pool.num_kept, pool.num_free, pool.num_used) == (2, 5, 0)
+    assert pool.take(["a"]) == [first] and pool.num_kept == 1
+    pool.free([first])
+    taken = pool.allocate(3)
+    assert not {first, second} & set(taken) and pool.find(["a", "ab"]) == 2
+    assert pool.allocate(1) == [second], "the least recently used goes first"
+    assert pool.find(["a", "ab"]) == 1
+    pool.check()
+
+
+def test_the_end_of_a_freed_prefix_is_evicted_before_its_beginning():
+    pool = BlockPool(5)
+    blocks = pool.allocate(4)
+    for block, key in zip(blocks, "abcd", strict=True):
+        pool.publish(block, key)
+    pool.free(blocks)
+    for left in (3, 2, 1):
+        pool.allocate(1)
+        assert pool.find("abcd") == left
+
+
+def test_a_key_belongs_to_one_content():
+    pool = BlockPool(6)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, "a") and not pool.publish(second, "a")
+    with pytest.raises(BlockError, match=f"block {first} has key 'a' and was given 'b'"):
+        pool.publish(first, "b")
+    pool.free([second])
+    with pytest.raises(BlockError, match=f"not allocated: {second}"):
+        pool.publish(second, "c")
+    assert pool.writable(first) == (first, False)
+    assert pool.find(["a"]) == 0, "a block that is written to has lost its content"
+    assert pool.publish(first, "b")
+
+
+class ContentTraffic(RuleBasedStateMachine):
+    """Requests over few prefixes; a simulated cache says what bytes every block holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(10)
+        self.bytes = {}
+        self.requests = []
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def begin(self, tokens):
+        keys = ["".join(map(str, tokens[: i + 1])) for i in range(len(tokens))]
+        found = self.pool.take(keys)
+        assert all(self.bytes[block] == key for block, key in zip(found, keys, strict=False))
+        try:
+            fresh = self.pool.allocate(len(keys) - len(found))
+        except OutOfBlocksError:
+            self.pool.free(found)
+            return
+        owned = {block for request in self.requests for block in request}
+        assert not owned & set(fresh), "bytes that somebody reads would be overwritten"
+        for block, key in zip(fresh, keys[len(found) :], strict=True):
+            self.bytes[block] = key
+            self.pool.publish(block, key)
+        self.requests.append([*found, *fresh])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def write(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        place = data.draw(st.integers(0, len(request) - 1))
+        try:
+            request[place], _ = self.pool.writable(request[place])
+        except OutOfBlocksError:
+            return
+        others = sum(r.count(request[place]) for r in self.requests) - 1
+        assert not others
+        self.bytes[request[place]] = "written"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data):
+        self.pool.free(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
+
+    @invariant()
+    def keys_tell_what_blocks_hold(self):
+        self.pool.check()
+        assert all(self.bytes[block] == key for block, key in self.pool._keys.items())
+        owned = {block for request in self.requests for block in request}
+        assert self.pool.num_used == len(owned)
+
+
+TestContentTraffic = ContentTraffic.TestCase
+TestContentTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -9,8 +9,14 @@ from vattn.config import CacheConfig
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.formats import KV_FORMATS
 from vattn.kv_cache import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
+    TQFullAttentionSpec,
     allocate_kv_cache,
     copy_blocks,
     format_bytes,
@@ -19,6 +25,7 @@ from vattn.kv_cache import (
 )
 from vattn.layers.attention import Attention
 from vattn.layers.scales import QuantConfig
+from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
 
 LAYOUTS = {
@@ -76,6 +83,134 @@ def test_sliding_window_bound(window, new_tokens, max_seq_len, blocks):
     for end in range(1, max_seq_len + 1, 7):
         first = max(0, end - new_tokens - window + 1)
         assert -(-end // 16) - first // 16 <= blocks
+
+
+def reads(spec, position):
+    """Return the first position that a query sees: what the masks say, written once more."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - spec.sliding_window + 1 - spec.extra_retained_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return max(0, (position // spec.attention_chunk_size - spec.chunk_lookback) * spec.attention_chunk_size)
+    return 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FullAttentionSpec(2, 64),
+        SlidingWindowSpec(2, 64, sliding_window=1),
+        SlidingWindowSpec(2, 64, sliding_window=40, extra_retained_tokens=7),
+        ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=64),
+        ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=16, chunk_lookback=2),
+        ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=24),
+        ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=5, chunk_lookback=3),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+@pytest.mark.parametrize("new_tokens", [1, 3, 50])
+def test_blocks_that_a_step_needs_fit_the_bound_and_no_others_are_kept(spec, new_tokens):
+    for length in range(0, 300, 1 if new_tokens == 1 else 7):
+        first = spec.first_block(length)
+        assert first == min(reads(spec, position) for position in range(length, length + new_tokens)) // 16
+        used = -(-(length + new_tokens) // 16) - first
+        assert used <= spec.max_blocks(length + new_tokens, new_tokens) <= spec.max_blocks(10**6, new_tokens)
+
+
+@pytest.mark.parametrize(
+    "spec, page, blocks",
+    [
+        (FullAttentionSpec(8, 128), 16 * 8 * 256 * 2, 63),
+        (SlidingWindowSpec(8, 128, sliding_window=100, extra_retained_tokens=4), 65536, 7 + 1),
+        (ChunkedLocalAttentionSpec(8, 128, attention_chunk_size=64), 65536, 5),
+        (ChunkedLocalAttentionSpec(8, 128, attention_chunk_size=60), 65536, 4 + 1),
+        (CrossAttentionSpec(8, 128), 65536, 94),
+        (EncoderOnlyAttentionSpec(8, 128), 0, 0),
+        (SinkFullAttentionSpec(8, 128, sink_len=32), 65536, 63),
+        (MLAAttentionSpec(1, 576), 16 * 576 * 2, 63),
+        (MLAAttentionSpec(1, 576, block_size=64, row_bytes=656), 64 * 656, 16),
+        (TQFullAttentionSpec(8, 128, tq_slot_size=102), 16 * 8 * 102, 63),
+        (FullAttentionSpec(8, 128, 64, page_size_padded=65536), 65536, 63),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+def test_page_sizes_and_bounds(spec, page, blocks):
+    assert spec.page_size_bytes == page
+    assert spec.max_blocks(1000, 4, max_encoder_len=1500) == blocks
+    assert spec.max_memory_usage_bytes(1000, 4, max_encoder_len=1500) == blocks * page
+    if page:
+        storage = torch.zeros(spec.storage_shape(3), dtype=spec.storage_dtype)
+        assert storage_bytes(storage) == 3 * page
+    assert type(spec).merge([spec, spec]) == spec
+
+
+def test_a_cross_bound_needs_the_encoder():
+    with pytest.raises(ConfigError, match="max_encoder_len"):
+        CrossAttentionSpec(2, 64).max_blocks(100)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: FullAttentionSpec(2, 64, sliding_window=8, attention_chunk_size=16), "together with attention_chunk"),
+        (lambda: FullAttentionSpec(2, 64, page_size_padded=1 << 20), "typed storage"),
+        (lambda: FullAttentionSpec(2, 64, 32, page_size_padded=6144 - 16), "blocks of 6144 bytes"),
+        (lambda: FullAttentionSpec(2, 64, 32, page_size_padded=6144 + 8), "multiple of 16"),
+        (lambda: SinkFullAttentionSpec(2, 64), "sink_len=0"),
+        (lambda: SinkFullAttentionSpec(2, 64, sink_len=24), "sink_len=24 with block_size=16"),
+        (lambda: TQFullAttentionSpec(2, 64), "tq_slot_size=0"),
+        (lambda: TQFullAttentionSpec(2, 64, tq_slot_size=67), "an even number"),
+        (lambda: MLAAttentionSpec(2, 576), "num_kv_heads=2 of an MLA cache"),
+        (lambda: MLAAttentionSpec(1, 576, 512), "head_size_v=512 of an MLA cache"),
+        (lambda: MLAAttentionSpec(1, 576, row_bytes=0), "row_bytes=0"),
+        (lambda: ChunkedLocalAttentionSpec(2, 64), "attention_chunk_size=0"),
+        (lambda: ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=8, chunk_lookback=-1), "chunk_lookback=-1"),
+        (lambda: SlidingWindowSpec(2, 64, sliding_window=8, extra_retained_tokens=-1), "extra_retained_tokens=-1"),
+    ],
+)
+def test_wrong_special_specs(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    "specs, text",
+    [
+        ([SlidingWindowSpec(2, 64, sliding_window=w) for w in (8, 16)], "sliding_window 8 and 16"),
+        ([FullAttentionSpec(2, 64, sliding_window=w) for w in (8, 16)], "sliding_window 8 and 16"),
+        ([FullAttentionSpec(2, 64), FullAttentionSpec(4, 64)], "num_kv_heads 2 and 4"),
+        ([FullAttentionSpec(2, 64), FullAttentionSpec(2, 64, layout="HND")], "layout NHD and HND"),
+        ([FullAttentionSpec(2, 64), SinkFullAttentionSpec(2, 64, sink_len=16)], "type FullAttentionSpec and SinkFull"),
+        ([], "no spec to merge"),
+    ],
+)
+def test_unequal_specs_do_not_merge(specs, text):
+    with pytest.raises(CacheError, match=text):
+        FullAttentionSpec.merge(specs)
+
+
+def test_records_of_hidden_tokens_merge_and_a_window_with_chunks_does_not():
+    plain, window = FullAttentionSpec(2, 64), FullAttentionSpec(2, 64, sliding_window=8)
+    assert FullAttentionSpec.merge([plain, window, plain]) == window
+    with pytest.raises(ConfigError, match="sliding_window=8 together with attention_chunk_size=16"):
+        FullAttentionSpec.merge([window, FullAttentionSpec(2, 64, attention_chunk_size=16)])
+
+
+def test_a_padded_storage_is_read_and_written_like_any():
+    bound = layer(0, head_size_v=24)
+    plain = allocate_kv_cache(bound, num_blocks=4, dtype=torch.float32).kv_caches[0]
+    padded = torch.full((4, plain.shape[1] + 48), 0xFF, dtype=torch.uint8)
+    builder = AttentionMetadataBuilder(2, 32, 64, layers=bound)
+    step = builder.build([20], [20], [[1, 3]])
+    query, key, value = (torch.randn(20, heads * width) for heads, width in ((4, 16), (2, 16), (2, 24)))
+    expected = bound(query, key, value, metadata=step)
+    bound.bind_kv_cache(padded, torch.float32)
+    assert torch.equal(bound(query, key, value, metadata=step), expected)
+    assert bool((padded[:, plain.shape[1] :] == 0xFF).all())
+    assert torch.equal(padded[[1, 3], : plain.shape[1]][0], plain[1])
+    with pytest.raises(CacheError, match="KV cache storage"):
+        bound.bind_kv_cache(torch.zeros((4, plain.shape[1] + 8), dtype=torch.uint8), torch.float32)
+    with pytest.raises(CacheError, match="padding included"):
+        swap_blocks(plain, padded, [(0, 1)], bound.get_kv_cache_spec(torch.float32))
 
 
 def test_specs_are_values():
