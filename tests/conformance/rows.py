@@ -31,6 +31,9 @@ MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
 
 DECODES = ((1, 9), (1, 40), (1, 8), (1, 33), (1, 0))
 LONG = ((1, 150), (6, 131))
+TEXTS = ((7, 7), (0, 0), (21, 21), (1, 1), (4, 4))
+"""Whole texts, or images, without a cache."""
+
 ENCODED = ((9, 4), (1, 26), (3, 0), (0, 7), (6, 6), (40, 150), (1, 1))
 """Queries of any length over encoder states: longer, shorter, none, and a request that is not asked."""
 
@@ -136,6 +139,18 @@ _PAIRS: dict[str, Row] = {
     "packed+mm-full": Row({**PACKED, "mm_prefix": "full"}, IMAGES),
     "packed+fp8-heads+fp8-query": Row({**PACKED, **FP8_HEADS, **FP8_QUERY}, MIXED),
     "packed+unequal+encoder": Row({**PACKED, **BOTH_WAYS, "head_size_v": 40, "attn_type": "encoder"}, MIXED),
+    "packed+encoder-only+window+alibi+sinks": Row(
+        {**PACKED, **BOTH_WAYS, **WINDOW, **ALIBI, **SINKS, "attn_type": "encoder_only"}, TEXTS
+    ),
+    "packed+encoder-only+chunk+lse": Row(
+        {**PACKED, **BOTH_WAYS, "sliding_window": 9, "chunk_lookback": 1, **LSE, "attn_type": "encoder_only"}, TEXTS
+    ),
+    "packed+encoder-only+fp8-heads+out": Row(
+        {**PACKED, **BOTH_WAYS, **FP8_HEADS, "output_format": "fp8_per_token", "attn_type": "encoder_only"}, TEXTS
+    ),
+    "packed+encoder+fp8+fp8-query": Row(
+        {**PACKED, **BOTH_WAYS, **FP8, **FP8_QUERY, "head_size": 72, "dtype": "bfloat16", "attn_type": "encoder"}, TEXTS
+    ),
     "packed+encoder-only+soft-cap": Row({**PACKED, **BOTH_WAYS, **CAP, "attn_type": "encoder_only"}, MIXED),
     "broken-table+window+sinks+lse": Row({**WINDOW, **SINKS, **LSE}, MIXED, table="broken"),
     "broken-table+mm-full": Row({"mm_prefix": "full"}, IMAGES, table="broken"),
