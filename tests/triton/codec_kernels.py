@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vattn.ops.triton.codec import decode, encode, encode_e2m1
+from vattn.ops.triton.codec import decode, encode, encode_e2m1, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES
 
 
@@ -43,4 +43,19 @@ def encode_values(values: Tensor, fmt: str) -> Tensor:
     """Encode fp32 values to uint8 codes; `fmt` is a KV format or `"e2m1"`."""
     out = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     _encode_kernel[(triton.cdiv(values.numel(), 1024),)](values, out, values.numel(), fmt, 1024)
+    return out
+
+
+@triton.jit
+def _quotient_kernel(values, scales, out, WIDTH: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, WIDTH)[None, :]
+    x = tl.load(values + column)
+    scale = tl.load(scales + row + tl.zeros((1, 1), tl.int32))
+    tl.store(out + row * WIDTH + column, encode_quotient(x, scale, FORMAT, NATIVE))
+
+
+def encode_quotients(values: Tensor, scales: Tensor, fmt: str, native: bool) -> Tensor:
+    """Encode fp32 values `[n]`, n a power of two, under every scale: uint8 `[scales, n]`."""
+    out = torch.empty((scales.numel(), values.numel()), dtype=torch.uint8, device=values.device)
+    _quotient_kernel[(scales.numel(),)](values, scales, out, values.numel(), fmt, native)
     return out

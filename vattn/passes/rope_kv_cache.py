@@ -72,10 +72,10 @@ class FoundRope:
     dead: frozenset[Node]
 
     def __str__(self) -> str:
-        quantised = "the query's quantisation, " if self.q_scale is not None else ""
         norm = "" if self.rope.norm == "none" else "RMSNorm, "
         columns = f"{self.rope.style}, {self.rope.rotary_dim} of {self.config.head_size} columns"
-        return f"{norm}RoPE ({columns}), {quantised}and the cache write are one kernel"
+        between = " and" if self.q_scale is None else ", the query's quantisation and"
+        return f"{norm}RoPE ({columns}){between} the cache write are one kernel"
 
 
 def find_update(attention: Node, order: dict[Node, int]) -> Node | None:

@@ -19,7 +19,16 @@ from vattn.formats import MODEL_DTYPES
 from vattn.ops.rope_reference import normalise, rotate, scale_query
 from vattn.passes.probe import isolated
 from vattn.passes.region import FP8_DTYPES, Refusal, expression, value
-from vattn.passes.rope_region import Run, TurnRegion, check_size, fingerprint, history, name_of, region_between
+from vattn.passes.rope_region import (
+    Run,
+    TurnRegion,
+    check_size,
+    constants_of,
+    fingerprint,
+    history,
+    name_of,
+    region_between,
+)
 from vattn.rope_config import ROPE_STYLES, RopeConfig
 
 _MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
@@ -91,9 +100,10 @@ def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionC
     """Yield nodes that may hold the heads before, the farthest first, and how many heads they hold."""
     tokens, dtype = value(end).shape[0], MODEL_DTYPES[config.dtype]
     wider: list[tuple[Node, int]] = []
+    constants = constants_of(past)
     for node in past[:-1]:
         val = value(node)
-        if not isinstance(val, Tensor) or val.dtype != dtype or not val.dim():
+        if not isinstance(val, Tensor) or val.dtype != dtype or not val.dim() or node in constants:
             continue
         heads = expression(val.numel()) / (expression(tokens) * config.head_size)
         if not heads.is_Integer or int(heads) < num_heads:

@@ -23,7 +23,6 @@ _LARGEST_RUN = 1 << 23
 _MOVES = frozenset(
     "view reshape _unsafe_view unsqueeze squeeze expand clone alias contiguous repeat lift_fresh_copy".split()
 )
-_GENERATORS = frozenset("full scalar_tensor arange zeros ones iota".split())
 _UNINITIALISED = frozenset("empty empty_strided new_empty empty_like new_empty_strided".split())
 _PRIMES = (5, 7, 11, 13, 17, 19, 23)
 _WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
@@ -86,6 +85,15 @@ class TurnRegion:
     leaves: tuple[Node, ...]
 
 
+def constants_of(past: Sequence[Node]) -> set[Node]:
+    """Return what no tensor of the graph's inputs has a part in: filled, counted or uninitialised tensors."""
+    found: set[Node] = set()
+    for node in past:
+        if can_run(node) and all(source in found or is_size(source) for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
     """Slice the region out of the history of its end.
 
@@ -104,12 +112,12 @@ def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
         if node in dependent and node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-    inside, leaves = set(needed), dict[Node, None]()
+    inside, leaves, constants = set(needed), dict[Node, None](), constants_of(past)
     for node in past:
         if node in needed:
             for other in node.all_input_nodes:
                 if other is not source and other not in needed and not is_size(other):
-                    _climb(other, inside, leaves)
+                    _climb(other, inside, leaves, constants)
     for leaf in leaves:
         val = value(leaf)
         if not isinstance(val, Tensor) or not (val.is_floating_point() or val.is_complex()):
@@ -118,16 +126,20 @@ def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
     return TurnRegion(source, end, nodes, frozenset(needed), tuple(leaves))
 
 
-def _climb(node: Node, inside: set[Node], leaves: dict[Node, None]) -> None:
-    """Find the leaf behind a node, and add what lies between to the region."""
+def _climb(node: Node, inside: set[Node], leaves: dict[Node, None], constants: set[Node]) -> None:
+    """Find the leaf behind a node, and add what lies between, or all of it if it is constant, to the region."""
+    if node in constants:
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node not in inside:
+                inside.add(node)
+                stack.extend(source for source in node.all_input_nodes if not is_size(source))
+        return
     while node not in leaves:
         source = behind_moves(node)
         if source is None:
-            generated = name_of(node) in _GENERATORS | _UNINITIALISED
-            if generated and all(map(is_size, node.all_input_nodes)):
-                inside.add(node)
-            else:
-                leaves[node] = None
+            leaves[node] = None
             return
         inside.add(node)
         node = source
@@ -202,6 +214,8 @@ class Run:
         name = name_of(node)
         args: Any = torch.fx.map_arg(node.args, look_up)
         kwargs = {k: v for k, v in torch.fx.map_arg(dict(node.kwargs), look_up).items() if k not in _PLACES}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")  # type: ignore[assignment]
         if name in _UNINITIALISED:
             return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
         if name in ("convert_element_type", "_to_copy", "to"):
@@ -220,7 +234,7 @@ class Run:
         return x.to(_widened(dtype))
 
 
-_PLACES = ("device", "layout", "pin_memory")
+_PLACES = ("layout", "pin_memory")
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:

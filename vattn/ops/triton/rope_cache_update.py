@@ -5,6 +5,7 @@ See `vattn.ops.rope_reference`. A program takes some heads of one token: query h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -214,16 +215,41 @@ def rope_update_kernel(
             BLOCK_SIZE, K_STRIDES, V_STRIDES, PER_HEAD_KV, MODEL, FORMAT, NATIVE, KV_TILE, SHAPE, NORM)  # fmt: skip
 
 
-def rope_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::rope_kv_cache_update`; `limits` overrides what the device can do."""
+@dataclass(frozen=True)
+class RopeTiles:
+    """How one launch is cut.
+
+    Attributes:
+        elements: of a tile, keys and values counted together.
+        num_warps: of a program.
+    """
+
+    elements: int
+    num_warps: int
+
+
+def choose_rope_tiles(num_tokens: int, limits: Limits) -> RopeTiles:
+    """Cut a step: few tokens need many small programs to fill the device, many tokens large ones."""
+    return RopeTiles(1024, 2) if num_tokens < 4 * limits.processors else RopeTiles(2048, 4)
+
+
+def rope_update(
+    args: RopeUpdateArgs,
+    rope: RopeConfig,
+    config: AttentionConfig,
+    limits: Limits | None = None,
+    tiles: RopeTiles | None = None,
+) -> None:
+    """Run `vattn::rope_kv_cache_update`; `limits` overrides what the device can do, `tiles` how the launch is cut."""
     num_tokens = args.query.shape[0]
     if num_tokens == 0:
         return
     limits = limits or Limits.of(args.query.device)
+    tiles = tiles or choose_rope_tiles(num_tokens, limits)
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
-    constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits)
-    tiles = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
-    rope_update_kernel[(num_tokens, tiles)](
+    constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits, tiles)
+    programs = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
+    rope_update_kernel[(num_tokens, programs)](
         args.query, args.key, as_bytes(args.value), args.cos, args.sin, args.positions, as_bytes(args.query_out),
         key_cache, value_cache, args.slot_mapping, args.q_weight, args.k_weight, args.q_scale, args.k_scale,
         args.v_scale, key_cache.shape[0] * config.block_size, args.cos.shape[0], rope.norm_eps,
@@ -234,15 +260,13 @@ def rope_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig,
     )  # fmt: skip
 
 
-_ELEMENTS = 2048
-"""Elements of a tile: sixteen a thread, loaded in two steps of 16 bytes."""
-
-
-def rope_constants(rope: RopeConfig, config: AttentionConfig, full: bool, limits: Limits) -> dict[str, Any]:
+def rope_constants(
+    rope: RopeConfig, config: AttentionConfig, full: bool, limits: Limits, tiles: RopeTiles
+) -> dict[str, Any]:
     """Return what the kernel is specialised for, strides of the cache aside, and its options."""
     half, rest = rope.rotary_dim // 2, config.head_size - rope.rotary_dim
     turns = rope.style == "interleaved"
-    heads = max(1, _ELEMENTS // next_power_of_two(config.head_size))
+    heads = max(1, tiles.elements // next_power_of_two(config.head_size))
     return {
         "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads, "V": config.head_size_v,
         "VALUE_WIDTH": next_power_of_two(config.head_size_v), "BLOCK_SIZE": config.block_size,
@@ -252,5 +276,5 @@ def rope_constants(rope: RopeConfig, config: AttentionConfig, full: bool, limits
         "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,
         "ARITHMETIC": "none" if config.query_format == "none" else rope.query_arithmetic,
         "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
-        "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": 4,
+        "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": tiles.num_warps,
     }  # fmt: skip

@@ -1,0 +1,50 @@
+"""The RoPE kernel in Triton's interpreter: the same calls as on the CPU backend, and cuts that must not show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rope_cases import make_call
+from tests.support import make_config
+from tests.test_rope_update import CALLS, check_call
+from vattn.ops.triton.rope_cache_update import RopeTiles, choose_rope_tiles, rope_update
+from vattn.ops.triton.tiles import Limits
+from vattn.rope_config import RopeConfig
+
+from .codec_kernels import encode_quotients, encode_values
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_it_equals_the_oracle(call: str) -> None:
+    check_call(call, "TRITON_ATTN")
+
+
+@pytest.mark.parametrize("elements", [16, 64, 4096])
+def test_every_cut_gives_the_same_bytes(elements: int) -> None:
+    """One head a tile, tiles that end among the heads, and all heads in one."""
+    config = make_config(
+        dtype="bfloat16", num_heads=10, num_kv_heads=5, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3",
+        query_scale="head", kv_scale="head", backend="TRITON_ATTN",
+    )  # fmt: skip
+    rope = RopeConfig(12, norm="rms", norm_eps=1e-6)
+    calls = [make_call(config, rope, num_tokens=7) for _ in range(2)]
+    torch.ops.vattn.rope_kv_cache_update(*calls[0])
+    rope_update(calls[1], rope, config, tiles=RopeTiles(elements, 4))
+    for name in ("query_out", "kv_cache"):
+        first, second = (getattr(call, name).view(torch.uint8) for call in calls)
+        assert torch.equal(first, second)
+
+
+def test_few_tokens_are_cut_smaller() -> None:
+    limits = Limits(132, 227 << 10, native_fp8=True)
+    assert choose_rope_tiles(1, limits).elements < choose_rope_tiles(8192, limits).elements
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
+def test_quotients_are_encoded_as_the_codec_does(fmt: str) -> None:
+    values = torch.cat((torch.randn(120) * 400, torch.tensor([0.0, -0.0, 1e9, -1e9, torch.inf, -torch.inf, 1e-9, 3.0])))
+    scales = torch.tensor([0.0313, 1.0, 7e-3, 1e-30])
+    got = encode_quotients(values, scales, fmt, native=False)
+    for scale, row in zip(scales, got, strict=True):
+        assert torch.equal(row, encode_values(values / scale, fmt))
