@@ -25,7 +25,14 @@ from tests.layer_support import (
 from tests.support import make_config
 from vattn.backends.base import parse_version
 from vattn.cross_step import write_cross_slots
-from vattn.errors import ConfigError, MetadataError, ShapeError, UnknownOptionError, UnsupportedRequestError
+from vattn.errors import (
+    ConfigError,
+    GraphContractError,
+    MetadataError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+)
 from vattn.formats import OUTPUT_FORMATS
 
 # fp32 sums in another order.
@@ -263,6 +270,9 @@ def test_metadata_keeps_its_addresses_and_says_what_a_capture_bakes_in():
     )  # fmt: skip
     assert again.cross_slot_mapping.shape == (14,)
     assert again.cross_slot_mapping[9:].tolist() == [-1] * 5
+    with pytest.raises(GraphContractError, match="14 encoder states for a graph captured with 9"):
+        small = {"encoder_lens": [9, 0, 0], "new_encoder": [1, 0, 0], "cross_block_tables": [[6, 2], [], []]}
+        first_step(builder, capture_key=first_step(builder, **small).capture_key())
 
 
 BAD_STEPS = {
@@ -277,6 +287,10 @@ BAD_STEPS = {
     "no tables": ({"cross_block_tables": None}, "encoder_lens, new_encoder alone"),
     "no lengths": ({"encoder_lens": None}, "cross_block_tables, new_encoder alone"),
     "padded to too few": ({"num_encoder_tokens_padded": 13}, "14 encoder states padded to 13"),
+    "padding without lengths": (
+        {"encoder_lens": None, "cross_block_tables": None, "new_encoder": None, "num_encoder_tokens_padded": 4},
+        "num_encoder_tokens_padded=4 without encoder_lens",
+    ),
     "more states than the builder holds": ({"num_encoder_tokens_padded": 300}, "padded to 300"),
 }
 

@@ -427,6 +427,18 @@ def test_sinks_that_are_not_finite_are_refused_and_the_cache_is_kept():
     assert_same_state(layer, before)
 
 
+def test_a_builder_refuses_them_before_it_touches_a_buffer():
+    layer = make_layer()
+    builder = make_builder(layers=layer)
+    step = make_step(builder=builder)
+    with torch.no_grad():
+        layer.sink_key.fill_(torch.nan)
+    before = {name: t.clone() for name, t in step.tensors().items()}
+    with pytest.raises(ConfigError, match="sink_key"):
+        make_step([1, 1], [7, 9], builder=builder)
+    assert all(torch.equal(before[name], t) for name, t in step.tensors().items())
+
+
 def test_a_refused_call_writes_no_sinks():
     layer = make_layer()
     before = state_of(layer)

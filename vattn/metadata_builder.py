@@ -201,7 +201,7 @@ class AttentionMetadataBuilder:
             num_logits: how many of its last tokens each request keeps in layers with `fast_prefill`. A step in which
                 every request keeps all is like one without.
             logits_indices: instead of `num_logits`, the rows that are kept, in order.
-            num_logits_padded: pad the kept rows to this many.
+            num_logits_padded: pad the kept rows to this many, also in a step that keeps all.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
@@ -220,46 +220,49 @@ class AttentionMetadataBuilder:
             num_logits_padded = captured.get("logits_indices", num_logits_padded)
             num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
             num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
-            _refuse_overflow(num_reqs, num_tokens, capture_key)
+            _refuse_overflow(step, capture_key)
         padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
         padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
-        encoder_rows = 0 if step.cross is None else step.cross.num_rows
-        padded_encoder = _padded(
-            "encoder states", encoder_rows, num_encoder_tokens_padded, encoder_rows, self._limits.encoder_tokens
-        )
-        padded_logits = self._padded_logits(step, num_logits_padded)
         metadata = self._views(step, padded_reqs, padded_tokens)
-        if step.cross is not None:
-            metadata.encoder_seq_lens = _alias(self._buffers.encoder_seq_lens[:padded_reqs])
-            metadata.cross_block_table = _alias(self._buffers.cross_block_table[:padded_reqs])
-            if padded_encoder:
-                metadata.cross_slot_mapping = _alias(self._cross_slots[:padded_encoder])
-        if step.num_logits is not None:
-            metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: padded_reqs + 1])
-            metadata.logits_indices = _alias(self._logits_indices[:padded_logits])
+        self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
+        self._add_logits(metadata, step, padded_reqs, num_logits_padded)
         if capture_key is not None:
             refuse_contradiction(capture_key, metadata.capture_key())
+        for layer in self._sink_layers:
+            layer.write_changed_sinks()
         self._write(step, padded_reqs, padded_tokens)
         self._derive(metadata)
         metadata.mark_dynamic()
         return metadata
 
-    def _padded_logits(self, step: Step, asked: int | None) -> int:
-        """Return the number of kept rows; forget them in a step that keeps all, unless a size is asked for."""
-        if step.num_logits is None:
-            if asked is None:
-                return 0
-            step.num_logits = step.query_lens
-        if asked is None and torch.equal(step.num_logits, step.query_lens):
+    def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
+        """Add views of the encoder's side, with as many rows of states as asked for."""
+        if step.cross is None:
+            if asked is not None and asked != 0:
+                raise MetadataError(
+                    f"num_encoder_tokens_padded={asked} without encoder_lens", "both or neither", "pass encoder_lens"
+                )
+            return
+        rows = step.cross.num_rows
+        padded = _padded("encoder states", rows, asked, rows, self._limits.encoder_tokens)
+        metadata.encoder_seq_lens = _alias(self._buffers.encoder_seq_lens[:num_reqs])
+        metadata.cross_block_table = _alias(self._buffers.cross_block_table[:num_reqs])
+        if padded:
+            metadata.cross_slot_mapping = _alias(self._cross_slots[:padded])
+
+    def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
+        """Add views of the kept rows; forget them in a step that keeps all, unless a size is asked for."""
+        if asked is None and (step.num_logits is None or torch.equal(step.num_logits, step.query_lens)):
             step.num_logits = None
-            return 0
+            return
+        step.num_logits = step.query_lens if step.num_logits is None else step.num_logits
         kept = int(step.num_logits.sum())
-        return _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
+        padded = _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
+        metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: num_reqs + 1])
+        metadata.logits_indices = _alias(self._logits_indices[:padded])
 
     def _derive(self, metadata: AttentionMetadata) -> None:
         """Fill what the device computes from what was copied there."""
-        for layer in self._sink_layers:
-            layer.write_changed_sinks()
         if metadata.cross_slot_mapping is not None:
             assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
             new = self._buffers.new_encoder[: metadata.encoder_seq_lens.shape[0]]
@@ -334,8 +337,19 @@ def refuse_contradiction(captured: CaptureKey, came: CaptureKey) -> None:
         )
 
 
-def _refuse_overflow(num_reqs: int, num_tokens: int, key: CaptureKey) -> None:
-    for name, count, limit in (("requests", num_reqs, key.num_reqs), ("tokens", num_tokens, key.num_tokens)):
+def _refuse_overflow(step: Step, key: CaptureKey) -> None:
+    """Refuse a step that is larger than a capture in any size."""
+    captured = dict(key.optional)
+    sizes = [
+        ("requests", step.query_lens.shape[0], key.num_reqs),
+        ("tokens", step.positions.shape[0], key.num_tokens),
+    ]
+    if step.cross is not None and "cross_slot_mapping" in captured:
+        sizes.append(("encoder states", step.cross.num_rows, captured["cross_slot_mapping"][0]))
+    if "logits_indices" in captured:
+        kept = step.query_lens if step.num_logits is None else step.num_logits
+        sizes.append(("kept tokens", int(kept.sum()), captured["logits_indices"][0]))
+    for name, count, limit in sizes:
         if count > limit:
             raise GraphContractError(
                 f"a step of {count} {name} for a graph captured with {limit}",
