@@ -701,3 +701,33 @@ def test_pages_that_lie_apart_in_host_memory_are_copied_in_pieces(detached):
     for storage in setup.cache.kv_caches:
         assert torch.equal(storage[:, [5, 6]], storage[:, [3, 4]])
     setup.transfer.detach()
+
+
+def test_cross_attention_is_refused():
+    layer = vattn.CrossAttention(4, 16, 0.25, 2, prefix="cross", cache_config=vattn.CacheConfig(BLOCK))
+    cache = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    with pytest.raises(CacheError, match="cross attention, layer 'cross'"):
+        KVTransfer(layer, cache, HostMemoryConnector("1MiB"))
+
+
+class Quantised(nn.Module):
+    """An attention layer and an FP8 quantisation of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = make_layer()
+        self.register_buffer("scale", torch.tensor([0.02]))
+
+    def forward(self, x):
+        output = self.attn(x, x[:, :32], x[:, 32:])
+        return (output.float() / self.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def test_output_quantisation_fuses_across_the_hooks(detached):
+    setup = Setup(HostMemoryConnector("1MiB"), Quantised())
+    forward = vattn.compile(setup.model, options=vattn.options(strict=True))
+    save = TransferRequest("a", ("key",), (1,))
+    out, _ = setup.run(torch.randn(10, 64), [10], [10], [[1, 2]], forward, saves=[save])
+    assert out.dtype == torch.float8_e4m3fn
+    assert setup.transfer.wait_for_saves() == {} and setup.transfer.find(["key"]) == 1
+    setup.transfer.detach()

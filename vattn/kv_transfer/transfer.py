@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
-from vattn.kv_cache import KVCacheAllocation, find_layers
+from vattn.kv_cache import CrossAttentionSpec, KVCacheAllocation, find_layers
 from vattn.kv_transfer import points
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
@@ -52,7 +52,7 @@ class KVTransfer:
         fingerprint: what the connector got.
 
     Raises:
-        CacheError: a cache in groups, or layers whose scales are not calculated yet.
+        CacheError: a cache in groups, cross attention, or layers whose scales are not calculated yet.
         ConfigError: the caches have a connector already, or a timeout that is not positive.
 
     Loading and saving overlap with the computation: on CUDA copies run on a stream of their own, and each layer waits
@@ -97,6 +97,13 @@ class KVTransfer:
                 f"KV transfer for a cache of {len(allocation.groups)} groups",
                 "a cache in which one block id means one block of every layer",
                 "allocate_kv_cache(model, ...) without hybrid=True",
+            )
+        crossing = [entry.name for entry in allocation.layers if isinstance(entry.spec, CrossAttentionSpec)]
+        if crossing:
+            raise CacheError(
+                f"KV transfer for a model with cross attention, layer {crossing[0]!r}",
+                "layers that keep a request's tokens in the same blocks; encoder states have blocks of their own",
+                "run its encoder again instead",
             )
         self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
         modules: dict[str, Any] = dict(find_layers(model))
