@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_groups, store_result
+from vattn.ops.gluon.epilogue import QUERY_ROWS, divide, encode_e4m3, load_scale, store_groups, store_result
 
 # Triton 3.9 renamed it.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -231,8 +231,22 @@ def multiply_values(values, weights, acc_a, acc_b, FP8: gl.constexpr):
 
 
 @gluon.jit
-def load_query(query, query_rows, columns, mask, FP8: gl.constexpr, DTYPE: gl.constexpr):
+def round_query(x, step, LOAD: gl.constexpr):
+    """Return e4m3 bytes of x under the scales `step`, as `vattn.ops.triton.epilogue.quantise_dynamic`."""
+    wide = gl.zeros_like(x) + step
+    if LOAD == "multiply" or LOAD == "approximate_multiply":
+        quotient = x * divide(gl.zeros_like(x) + 1.0, wide, LOAD == "approximate_multiply")
+    else:
+        quotient = divide(x, wide, LOAD == "approximate_divide")
+    return encode_e4m3(quotient)
+
+
+@gluon.jit
+def load_query(query, query_rows, columns, mask, step, LOAD: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr):
+    """See `vattn.ops.triton.decode_fast_kernels`; `step` `[batch, 1, 1]`."""
     loaded = gl.load(query + query_rows + columns, mask=mask, other=0.0)
+    if LOAD != "plain":
+        loaded = round_query(loaded.to(gl.float32), step, LOAD).to(gl.float8e4nv, bitcast=True).to(gl.float16)
     if FP8:
         return (loaded.to(gl.float32) * FP16_QUERY_SHRINK).to(DTYPE)
     else:
@@ -246,9 +260,10 @@ def consume(
     table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
     NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
-    SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
-    SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, NUM_WARPS: gl.constexpr,
+    WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
+    KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr,
+    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this CTA's items."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -290,6 +305,11 @@ def consume(
     column_m = STEP * pair_m
     head_of_row = head_m * GROUP + row_m
 
+    query_step = gl.zeros([BATCH, 1, 1], gl.float32, LEFT) + 1.0
+    if QUERY_LOAD != "plain" and QUERY_SCALE == 1:
+        query_step = query_step * gl.load(q_scale)
+    if QUERY_LOAD != "plain" and QUERY_SCALE == 2:
+        query_step = query_step * gl.load(q_scale + head_q, mask=head_q < NUM_KV_HEADS, other=1.0)
     factor = gl.zeros([BATCH, 1, 1], gl.float32, MMA) + score_scale
     value_factor = gl.zeros([HEADS, QUERY_ROWS], gl.float32, MERGED_ROWS) + 1.0
     head_f = head0 + batch_s % HEADS
@@ -326,10 +346,10 @@ def consume(
             query_rows = row.to(gl.int64) * query_stride + (head_q * GROUP + row_q) * query_head_stride
             if FP8:
                 column = pair_q // 2 * 4 + pair_q % 2
-                query_a = load_query(query, query_rows, column, mask_q, FP8, DTYPE)
-                query_b = load_query(query, query_rows, column + 2, mask_q, FP8, DTYPE)
+                query_a = load_query(query, query_rows, column, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
+                query_b = load_query(query, query_rows, column + 2, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
             else:
-                query_a = load_query(query, query_rows, pair_q, mask_q, FP8, DTYPE)
+                query_a = load_query(query, query_rows, pair_q, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
                 query_b = query_a
             acc_a = gl.zeros([BATCH, WIDTH, QUERY_ROWS], gl.float32, MMA)
             acc_b = acc_a
@@ -441,7 +461,7 @@ def decode_kernel(
     group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
-    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
+    QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
     MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -477,8 +497,8 @@ def decode_kernel(
                 k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
                 group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready,
                 value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE,
-                WINDOW, FP8, QUERY_SCALE, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP,
-                num_warps,
+                WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS, SLOTS, STAGES,
+                OVERLAP, num_warps,
             )),
             (produce, (
                 key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,

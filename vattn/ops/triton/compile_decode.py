@@ -57,6 +57,8 @@ def configs() -> Iterator[AttentionConfig]:
         yield base.replace(**formats, **features, output_format="fp8_static")
         yield base.replace(**formats, output_format="fp8_group64", output_arithmetic="approximate_divide")
         yield base.replace(**formats, output_format="nvfp4")
+        load = "multiply" if "dtype" in formats else "approximate_divide"
+        yield base.replace(**formats, query_format="fp8_e4m3", query_scale="head", query_load=load)
         yield base.replace(**formats, num_heads=128)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
@@ -85,12 +87,13 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
     quantised = config.kv_scale != "none"
     rows = (num_reqs, config.num_heads, config.head_size)
     scale = empty(config.num_kv_heads) if quantised else None
+    q_scale = None if config.query_scale == "none" else empty(config.num_kv_heads)
     lengths, query = empty(num_reqs, dtype=torch.int32), empty(*rows, dtype=dtype)
     output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(query, config.head_size_v, dtype)
     args = AttentionArgs(
         query, torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),
         empty(num_reqs + 1, dtype=torch.int32), lengths, empty(num_reqs, 8, dtype=torch.int32),
-        output, block_scale, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), None,
+        output, block_scale, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), q_scale,
         scale, scale, None, empty(config.num_heads) if config.sinks else None, None, None, None, None, None, [], None,
         config.encode(),
     )  # fmt: skip

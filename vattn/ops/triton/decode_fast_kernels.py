@@ -17,12 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.codec import cast
+from vattn.ops.triton.codec import cast, decode
 from vattn.ops.triton.epilogue import (
     absolute_maximum,
     group_codes,
     group_scales,
     load_scale,
+    quantise_dynamic,
     store_group_row,
     store_rows,
 )
@@ -100,9 +101,18 @@ def decode_low_byte(pairs):
 
 
 @triton.jit
-def load_query(query, rows, columns, row_mask, SHRINK: tl.constexpr, DTYPE: tl.constexpr):
-    """Load query rows `[heads, 16, columns]` as the dtype of the dot; padded rows are zero."""
+def load_query(
+    query, rows, columns, row_mask, step, LOAD: tl.constexpr, SHRINK: tl.constexpr, NATIVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Load query rows `[heads, 16, columns]` as the dtype of the dot; padded rows are zero.
+
+    LOAD: `query_load` of the config. Unless it is "plain", rows are rounded to e4m3 under the scales `step` `[heads]`.
+    """
     loaded = tl.load(query + rows + columns[None, None, :], mask=row_mask, other=0.0)
+    if LOAD != "plain":
+        codes = quantise_dynamic(loaded.to(tl.float32), step[:, None, None], LOAD)
+        loaded = decode(codes, "fp8_e4m3", tl.float16, NATIVE)
     if SHRINK:
         return (loaded.to(tl.float32) * FP16_QUERY_SHRINK).to(DTYPE)
     else:
@@ -314,7 +324,7 @@ def decode_kernel(
     group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
-    QUERY_SCALE: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    QUERY_SCALE: tl.constexpr, QUERY_LOAD: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -347,12 +357,13 @@ def decode_kernel(
     else:
         column_a = column
         column_b = column
-    score_factor = tl.full([HEADS], 1.0, tl.float32) * score_scale
     value_factor = tl.full([HEADS], 1.0, tl.float32)
+    query_step = tl.full([HEADS], 1.0, tl.float32)
     if QUERY_SCALE == 1:
-        score_factor *= tl.load(q_scale)
+        query_step *= tl.load(q_scale)
     if QUERY_SCALE == 2:
-        score_factor *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0)
+        query_step *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0)
+    score_factor = query_step * score_scale
     if KV_SCALE == 1:
         score_factor *= tl.load(k_scale)
         value_factor *= tl.load(v_scale)
@@ -391,10 +402,10 @@ def decode_kernel(
             page = tl.load(table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1)
             query_head = kv_head[:, None, None] * GROUP + in_group[None, :, None]
             rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
-            query_a = load_query(query, rows, column_a, query_mask, FP8, DTYPE)
+            query_a = load_query(query, rows, column_a, query_mask, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
             query_b = query_a
             if FP8:
-                query_b = load_query(query, rows, column_b, query_mask, FP8, DTYPE)
+                query_b = load_query(query, rows, column_b, query_mask, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
 
             low_maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
             low_total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
@@ -417,9 +428,7 @@ def decode_kernel(
                 low, high = tile_scores(
                     keys, query_a, query_b, factor, soft_cap, visible, HEADS, FP8, ASSEMBLY, SOFT_CAP
                 )
-                low, low_maximum, low_total, low_a, low_b = take_scores(
-                    low_maximum, low_total, low_a, low_b, low, FP8
-                )
+                low, low_maximum, low_total, low_a, low_b = take_scores(low_maximum, low_total, low_a, low_b, low, FP8)
                 if GROUP > 8:
                     high, high_maximum, high_total, high_a, high_b = take_scores(
                         high_maximum, high_total, high_a, high_b, high, FP8
