@@ -104,8 +104,6 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
     if config.dtype not in DTYPES:
         found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
-    if config.query_load != "plain":
-        found.append(f"query_load {config.query_load} (runs plain)")
     if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
     if config.head_size not in HEAD_SIZES:
@@ -274,6 +272,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     constants = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
         "FP8": quantised, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
+        "QUERY_LOAD": config.query_load,
         "SOFT_CAP": config.logits_soft_cap is not None,
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
