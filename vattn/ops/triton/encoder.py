@@ -1,8 +1,11 @@
 """Attention of encoders: packed rows that all see each other, in the head sizes of vision towers, in 16 bits or FP8.
 
-The general kernel pads heads to the next power of two and carries every mask. Here a head of 72 or 80 is a part of 64
-columns and one of 16 (32 in FP8 products), and nothing is masked but the last tile. Everything else about it, such as
-how tiles are numbered, is as in `attention.py`. What it does not take runs on the general kernel.
+Nothing is masked but the last tile, and there is nothing to split, so that tiles are larger than the general kernel can
+afford where heads are padded to 128 columns. How tiles are numbered and padding is treated is as in `attention.py`.
+What this kernel does not take runs on the general one.
+
+A head of 72 or 80 is computed as 128 columns. Two parts of 64 and 16 would be less work, but Triton 3.6 miscompiles
+products whose operands have rows of different widths in shared memory.
 
 FP8 queries and keys are multiplied as they are where the hardware can (bf16 models; fp16 has more digits than those
 products keep). Weights stay in 16 bits and values are widened to them without loss: no weight is rounded to e4m3.
@@ -34,17 +37,12 @@ MIN_ROWS_PER_REQUEST = 32
 
 
 @triton.jit
-def load_part(
-    pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Return rows `[rows, columns]`, zero where they are masked (`None`: no row is) or lie behind WIDTH columns.
-
-    WHOLE: no column lies behind WIDTH.
-    """
+def load_part(pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Return rows `[rows, PADDED]`, zero where they are masked (`None`: no row is) or lie behind WIDTH columns."""
     pointers = pointer + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
     if mask is not None:
         return tl.load(pointers, mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
-    elif not WHOLE:
+    elif WIDTH < PADDED:
         return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0)
     else:
         return tl.load(pointers)
@@ -61,19 +59,14 @@ def operand(raw, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.conste
 
 @triton.jit
 def fold_tile(
-    q, q_tail, key, value, rows, inside, factor, acc, acc_tail, m, total, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, V_TAIL: tl.constexpr, K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    q, key, value, rows, inside, factor, acc, m, total, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
+    FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into the running sums; `inside` masks keys, `None`: all are there."""
-    a = tl.arange(0, HEAD)
-    k = operand(load_part(key, rows, a, inside, K_ROW, D, HEAD <= D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
-    s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, TILE], tl.float32))
-    if TAIL:
-        b = HEAD + tl.arange(0, TAIL)
-        k = operand(load_part(key, rows, b, inside, K_ROW, D, False), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
-        s = dot(q_tail, tl.trans(k), s)
-    s = s * factor
+    d = tl.arange(0, BLOCK_D)
+    k = operand(load_part(key, rows, d, inside, K_ROW, D, BLOCK_D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+    s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, TILE], tl.float32)) * factor
     if inside is not None:
         s = tl.where(inside[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
@@ -82,14 +75,9 @@ def fold_tile(
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, axis=1)
-    weights = cast(p, COMPUTE)
-    v = decode(load_part(value, rows, a, inside, V_ROW, D, HEAD <= D), FORMAT, COMPUTE, NATIVE_FP8)
-    acc = dot(weights, v, acc * alpha[:, None])
-    if V_TAIL:
-        c = HEAD + tl.arange(0, V_TAIL)
-        v = decode(load_part(value, rows, c, inside, V_ROW, D, HEAD + V_TAIL <= D), FORMAT, COMPUTE, NATIVE_FP8)
-        acc_tail = dot(weights, v, acc_tail * alpha[:, None])
-    return acc, acc_tail, m_new, total
+    v = decode(load_part(value, rows, d, inside, V_ROW, D, BLOCK_D), FORMAT, COMPUTE, NATIVE_FP8)
+    acc = dot(cast(p, COMPUTE), v, acc * alpha[:, None])
+    return acc, m_new, total
 
 
 @triton.jit(
@@ -97,12 +85,12 @@ def fold_tile(
     do_not_specialize_on_alignment=["query_start_loc", "kv_start_loc"],
 )
 def encoder_kernel(
-    query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale, num_tokens,
-    num_keys, num_reqs, stride_qh, stride_ot, stride_oh, scale,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr,
-    TAIL: tl.constexpr, V_TAIL: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr, STAGES: tl.constexpr,
+    query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale,
+    num_tokens, num_keys, num_reqs, stride_qh, stride_ot, stride_oh, scale,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
+    FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.varlen_attention`. Grid: tiles of query rows, query heads."""
     tile = tl.program_id(0)
@@ -116,17 +104,13 @@ def encoder_kernel(
         return
     token = q_begin + first + tl.arange(0, BLOCK_M)
     row_valid = token < q_end
-    a = tl.arange(0, HEAD)
-    output += token.to(tl.int64)[:, None] * stride_ot + head * stride_oh
-    acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
-    acc_tail = tl.zeros([BLOCK_M, V_TAIL if V_TAIL else 16], tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    output += token.to(tl.int64)[:, None] * stride_ot + head * stride_oh + d[None, :]
+    out_mask = row_valid[:, None] & (d < D)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if request == num_reqs:
         # Rows of padding.
-        tl.store(output + a[None, :], acc.to(output.dtype.element_ty), mask=row_valid[:, None] & (a < D)[None, :])
-        if V_TAIL:
-            c = HEAD + tl.arange(0, V_TAIL)
-            zeros = acc_tail.to(output.dtype.element_ty)
-            tl.store(output + c[None, :], zeros, mask=row_valid[:, None] & (c < D)[None, :])
+        tl.store(output, acc.to(output.dtype.element_ty), mask=out_mask)
         return
 
     kv_start = tl.load(kv_start_loc + request)
@@ -136,12 +120,8 @@ def encoder_kernel(
     if q_scale is not None:
         factor = factor * tl.load(q_scale) * tl.load(k_scale)
         out_factor = tl.load(v_scale)
-    query += head * stride_qh
-    q = operand(load_part(query, token, a, row_valid, Q_ROW, D, HEAD <= D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
-    q_tail = q
-    if TAIL:
-        b = HEAD + tl.arange(0, TAIL)
-        q_tail = operand(load_part(query, token, b, row_valid, Q_ROW, D, False), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
+    q = load_part(query + head * stride_qh, token, d, row_valid, Q_ROW, D, BLOCK_D)
+    q = operand(q, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
     key += (head // GROUP).to(tl.int64) * K_HEAD
     value += (head // GROUP).to(tl.int64) * V_HEAD
 
@@ -150,29 +130,22 @@ def encoder_kernel(
     n = tl.arange(0, TILE)
     whole = tl.maximum(seq_len, 0) // TILE
     for j in tl.range(0, whole, num_stages=STAGES):
-        acc, acc_tail, m, total = fold_tile(
-            q, q_tail, key, value, kv_start + j * TILE + n, None, factor, acc, acc_tail, m, total, BLOCK_M, TILE, D,
-            HEAD, TAIL, V_TAIL, K_ROW, V_ROW, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
+        acc, m, total = fold_tile(
+            q, key, value, kv_start + j * TILE + n, None, factor, acc, m, total, BLOCK_M, TILE, D, BLOCK_D, K_ROW,
+            V_ROW, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
         )  # fmt: skip
     if whole * TILE < seq_len:
         k = whole * TILE + n
-        acc, acc_tail, m, total = fold_tile(
-            q, q_tail, key, value, kv_start + k, k < seq_len, factor, acc, acc_tail, m, total, BLOCK_M, TILE, D,
-            HEAD, TAIL, V_TAIL, K_ROW, V_ROW, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
+        acc, m, total = fold_tile(
+            q, key, value, kv_start + k, k < seq_len, factor, acc, m, total, BLOCK_M, TILE, D, BLOCK_D, K_ROW, V_ROW,
+            FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
         )  # fmt: skip
 
-    # A row before the first key (a query longer than its keys) sees nothing.
+    # A row before the first key (a query longer than its keys) sees nothing; a total that is NaN is no empty one.
     position = seq_len - (query_end - q_begin) + first + tl.arange(0, BLOCK_M)
-    seen = (total > 0.0) & (position >= 0)
-    # A total that is NaN must reach the output.
-    seen = seen | ((total != total) & (position >= 0))
-    weight = tl.where(seen, out_factor / tl.where(total == 0.0, 1.0, total), 0.0)[:, None]
-    acc = tl.where(seen[:, None], acc * weight, 0.0)
-    tl.store(output + a[None, :], cast(acc, MODEL), mask=row_valid[:, None] & (a < D)[None, :])
-    if V_TAIL:
-        c = HEAD + tl.arange(0, V_TAIL)
-        acc_tail = tl.where(seen[:, None], acc_tail * weight, 0.0)
-        tl.store(output + c[None, :], cast(acc_tail, MODEL), mask=row_valid[:, None] & (c < D)[None, :])
+    seen = (position >= 0) & (total != 0.0)
+    weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
+    tl.store(output, cast(tl.where(seen[:, None], acc * weight[:, None], 0.0), MODEL), mask=out_mask)
 
 
 def refusals(config: AttentionConfig) -> list[str]:
@@ -225,27 +198,18 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
     )  # fmt: skip
 
 
-def parts_of(size: int) -> tuple[int, int]:
-    """Return the two parts, each a power of two or 0, that hold a head's columns."""
-    head = 64 if size <= 96 else 128
-    return head, 0 if size <= head else 16 if size <= head + 16 else 32
-
-
 def padded_width(size: int) -> int:
-    """Return how many columns are multiplied for a head of `size`; FP8 products take 32 where this says 16 more."""
-    return sum(parts_of(size))
+    """Return how many columns are multiplied for a head of `size`."""
+    return 64 if size <= 64 else 128
 
 
 def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str, Any], dict[str, int]]:
     """Return what the kernel is specialised for, strides aside, and its launch options."""
     size, fp8 = config.head_size, KV_FORMATS[config.kv_cache_dtype].quantised
     fp8_dot = fp8 and limits.native_fp8 and config.dtype == "bfloat16" and not limits.interpreted
-    head, tail = parts_of(size)
     constants = {
         "GROUP": config.group_size, "BLOCK_M": 32 if limits.interpreted else 128,
-        "TILE": 32 if limits.interpreted else 64, "D": size, "HEAD": head,
-        # FP8 products take 32 columns at least.
-        "TAIL": 32 if tail and fp8_dot else tail, "V_TAIL": tail,
+        "TILE": 32 if limits.interpreted else 64, "D": size, "BLOCK_D": padded_width(size),
         "FORMAT": config.kv_cache_dtype, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "FP8_DOT": fp8_dot,
         "NATIVE_FP8": limits.native_fp8, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "STAGES": 3 if limits.warpgroups else 2,
