@@ -20,8 +20,8 @@ logger = logging.getLogger("vattn")
 
 _BACKENDS: dict[str, Backend] = {}
 _PRIORITY: dict[str, tuple[str, ...]] = {
-    "cuda": ("TRITON_ATTN", "FLASH_ATTN", "TORCH_SDPA"),
-    "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN"),
+    "cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
+    "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"),
 }
 
 
@@ -46,10 +46,11 @@ def forget_decisions() -> None:
 def _load_builtin() -> None:
     if "TORCH_SDPA" not in _BACKENDS:
         from vattn.backends.flash_attn import FlashAttentionBackend
+        from vattn.backends.flashinfer import FlashInferBackend
         from vattn.backends.torch_sdpa import TorchSDPABackend
         from vattn.backends.triton_attn import TritonAttentionBackend
 
-        for backend in (TorchSDPABackend(), TritonAttentionBackend(), FlashAttentionBackend()):
+        for backend in (TorchSDPABackend(), TritonAttentionBackend(), FlashAttentionBackend(), FlashInferBackend()):
             _BACKENDS.setdefault(backend.name, backend)
 
 
