@@ -18,6 +18,7 @@ from vattn.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
+    from vattn.layers.bound_cache import BoundCache
 
 _OPTIONS = ("sinks", "batch_invariant", "fast_prefill")
 """Options of `vattn.layers.request.EXTRA_OPTIONS` that mean something where positions are unrelated."""
@@ -112,7 +113,7 @@ class CrossAttention(CachedAttention):
 
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: CachedAttention | None = None) -> None:
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
         """Give the layer its raw storage and fix dtype, device and backend; see `Attention`."""
         super().bind_kv_cache(storage, dtype, target)
         # Schedules count the keys of self-attention: this key has none, except where an export needs an empty one.

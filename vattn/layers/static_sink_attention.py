@@ -16,7 +16,7 @@ from vattn.metadata import AttentionMetadata, plan_key, with_sinks
 if TYPE_CHECKING:
     from vattn.config import AttentionConfig
     from vattn.kv_cache import KVCacheSpec
-    from vattn.layers.cached_attention import CachedAttention
+    from vattn.layers.bound_cache import BoundCache
 
 
 class StaticSinkAttention(Attention):
@@ -135,7 +135,7 @@ class StaticSinkAttention(Attention):
         return SinkFullAttentionSpec(sink_len=self.sink_len, sliding_window=window, **self._spec_fields(dtype))
 
     def resolve_config(
-        self, dtype: torch.dtype, device: torch.device | str, target: CachedAttention | None = None
+        self, dtype: torch.dtype, device: torch.device | str, target: BoundCache | None = None
     ) -> AttentionConfig:
         """Return what binding a cache would make of the request; see `Attention`.
 
@@ -145,7 +145,7 @@ class StaticSinkAttention(Attention):
         self._check_sinks()
         return super().resolve_config(dtype, device, target)
 
-    def _check_target(self, target: CachedAttention) -> None:
+    def _check_target(self, target: BoundCache) -> None:
         super()._check_target(target)
         theirs = target.sink_len
         if theirs != self.sink_len:
@@ -155,7 +155,7 @@ class StaticSinkAttention(Attention):
                 "share the cache of an equal layer",
             )
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: CachedAttention | None = None) -> None:
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
         """Give the layer its raw storage, fix dtype, device and backend, and write the sinks; see `Attention`.
 
         Raises:
