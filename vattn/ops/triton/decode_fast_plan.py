@@ -105,7 +105,7 @@ def share_of(unit, total, shares):
     return (((unit.to(tl.int64) + 1) * shares - 1) // total).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
 def plan_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, waves_of_requests, max_items, WINDOW: tl.constexpr,
     UNIT: tl.constexpr, REQUESTS: tl.constexpr,
