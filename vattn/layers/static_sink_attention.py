@@ -23,7 +23,7 @@ class StaticSinkAttention(Attention):
     """Attend to learned sink tokens in front of every request, and to the request's own tokens.
 
     The sinks are keys and values, not tokens: they lie once in the cache, in blocks `1 .. sink_len / block_size`, which
-    belong to no request (`BlockPool(num_blocks, reserved=1 + sink_len // block_size)`). Metadata stays as it is for
+    belong to no request (`BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)`). Metadata stays as it is for
     other layers: lengths, tables and positions that a caller sees do not count sinks. (`Attention(sinks=...)` is
     something else: one logit per head in the denominator.)
 
