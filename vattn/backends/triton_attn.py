@@ -46,7 +46,9 @@ class TritonAttentionBackend(Backend):
         columns = padded_widths(config)[0] if encoder.refusals(config) else encoder.padded_width(config.head_size)
         if columns == config.head_size:
             return []
-        return [f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"]
+        return [
+            f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"
+        ]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the fast decode path's schedule; `()` where a layer or the current GPU has none."""
@@ -83,6 +85,12 @@ class TritonAttentionBackend(Backend):
         if encoder.accepts(args, config):
             encoder.attend(args, config)
             return
+        if config.query_load != "plain":
+            from vattn.ops.triton.round_query import after_rounding, round_query
+
+            if encoder.accepts(args, after_rounding(config)):
+                encoder.attend(round_query(args, config), after_rounding(config))
+                return
         from vattn.ops.triton.launch import packed_attention
 
         packed_attention(args, config)
@@ -112,4 +120,11 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     if prefill_launch.accepts(args, config):
         prefill_launch.prefill(args, config)
         return True
+    if config.query_load != "plain":
+        # It multiplies queries as they lie in memory; rounding them first costs less than the general kernel.
+        from vattn.ops.triton.round_query import after_rounding, round_query
+
+        if prefill_launch.accepts(args, after_rounding(config)):
+            prefill_launch.prefill(round_query(args, config), after_rounding(config))
+            return True
     return False

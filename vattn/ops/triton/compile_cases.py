@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import launch, merge, rope_cache_update
+from vattn.ops.triton import launch, merge, rope_cache_update, round_query
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import RopeConfig
 
@@ -61,7 +62,7 @@ class _Recorder:
         return record
 
 
-def record(name: str, target: str, call: Callable[[], None]) -> Iterator[Launch]:
+def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launch]:
     """Yield the launches that `call` makes, instead of making them."""
     found: list[tuple[Any, dict[str, Any]]] = []
     with ExitStack() as stack:
@@ -71,6 +72,7 @@ def record(name: str, target: str, call: Callable[[], None]) -> Iterator[Launch]
             (launch, "cache_update_kernel"),
             (merge, "merge_kernel"),
             (rope_cache_update, "rope_update_kernel"),
+            (round_query, "round_query_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -253,6 +255,7 @@ def all_launches() -> Iterator[Launch]:
 def _small_kernels(target: str) -> Iterator[Launch]:
     for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
+        yield from _rounded_queries(target, name)
         for cache, shape in itertools.product(CACHES, SHAPES):
             config = _config(name, cache, SHAPES[shape])
             if config.block_size:
@@ -266,6 +269,15 @@ def _small_kernels(target: str) -> Iterator[Launch]:
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])
+
+
+def _rounded_queries(target: str, dtype: str) -> Iterator[Launch]:
+    for shape, load in itertools.product(("32x128", "packed-4x80"), QUERY_LOADS[1:]):
+        config = _config(dtype, ("auto", "none"), SHAPES[shape])
+        config = config.replace(query_format="fp8_e4m3", query_scale="head", query_load=load)
+        shared: dict[str, Any] = dict.fromkeys(VarlenAttentionArgs._fields)
+        args = VarlenAttentionArgs(**{**shared, **_shared_arguments(config, 64, 2)})
+        yield from record(f"{dtype} {shape} {load}", target, partial(round_query.round_query, args, config))
 
 
 def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
