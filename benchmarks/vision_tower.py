@@ -239,7 +239,7 @@ def main() -> None:
             if args.only not in name:
                 continue
             rows = [run_attention(name, shape, args.folder)]
-            if args.layers and shape.size in (72, 80):
+            if args.layers and name.startswith("SigLIP"):
                 rows.append(run_tower(name, shape, args.folder, args.layers))
             for row in rows:
                 result["rows"].append(row)

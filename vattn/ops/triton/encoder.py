@@ -49,6 +49,13 @@ def load_part(pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
+def store_part(pointer, rows, columns, x, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, MODEL: tl.constexpr):
+    """Store fp32 rows in the model dtype, those that are not masked, up to WIDTH columns."""
+    pointers = pointer + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+    tl.store(pointers, cast(x, MODEL), mask=mask[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
 def operand(raw, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Return loaded rows as an operand of the product of queries and keys."""
     if FP8_DOT:
@@ -86,9 +93,10 @@ def fold_tile(
 )
 def encoder_kernel(
     query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale,
-    num_tokens, num_keys, num_reqs, stride_qh, stride_ot, stride_oh, scale,
+    num_tokens, num_keys, num_reqs, scale,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
     FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -105,12 +113,9 @@ def encoder_kernel(
     token = q_begin + first + tl.arange(0, BLOCK_M)
     row_valid = token < q_end
     d = tl.arange(0, BLOCK_D)
-    output += token.to(tl.int64)[:, None] * stride_ot + head * stride_oh + d[None, :]
-    out_mask = row_valid[:, None] & (d < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if request == num_reqs:
-        # Rows of padding.
-        tl.store(output, acc.to(output.dtype.element_ty), mask=out_mask)
+        store_part(output + head * OUT_HEAD, token, d, acc, row_valid, OUT_ROW, D, MODEL)  # rows of padding
         return
 
     kv_start = tl.load(kv_start_loc + request)
@@ -120,7 +125,7 @@ def encoder_kernel(
     if q_scale is not None:
         factor = factor * tl.load(q_scale) * tl.load(k_scale)
         out_factor = tl.load(v_scale)
-    q = load_part(query + head * stride_qh, token, d, row_valid, Q_ROW, D, BLOCK_D)
+    q = load_part(query + head * Q_HEAD, token, d, row_valid, Q_ROW, D, BLOCK_D)
     q = operand(q, FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
     key += (head // GROUP).to(tl.int64) * K_HEAD
     value += (head // GROUP).to(tl.int64) * V_HEAD
@@ -145,7 +150,8 @@ def encoder_kernel(
     position = seq_len - (query_end - q_begin) + first + tl.arange(0, BLOCK_M)
     seen = (position >= 0) & (total != 0.0)
     weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
-    tl.store(output, cast(tl.where(seen[:, None], acc * weight[:, None], 0.0), MODEL), mask=out_mask)
+    acc = tl.where(seen[:, None], acc * weight[:, None], 0.0)
+    store_part(output + head * OUT_HEAD, token, d, acc, row_valid, OUT_ROW, D, MODEL)
 
 
 def refusals(config: AttentionConfig) -> list[str]:
@@ -192,9 +198,9 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         query=query, key=key, value=value, query_start_loc=args.query_start_loc, kv_start_loc=args.kv_start_loc,
         output=args.output, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         num_tokens=num_tokens, num_keys=key.shape[0], num_reqs=num_reqs,
-        stride_qh=query.stride(1), stride_ot=args.output.stride(0), stride_oh=args.output.stride(1),
-        scale=config.scale, Q_ROW=query.stride(0), K_ROW=key.stride(0), K_HEAD=key.stride(1), V_ROW=value.stride(0),
-        V_HEAD=value.stride(1), enable_fp_fusion=True, **constants, **options,
+        scale=config.scale, Q_ROW=query.stride(0), Q_HEAD=query.stride(1), K_ROW=key.stride(0), K_HEAD=key.stride(1),
+        V_ROW=value.stride(0), V_HEAD=value.stride(1), OUT_ROW=args.output.stride(0), OUT_HEAD=args.output.stride(1),
+        enable_fp_fusion=True, **constants, **options,
     )  # fmt: skip
 
 
