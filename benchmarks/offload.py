@@ -13,7 +13,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,21 @@ REPEATS = 5
 BLOCK_SIZE = 16
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the median wall time of a call, the device's work included; the first one is not counted."""
+def wall_times(calls: Iterable[Callable[[], object]]) -> list[float]:
+    """Return the wall times of calls, the device's work included."""
     times = []
-    for _ in range(REPEATS + 1):
+    for call in calls:
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the median wall time of a call; the first one is not counted."""
+    return statistics.median(wall_times([call] * (REPEATS + 1))[1:])
 
 
 def copy_rates(size: int = 64 << 20, count: int = 16) -> dict[str, float]:
@@ -67,21 +73,19 @@ def measure(transfer: KVTransfer, tokens: int, scattered: bool) -> dict[str, Any
     blocks = list(range(1, count + 1))
     if scattered:
         random.Random(0).shuffle(blocks)
-    runs = iter(range(10**6))
-
-    def offload() -> None:
-        # New keys every time: what is held already would not be written again.
-        transfer.offload("a", block_keys(range(tokens), BLOCK_SIZE, salt=str(next(runs))), blocks)
-
-    save = seconds(offload)
-    keys = block_keys(range(tokens), BLOCK_SIZE, salt=str(next(runs) - 1))
-    load = seconds(lambda: transfer.reload("a", keys, blocks))
+    # New keys every time: what is held already would not be written again.
+    keys = [block_keys(range(tokens), BLOCK_SIZE, salt=f"{scattered} {run}") for run in range(REPEATS + 1)]
+    saves = wall_times(partial(transfer.offload, "a", names, blocks) for names in keys)[1:]
+    loads = wall_times(partial(transfer.reload, "a", keys[-1], blocks) for _ in keys)[1:]
+    save, load = statistics.median(saves), statistics.median(loads)
     return {
         "tokens": tokens,
         "bytes": size,
         "blocks": "scattered" if scattered else "in order",
         "offload_gb_s": size / save / 1e9,
         "reload_gb_s": size / load / 1e9,
+        "offload_ms": [round(each * 1e3, 2) for each in saves],
+        "reload_ms": [round(each * 1e3, 2) for each in loads],
     }
 
 

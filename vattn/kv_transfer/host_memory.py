@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from vattn.errors import ConfigError, TransferError
 from vattn.kv_cache import format_bytes, parse_bytes
 from vattn.kv_transfer.connector import TransferRequest
+
+_Runs: TypeAlias = list[tuple[int, int]]
+"""First row of each run of rows that lie side by side, and the row behind its last."""
 
 
 class HostMemoryConnector:
@@ -41,8 +45,8 @@ class HostMemoryConnector:
         """Row of each key, the least recently used first."""
         self._free: list[int] = []
         self._readers: Counter[int] = Counter()
-        self._loads: dict[int, list[int]] = {}
-        self._saves: dict[int, dict[str, int]] = {}
+        self._loads: dict[int, _Runs] = {}
+        self._saves: dict[int, tuple[dict[str, int], _Runs]] = {}
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
         """Allocate the memory."""
@@ -77,8 +81,8 @@ class HostMemoryConnector:
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> list[Tensor]:
         """Return views of the memory, one for each run of pages that lie side by side."""
         with self._lock:
-            rows = self._loads.get(id(request))
-            if rows is None:
+            runs = self._loads.get(id(request))
+            if runs is None:
                 missing = [key for key in request.keys if key not in self._rows]
                 if missing:
                     raise TransferError(
@@ -86,21 +90,22 @@ class HostMemoryConnector:
                         "keys that find() counted; they may have been evicted since",
                         "compute the request without the connector",
                     )
-                rows = self._loads[id(request)] = [self._rows[key] for key in request.keys]
+                rows = [self._rows[key] for key in request.keys]
+                runs = self._loads[id(request)] = _runs(rows)
                 self._readers.update(rows)
                 self._touch(request.keys)
-        return _runs(self._arenas[layer_name], rows)
+        return [self._arenas[layer_name][start:end] for start, end in runs]
 
     def page_buffer(self, layer_name: str, request: TransferRequest) -> list[Tensor] | None:
         """Return the rows that the request's pages will have; `None` if some blocks are held already."""
         with self._lock:
-            rows = list(self._reserve(request).values())
-        return _runs(self._arenas[layer_name], rows) if len(rows) == request.num_blocks else None
+            rows, runs = self._reserve(request)
+        return [self._arenas[layer_name][a:b] for a, b in runs] if len(rows) == request.num_blocks else None
 
     def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
         """Copy the pages of the blocks that are new into their rows, unless they were written there."""
         with self._lock:
-            rows = self._reserve(request)
+            rows, _ = self._reserve(request)
         arena = self._arenas[layer_name]
         if rows and pages is not None:
             index = {key: place for place, key in enumerate(request.keys)}
@@ -111,9 +116,10 @@ class HostMemoryConnector:
         """Let go of what a load has read; keep or drop what a save has written."""
         with self._lock:
             if not saved:
-                self._readers.subtract(self._loads.pop(id(request), []))
+                runs = self._loads.pop(id(request), [])
+                self._readers.subtract(row for start, end in runs for row in range(start, end))
                 return
-            reserved = self._saves.pop(id(request), {})
+            reserved, _ = self._saves.pop(id(request), ({}, []))
             for key, row in reserved.items():
                 if error is None and key not in self._rows:
                     self._rows[key] = row
@@ -127,26 +133,25 @@ class HostMemoryConnector:
             if key in self._rows:
                 self._rows.move_to_end(key)
 
-    def _reserve(self, request: TransferRequest) -> dict[str, int]:
+    def _reserve(self, request: TransferRequest) -> tuple[dict[str, int], _Runs]:
         """Return the rows of the request's keys that are not held yet; the first call evicts and takes them."""
         if id(request) in self._saves:
             return self._saves[id(request)]
         new = [key for key in request.keys if key not in self._rows]
         self._touch(request.keys)
         known = set(request.keys)
-        for key in list(self._rows):
-            if len(self._free) >= len(new):
-                break
-            if not self._readers[self._rows[key]] and key not in known:
-                self._free.append(self._rows.pop(key))
-        if len(self._free) < len(new):
+        unused = [key for key, row in self._rows.items() if not self._readers[row] and key not in known]
+        room = len(self._free) + len(unused)
+        if room < len(new):
             raise TransferError(
-                f"{len(new)} blocks of request {request.request_id!r} to save, {len(self._free)} rows free",
+                f"{len(new)} blocks of request {request.request_id!r} to save, and room for {room}",
                 f"up to {self.capacity} blocks, less what is being loaded and saved",
                 "give the connector more memory, or save fewer blocks",
             )
+        for key in unused[: max(0, len(new) - len(self._free))]:
+            self._free.append(self._rows.pop(key))
         rows = self._take(len(new))
-        self._saves[id(request)] = dict(zip(new, rows, strict=True))
+        self._saves[id(request)] = dict(zip(new, rows, strict=True)), _runs(rows)
         return self._saves[id(request)]
 
     def _take(self, count: int) -> list[int]:
@@ -163,8 +168,8 @@ class HostMemoryConnector:
         return f"HostMemoryConnector({self.num_blocks} of {self.capacity} blocks, {format_bytes(self.memory)})"
 
 
-def _runs(arena: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Return views of the rows in their order, as few as possible."""
+def _runs(rows: Sequence[int]) -> _Runs:
+    """Return the rows in their order as ranges, as few as possible."""
     starts = [place for place, row in enumerate(rows) if not place or row != rows[place - 1] + 1]
-    ends = [*starts[1:], len(rows)]
-    return [arena[rows[start] : rows[start] + end - start] for start, end in zip(starts, ends, strict=True)]
+    ends = [*starts[1:], len(rows)] if starts else []
+    return [(rows[start], rows[start] + end - start) for start, end in zip(starts, ends, strict=True)]
