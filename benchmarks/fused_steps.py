@@ -196,7 +196,8 @@ class Bench:
         """Compile and capture the model with the passes on or off."""
         start = time.perf_counter()
         options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-        target = vattn.compile(self.model, options=vattn.options(options) if name == "on" else options)
+        passes = vattn.options(options, rope=self.args.rope) if name == "on" else options
+        target = vattn.compile(self.model, options=passes)
         runner = vattn.CUDAGraphRunner(target, self.batches, self.builder, self._inputs)
         if self.device.type == "cpu":
             self.run(runner, self.batches[0])
@@ -396,6 +397,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
     parser.add_argument("--activations", choices=QUANTISERS, default="static")
+    parser.add_argument("--rope", default="auto", help="option of that name of the passes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="replays timed at once")

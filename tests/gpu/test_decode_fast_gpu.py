@@ -122,21 +122,32 @@ def test_more_requests_than_ctas() -> None:
     check(decode_batch(lengths, num_heads=4, num_kv_heads=2, head_size=64, sinks=True), plan=True)
 
 
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group128", "nvfp4"])
-def test_quantised_output(name: str) -> None:
+GROUPED = ["fp8_group128", "fp8_group64_pow2_col", "nvfp4"]
+
+
+@pytest.mark.parametrize("lengths", [[3000, 5, 77], [3000, 5, 77, 0, 900, 16]], ids=["few", "many"])
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", *GROUPED, "nvfp4_swizzled"])
+def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths: list[int]) -> None:
+    """By the Triton and the Gluon kernel, of split requests and of whole ones."""
     from vattn.ops.triton import decode_fast
 
-    batch = decode_batch([3000, 5, 77], output_format=name, **FP8)
-    decode_fast.decode(batch.args, batch.config)
+    tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
+    batch = decode_batch(lengths, output_format=name, num_kv_heads=4, **cache)
+    decode_fast.decode(batch.args, batch.config, tuning)
     plain = batch.config.replace(output_format="none")
     output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
-    decode_fast.decode(batch.args._replace(output=output, output_block_scale=None, config=plain.encode()), plain)
+    args = batch.args._replace(output=output, output_block_scale=None, config=plain.encode())
+    decode_fast.decode(args, plain, tuning)
     # On the CPU: there torch divides as IEEE does, as the kernels do everywhere.
     expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype)
     scales = None if batch.args.output_block_scale is None else torch.empty_like(batch.args.output_block_scale).cpu()
     output_scale = None if batch.args.output_scale is None else batch.args.output_scale.cpu()
     quantization.quantise_output(output.cpu(), name, expected, scales, output_scale)
     assert torch.equal(batch.args.output.view(torch.uint8).cpu(), expected.view(torch.uint8))
+    if scales is not None:
+        assert torch.equal(batch.args.output_block_scale.float().cpu(), scales.float())
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])

@@ -15,8 +15,11 @@ from vattn.formats import MODEL_DTYPES
 from vattn.passes.region import Refusal, can_run, expression, is_check, same_size, value
 from vattn.passes.rewrite import Builder
 from vattn.passes.rope_kv_cache import FoundRope
+from vattn.passes.rope_region import name_of
 
 aten = torch.ops.aten
+
+_RESHAPES = frozenset("view reshape _unsafe_view unsqueeze squeeze alias".split())
 
 
 def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
@@ -69,13 +72,14 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     out = builder.call(aten.empty.memory_format, shape, dtype=dtype, device=value(query).device)
     moved = {name: at for name, at in update.kwargs.items() if name.startswith("_kv_cache_")}
     moved["_kv_cache_base_index"] = update.kwargs["_kv_cache_base_index"] + 1  # type: ignore[operator]
+    cos, sin, positions = _tables(builder, found, tokens)
     kwargs: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": update.kwargs["value"],
-        "cos": _table(builder, found.cos, tokens),
-        "sin": _table(builder, found.sin, tokens),
-        "positions": None,
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
         "slot_mapping": update.kwargs["slot_mapping"],
         "q_weight": _flat(builder, found.q_weight),
         "k_weight": _flat(builder, found.k_weight),
@@ -115,15 +119,52 @@ def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_
     return node
 
 
+def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node, Node | None]:
+    """Return tables and positions: the user's own if rows of them are only looked up, else the rows and `None`."""
+    places = (found.cos, found.sin)
+    looked_up = [_looked_up(node, tokens) if not part else None for node, part in places]
+    if None not in looked_up:
+        (cos, positions), (sin, others) = looked_up  # type: ignore[misc]
+        if positions is others:
+            if value(positions).dim() != 1:
+                positions = builder.call(aten.reshape.default, positions, [tokens])
+            return cos, sin, positions
+    cos, sin = (_table(builder, place, tokens) for place in places)
+    return cos, sin, None
+
+
+def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node] | None:
+    """Return a table and the positions of which a node holds the rows, `None` if it holds something else."""
+    while name_of(node) in _RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    table, positions = node.args[0] if node.args else None, None
+    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        (positions,) = node.args[1]  # type: ignore[union-attr, misc]
+    elif node.target is aten.index_select.default and node.args[1] == 0:
+        positions = node.args[2]
+    elif node.target is aten.embedding.default:
+        positions = node.args[1]
+    if not isinstance(table, Node) or not isinstance(positions, Node) or value(table).dim() != 2:
+        return None
+    count = value(tokens) if isinstance(tokens, Node) else tokens
+    whole = value(positions).dtype in (torch.int32, torch.int64)
+    return (table, positions) if whole and same_size(value(positions).numel(), count) else None
+
+
 def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:
     """View a table as `[T, columns]`."""
     node, part = place
     if part:
         pairs = builder.call(aten.view_as_real.default, node)
         node = builder.call(aten.select.int, pairs, -1, 0 if part == "real" else 1)
+    while name_of(node) in _RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
     val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
+    columns = int(expression(val.numel()) / expression(count))
+    if val.is_contiguous():
+        # Inductor gives each op a copy, made by a kernel, of what is no buffer yet; this makes one of it, once.
+        return builder.call(aten.as_strided.default, node, [tokens, columns], [columns, 1])
     if val.dim() != 2 or not same_size(val.shape[0], count):
-        columns = int(expression(val.numel()) / expression(count))
         node = builder.call(aten.reshape.default, node, [tokens, columns])
     return node
 
