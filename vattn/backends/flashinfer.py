@@ -69,7 +69,9 @@ class FlashInferBackend(Backend):
         if config.kv_cache_layout == "HND":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         pages = (lengths + config.block_size - 1) // config.block_size
-        wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout)
+        # Its kernels for Hopper read no FP8 keys under a 16-bit query.
+        family = "fa2" if KV_FORMATS[config.kv_cache_dtype].quantised else "auto"
+        wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout, family)
 
         def plan() -> None:
             wrapper.plan(
@@ -128,10 +130,10 @@ def _workspace(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _paged_wrapper(device: torch.device, layout: str) -> Any:
+def _paged_wrapper(device: torch.device, layout: str, family: str) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    return BatchPrefillWithPagedKVCacheWrapper(_workspace(device), layout)
+    return BatchPrefillWithPagedKVCacheWrapper(_workspace(device), layout, backend=family)
 
 
 @lru_cache(maxsize=8)
