@@ -137,13 +137,14 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node] | None:
     """Return a table and the positions of which a node holds the rows, `None` if it holds something else."""
     while name_of(node) in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
-    table, positions = node.args[0] if node.args else None, None
-    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
-        (positions,) = node.args[1]  # type: ignore[union-attr, misc]
-    elif node.target is aten.index_select.default and node.args[1] == 0:
-        positions = node.args[2]
+    args: Any = node.args
+    table, positions = args[0] if args else None, None
+    if node.target is aten.index.Tensor and len(args[1]) == 1:
+        positions = args[1][0]
+    elif node.target is aten.index_select.default and args[1] == 0:
+        positions = args[2]
     elif node.target is aten.embedding.default:
-        positions = node.args[1]
+        positions = args[1]
     if not isinstance(table, Node) or not isinstance(positions, Node) or value(table).dim() != 2:
         return None
     count = value(tokens) if isinstance(tokens, Node) else tokens
