@@ -47,6 +47,6 @@ def round_query(args: Args, config: AttentionConfig) -> Args:
         round_query_kernel[(query.shape[0], -(-columns // block))](
             query, codes.view(torch.uint8), args.q_scale, query.stride(0), query.stride(1), COLUMNS=columns,
             D=config.head_size, GROUP=config.group_size, PER_HEAD=config.query_scale == "head",
-            LOAD=config.query_load, BLOCK=block, num_warps=4,
+            LOAD=config.query_load, BLOCK=block, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return args._replace(query=codes, config=after_rounding(config).encode())
