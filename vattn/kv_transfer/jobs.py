@@ -15,7 +15,7 @@ from vattn.kv_transfer.pages import gather_pages, page_bytes, scatter_pages
 from vattn.kv_transfer.points import TransferPoint
 
 LAYERS_AHEAD = 4
-"""Layers that a load may be ahead of the model: each takes device memory for the pages of one layer."""
+"""Layers that a load may be ahead of the model, or a save behind it: each takes device memory for one layer's pages."""
 
 
 @dataclass
@@ -185,6 +185,7 @@ class SaveJob(Job):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.collected: set[str] = set()
+        self._staging: list[Pages] = []
 
     def collect(self, point: TransferPoint) -> None:
         """Copy the pages of a layer out of its cache, on the current stream; the blocks may change afterwards."""
@@ -194,7 +195,7 @@ class SaveJob(Job):
         try:
             buffer = self.connector.page_buffer(point.layer_name, self.request)
             pieces = None if buffer is None else self._check_pages(buffer, point)
-            pages = self._to_host(gather_pages(point.kv_cache, self.block_ids), pieces)
+            pages = self._to_host(point.kv_cache, pieces)
         except Exception as error:
             # Whatever a connector raises fails its request alone.
             self.fail(error)
@@ -203,20 +204,36 @@ class SaveJob(Job):
             self._ready[point.layer_name] = pages
             self._changed.notify_all()
 
-    def _to_host(self, pages: Tensor, buffer: list[Tensor] | None) -> Pages:
+    def _to_host(self, storage: Tensor, buffer: list[Tensor] | None) -> Pages:
         if self.stream is None:
+            pages = gather_pages(storage, self.block_ids)
             for piece, part in _parts(pages, buffer or []):
                 piece.copy_(part)
             return Pages(pages if buffer is None else None)
-        self.stream.wait_stream(torch.cuda.current_stream(pages.device))
+        staged = self._stage(storage)
+        self.stream.wait_stream(torch.cuda.current_stream(storage.device))
         with torch.cuda.stream(self.stream):
-            rows = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True) if buffer is None else None
-            for piece, part in _parts(pages, [rows] if rows is not None else buffer or []):
+            rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True) if buffer is None else None
+            for piece, part in _parts(staged, [rows] if rows is not None else buffer or []):
                 piece.copy_(part, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
-        pages.record_stream(self.stream)
+        self._staging.append(Pages(staged, event))
         return Pages(rows, event)
+
+    def _stage(self, storage: Tensor) -> Tensor:
+        """Take a layer's pages out of its blocks; where all staging tensors are full, the stream waits for one."""
+        rows = None
+        if len(self._staging) == LAYERS_AHEAD:
+            oldest = self._staging.pop(0)
+            assert oldest.arrived is not None and self.stream is not None
+            torch.cuda.current_stream(storage.device).wait_event(oldest.arrived)
+            if oldest.rows is not None and oldest.rows.shape[1] == page_bytes(storage):
+                rows = oldest.rows
+        staged = gather_pages(storage, self.block_ids, rows)
+        if rows is None and self.stream is not None:
+            staged.record_stream(self.stream)
+        return staged
 
     def _work(self) -> None:
         for point in self.points:

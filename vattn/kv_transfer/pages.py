@@ -17,34 +17,31 @@ def page_bytes(storage: Tensor) -> int:
 
 
 def _words(storage: Tensor) -> Tensor:
-    """View a contiguous storage as `[parts, blocks, words]`; words of 8 bytes, where blocks are whole ones."""
+    """View a contiguous storage as `[blocks, parts, words]`; words of 8 bytes, where blocks are whole ones."""
     parts = 2 if storage.dim() == 5 else 1
     flat = storage.view(-1).view(torch.uint8)
     word = torch.int64 if page_bytes(storage) % (8 * parts) == 0 and flat.data_ptr() % 8 == 0 else torch.uint8
-    return flat.view(word).view(parts, storage.shape[block_axis(storage)], -1)
+    return flat.view(word).view(parts, storage.shape[block_axis(storage)], -1).transpose(0, 1)
 
 
-def gather_pages(storage: Tensor, block_ids: Tensor) -> Tensor:
+def gather_pages(storage: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the pages of blocks, uint8 `[n, page_bytes]`, on the storage's device.
 
     Args:
         storage: a contiguous raw storage.
         block_ids: int64 `[n]` on its device.
+        out: where to write them; default a new tensor.
     """
     words = _words(storage)
-    parts, _, width = words.shape
-    pages = words.new_empty((block_ids.shape[0], parts, width))
-    for part in range(parts):
-        pages[:, part] = words[part].index_select(0, block_ids)
-    return pages.view(block_ids.shape[0], parts * width).view(torch.uint8)
+    if out is None:
+        out = torch.empty((block_ids.shape[0], page_bytes(storage)), dtype=torch.uint8, device=storage.device)
+    torch.index_select(words, 0, block_ids, out=out.view(words.dtype).view(-1, *words.shape[1:]))
+    return out
 
 
 def scatter_pages(storage: Tensor, block_ids: Tensor, pages: Tensor) -> None:
     """Write pages, uint8 `[n, page_bytes]` on the storage's device, into blocks; the opposite of `gather_pages`."""
     words = _words(storage)
-    parts, _, width = words.shape
     if pages.data_ptr() % words.element_size() or not pages.is_contiguous():
         pages = pages.clone(memory_format=torch.contiguous_format)
-    rows = pages.view(words.dtype).view(-1, parts, width)
-    for part in range(parts):
-        words[part].index_copy_(0, block_ids, rows[:, part])
+    words.index_copy_(0, block_ids, pages.view(words.dtype).view(-1, *words.shape[1:]))
