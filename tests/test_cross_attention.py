@@ -214,6 +214,17 @@ def test_layers_share_the_states_of_another():
     assert torch.equal(first(*inputs, metadata=step), second(inputs[0], None, None, metadata=step))
 
 
+def test_scales_survive_a_state_dict():
+    options = {"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}}
+    layer, other = make_layer(**options), make_layer(**options)
+    run_two_steps(layer)
+    other.load_state_dict(layer.state_dict())
+    assert other.scales_ready.tolist() == [1, 1, 1]
+    assert (other.k_scale, other.v_scale) == (layer.k_scale, layer.v_scale) and layer.k_scale != 1
+    for (out, _), (again, _) in zip(run_two_steps(layer), run_two_steps(other), strict=True):
+        assert torch.equal(out, again)
+
+
 def test_spec_and_repr():
     layer = make_layer()
     spec = make_layer(bound=False).get_kv_cache_spec(torch.float32)

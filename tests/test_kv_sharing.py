@@ -141,6 +141,11 @@ def test_a_sharing_layer_is_not_its_targets_owner():
     assert [name for name, _ in model.named_modules()] == ["", "0", "1"]
 
 
+def test_repr_names_the_owner_of_the_cache():
+    assert "kv_cache=float32 of 'layers.0', fast_prefill, block_size=8" in repr(fast_pair()[1])
+    assert "kv_cache=float32 of 'layers.0', block_size=8" in repr(make_pair()[1])
+
+
 @pytest.mark.parametrize("calculate", [False, True])
 def test_a_quantised_cache_is_read_with_the_targets_scales(calculate):
     cache = {"cache_dtype": "fp8", "calculate_kv_scales": calculate}

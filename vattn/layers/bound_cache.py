@@ -247,5 +247,7 @@ class BoundCache(CacheScales):
             kv += f", head_size_v={self.head_size_v}"
         backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
         cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
+        if self.kv_sharing_target_layer_name is not None:
+            cache += f" of {self.kv_sharing_target_layer_name!r}" + (", fast_prefill" if self.fast_prefill else "")
         asked = "" if self.attn_backend == "auto" else " (asked for)"
         return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"
