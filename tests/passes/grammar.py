@@ -1,4 +1,4 @@
-"""Ways to write quantisation, composed from parts: what is done to the output, in which order, dtype and shape.
+"""Ways to write quantisation, composed from the productions of `productions.py`.
 
 Every form takes the attention output `o [T, COLUMNS]` and a scale `s [1]`, and returns codes, or codes and scales.
 What a form means is found by running it (`meaning`), with inputs and references of its own.
@@ -7,96 +7,71 @@ What a form means is found by running it (`meaning`), with inputs and references
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from harness import COLUMNS, HEADS, WIDTH
+from harness import COLUMNS
+from productions import (
+    APPLIED,
+    APPLIED_2,
+    CAST,
+    CAST_2,
+    CLAMPED,
+    CLAMPED_2,
+    E4M3,
+    GROUPS,
+    GROUPS_2,
+    HELD_OUT,
+    LARGEST,
+    LARGEST_2,
+    PLACED,
+    PLACED_2,
+    POWER,
+    POWER_2,
+    RETURNED,
+    RETURNED_2,
+    SCALE,
+    SCALE_2,
+    SCALED,
+    SCALED_2,
+    SHAPED,
+    SHAPED_2,
+    WIDEN,
+    WIDEN_2,
+)
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-Part = Callable[..., Any]
+STATIC_PARTS: dict[str, dict[str, Any]] = {
+    "widen": WIDEN | WIDEN_2,
+    "scaled": SCALED | SCALED_2,
+    "clamped": CLAMPED | CLAMPED_2,
+    "cast": CAST | CAST_2,
+    "shaped": SHAPED | SHAPED_2,
+}
+DYNAMIC_PARTS: dict[str, dict[str, Any]] = {
+    "widen": WIDEN | WIDEN_2,
+    "largest": LARGEST | LARGEST_2,
+    "scale": SCALE | SCALE_2,
+    "applied": APPLIED | APPLIED_2,
+    "power": POWER | POWER_2,
+    "groups": GROUPS | GROUPS_2,
+    "clamped": CLAMPED | CLAMPED_2,
+    "cast": CAST | CAST_2,
+    "returned": RETURNED | RETURNED_2,
+    "placed": PLACED | PLACED_2,
+}
+STATIC_BASE = ("float()", "/ s", "clamp", "to", "none")
+DYNAMIC_BASE = ("float()", "abs().amax()", "clamp 1e-10", "/", "any", "token", "clamp", "to", "[T, G]", "whole")
 
-WIDEN: dict[str, Part] = {
-    "float()": lambda o: o.float(),
-    "to(float32)": lambda o: o.to(torch.float32),
-    "bf16 math": lambda o: o,
-    "double()": lambda o: o.double(),
-    "times 1.0": lambda o: o.float() * 1.0,
-}
-SCALED: dict[str, Part] = {
-    "/ s": lambda x, s: x / s,
-    "torch.div": lambda x, s: torch.div(x, s.view(())),
-    "* s": lambda x, s: x * s,
-    "* s.reciprocal()": lambda x, s: x * s.reciprocal(),
-    "* (1 / s)": lambda x, s: (1.0 / s) * x,
-    "/ 0.02": lambda x, s: x / 0.02,
-    "* 50": lambda x, s: x * 50.0,
-    "no scale": lambda x, s: x,
-    "/ s / 2": lambda x, s: x / s / 2.0,
-    "/ s + 1": lambda x, s: x / s + 1.0,
-    "gelu / s": lambda x, s: torch.nn.functional.gelu(x) / s,
-}
-CLAMPED: dict[str, Part] = {
-    "clamp": lambda x: x.clamp(-448, 448),
-    "finfo": lambda x: x.clamp(min=torch.finfo(E4M3).min, max=torch.finfo(E4M3).max),
-    "two clamps": lambda x: x.clamp(max=448.0).clamp(min=-448.0),
-    "by tensors": lambda x: torch.minimum(torch.maximum(x, torch.tensor(-448.0)), torch.tensor(448.0)),
-    "hardtanh": lambda x: torch.nn.functional.hardtanh(x, -448.0, 448.0),
-    "twice": lambda x: x.clamp(-1000, 1000).clamp(-448, 448),
-    "none": lambda x: x,
-    "too narrow": lambda x: x.clamp(-240, 240),
-    "one side": lambda x: x.clamp(max=448),
-    "nan_to_num": lambda x: torch.nan_to_num(x.clamp(-448, 448)),
-}
-SHAPED: dict[str, tuple[Part, Part]] = {
-    "none": (lambda o: o, lambda q: q),
-    "heads and back": (lambda o: o.view(-1, HEADS, WIDTH), lambda q: q.flatten(1)),
-    "heads": (lambda o: o.reshape(-1, HEADS, WIDTH), lambda q: q),
-    "batch of one": (lambda o: o.unsqueeze(0), lambda q: q.squeeze(0)),
-    "flat": (lambda o: o.flatten(), lambda q: q.view(-1, COLUMNS)),
-    "transpose of one": (lambda o: o.unsqueeze(1).transpose(0, 1), lambda q: q),
-    "contiguous": (lambda o: o.contiguous(), lambda q: q.contiguous()),
-    "codes as heads": (lambda o: o, lambda q: q.view(-1, HEADS, WIDTH).view(-1, COLUMNS)),
-    "half the columns": (lambda o: o[:, : COLUMNS // 2], lambda q: q),
-    "whole slice": (lambda o: o[:, :COLUMNS], lambda q: q[:]),
-}
-LARGEST: dict[str, Part] = {
-    "abs().amax()": lambda x: x.abs().amax(-1, keepdim=True),
-    "abs().max()": lambda x: x.abs().max(dim=-1, keepdim=True).values,
-    "amax and amin": lambda x: torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)),
-    "norm": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True),
-    "mean": lambda x: x.abs().mean(-1, keepdim=True) * 4,
-}
-SCALE: dict[str, Part] = {
-    "clamp 1e-10": lambda m: m.clamp(min=1e-10) / 448.0,
-    "clamp 1e-12": lambda m: m.clamp(min=1e-12) / 448.0,
-    "clamp 1e-4": lambda m: m.clamp(1e-4) / 448.0,
-    "clamp of the scale": lambda m: (m / 448.0).clamp(min=1.0 / (448.0 * 512.0)),
-    "maximum": lambda m: torch.maximum(m, torch.tensor(1e-8)) / 448.0,
-    "no floor": lambda m: m / 448.0,
-    "plus 1e-6": lambda m: (m + 1e-6) / 448.0,
-    "of 240": lambda m: m.clamp(min=1e-10) / 240.0,
-}
-APPLIED: dict[str, Part] = {
-    "/": lambda x, scale: x / scale,
-    "* reciprocal()": lambda x, scale: x * scale.reciprocal(),
-    "* (1 / scale)": lambda x, scale: x * (1.0 / scale),
-}
-POWER: dict[str, Part] = {
-    "any": lambda scale: scale,
-    "power of two": lambda scale: torch.exp2(torch.ceil(torch.log2(scale))),
-    "nearest power of two": lambda scale: torch.exp2(torch.round(torch.log2(scale))),
-}
-GROUPS: dict[str, int] = {"token": COLUMNS, "group 64": 64, "group 32": 32, "tensor": 0}
-RETURNED: dict[str, Part] = {
-    "[T, G]": lambda scale: scale.flatten(1),
-    "[T, G, 1]": lambda scale: scale,
-    "column-major": lambda scale: scale.flatten(1).t().contiguous().t(),
-    "transposed": lambda scale: scale.flatten(1).t().contiguous(),
-    "reciprocal": lambda scale: scale.flatten(1).reciprocal(),
-}
+SATURATING = ("none", "one side", "to 500")
+"""Clamps that leave it to the cast to saturate."""
+
+
+def _same(q: Tensor) -> Tensor:
+    return q
 
 
 @dataclass(frozen=True)
@@ -107,156 +82,234 @@ class Form:
         name: the productions it is made of.
         function: what is compiled.
         saturates: whether no cast of it is left to saturate on its own.
-        plain: the same with its scales returned as they are, where it returns something made of them.
+        plain: the same with codes and scales returned as they are, where it returns something made of them.
+        moved: what becomes of codes and scales of the whole output `[T, ...]` by the form's slices and transposes.
+        held_out: whether it has a production that was kept out of the matcher's development.
     """
 
     name: str
     function: Callable[[Tensor, Tensor], Any]
     saturates: bool = True
     plain: Callable[[Tensor, Tensor], Any] | None = None
+    moved: Callable[[Tensor], Tensor] = _same
+    held_out: bool = False
 
 
-def static_form(widen: str, scaled: str, clamped: str, shaped: str) -> Form:
-    before, after = SHAPED[shaped]
+def _has_held_out(parts: dict[str, dict[str, Any]], chosen: tuple[str, ...]) -> bool:
+    return any(f"{kind}: {name}" in HELD_OUT for kind, name in zip(parts, chosen, strict=True))
+
+
+def static_form(*chosen: str) -> Form:
+    widen, scaled, clamped, cast, shaped = (t[c] for t, c in zip(STATIC_PARTS.values(), chosen, strict=True))
+    before, after = shaped
 
     def function(o: Tensor, s: Tensor) -> Tensor:
-        return after(CLAMPED[clamped](SCALED[scaled](WIDEN[widen](before(o)), s)).to(E4M3))
+        return after(cast(clamped(scaled(widen(before(o)), s))))
 
-    return Form(f"static: {widen}, {scaled}, {clamped}, {shaped}", function, clamped not in ("none", "one side"))
+    def moved(q: Tensor) -> Tensor:
+        return after(before(q))
 
-
-def dynamic_form(
-    widen: str, largest: str, scale: str, applied: str, power: str, groups: str, clamped: str, returned: str
-) -> Form:
-    def function(o: Tensor, s: Tensor, made: str = returned) -> tuple[Tensor, Tensor]:
-        x = WIDEN[widen](o)
-        size = GROUPS[groups]
-        x = x.view(-1, COLUMNS // size, size) if size else x.reshape(1, 1, -1)
-        factor = POWER[power](SCALE[scale](LARGEST[largest](x)))
-        codes = CLAMPED[clamped](APPLIED[applied](x, factor)).to(E4M3)
-        return codes.view(-1, COLUMNS), RETURNED[made](factor)
-
-    parts = (widen, largest, scale, applied, power, groups, clamped, returned)
-    name = f"dynamic: {', '.join(parts)}"
-    return Form(name, lambda o, s: function(o, s), plain=lambda o, s: function(o, s, "[T, G]"))
+    name = f"static: {', '.join(chosen)}"
+    return Form(name, function, chosen[2] not in SATURATING, None, moved, _has_held_out(STATIC_PARTS, chosen))
 
 
-def escaping(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    return (o.float() / s).clamp(-448, 448).to(E4M3), o.float().sum(-1)
+def dynamic_form(*chosen: str) -> Form:
+    parts = (t[c] for t, c in zip(DYNAMIC_PARTS.values(), chosen, strict=True))
+    widen, largest, scale, applied, power, size, clamped, cast, returned, (before, moved) = parts
 
+    def function(o: Tensor, s: Tensor, returned: Any = returned) -> tuple[Tensor, Tensor]:
+        o = before(o)
+        columns = o.shape[-1]
+        width = size if size == 0 or columns % size == 0 else columns
+        x = widen(o)
+        x = x.reshape(-1, columns // width, width) if width else x.reshape(1, 1, -1)
+        factor = power(scale(largest(x)))
+        codes = cast(clamped(applied(x, factor)))
+        return codes.view(-1, columns), returned(factor)
 
-def twice(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    return (o.float() / s).clamp(-448, 448).to(E4M3), (o.float() * 3.0).clamp(-448, 448).to(E4M3)
+    plain = DYNAMIC_PARTS["returned"]["[T, G]"]
+    held = _has_held_out(DYNAMIC_PARTS, chosen)
+    name = f"dynamic: {', '.join(chosen)}"
+    return Form(name, function, plain=lambda o, s: function(o, s, plain), moved=moved, held_out=held)
 
-
-def per_row_scale(o: Tensor, s: Tensor) -> Tensor:
-    rows = torch.ones(o.shape[0], 1) * s + torch.arange(o.shape[0]).unsqueeze(1)
-    return (o.float() / rows).clamp(-448, 448).to(E4M3)
-
-
-OURS: dict[str, Form] = {
-    name: Form(f"library: {name}", function)
-    for name, function in {
-        "quant_fp8_static": lambda o, s: torch.ops.vattn.quant_fp8_static(o, s),
-        "quant_fp8_per_token": lambda o, s: torch.ops.vattn.quant_fp8_per_token(o),
-        "quant_fp8_group 64": lambda o, s: torch.ops.vattn.quant_fp8_group(o, 64, False, False),
-        "quant_fp8_group 64 column-major": lambda o, s: torch.ops.vattn.quant_fp8_group(o, 64, False, True),
-        "quant_fp8_group 64 power of two": lambda o, s: torch.ops.vattn.quant_fp8_group(o, 64, True, False),
-        "quant_fp8_group 128 of heads": lambda o, s: torch.ops.vattn.quant_fp8_group(
-            o.view(-1, HEADS, WIDTH).flatten(1), 128, False, False
-        ),
-        "quant_nvfp4": lambda o, s: torch.ops.vattn.quant_nvfp4(o, s, False),
-        "quant_nvfp4 swizzled": lambda o, s: torch.ops.vattn.quant_nvfp4(o, s, True),
-    }.items()
-}
-WRONG: dict[str, Form] = {f.__name__: Form(f"other: {f.__name__}", f) for f in (escaping, twice, per_row_scale)}
-
-STATIC_BASE = ("float()", "/ s", "clamp", "none")
-STATIC_PARTS = (WIDEN, SCALED, CLAMPED, SHAPED)
-DYNAMIC_BASE = ("float()", "abs().amax()", "clamp 1e-10", "/", "any", "token", "clamp", "[T, G]")
-DYNAMIC_PARTS = (WIDEN, LARGEST, SCALE, APPLIED, POWER, GROUPS, CLAMPED, RETURNED)
 
 PAIRS = [
-    dynamic_form("float()", "abs().amax()", "plus 1e-6", "* (1 / scale)", "power of two", "token", "none", "[T, G]"),
-    dynamic_form("float()", "abs().max()", "no floor", "* reciprocal()", "power of two", "group 64", "clamp", "[T, G]"),
+    dynamic_form(*DYNAMIC_BASE[:2], "plus 1e-6", "* (1 / scale)", "power of two", "token", "none", *DYNAMIC_BASE[7:]),
+    dynamic_form("float()", "abs().max()", "no floor", "* reciprocal()", "power of two", "group 64", *DYNAMIC_BASE[6:]),
 ]
 """Combinations that random forms once found to be judged wrongly."""
 
 
-def around(base: tuple[str, ...], parts: tuple[dict[str, Any], ...], make: Callable[..., Form]) -> dict[str, Form]:
-    """Return the base form and all that differ from it in one production."""
-    forms = [make(*base)]
-    for place, choices in enumerate(parts):
-        forms += [make(*base[:place], name, *base[place + 1 :]) for name in choices if name != base[place]]
+def around(
+    title: str,
+    base: tuple[str, ...],
+    parts: dict[str, dict[str, Any]],
+    make: Callable[..., Form],
+    keep: tuple[str, ...] = (),
+) -> dict[str, Form]:
+    """Return the base form and all that differ from it in one production, which names them.
+
+    Args:
+        keep: kinds of productions that do not change.
+    """
+    forms = [replace(make(*base), name=f"{title}: {', '.join(base)}")]
+    for place, (kind, choices) in enumerate(parts.items()):
+        for choice in choices if kind not in keep else ():
+            if choice != base[place]:
+                form = make(*base[:place], choice, *base[place + 1 :])
+                forms.append(replace(form, name=f"{title}, {kind}: {choice}"))
     return {form.name: form for form in forms}
 
 
-def sampled(parts: tuple[dict[str, Any], ...], make: Callable[..., Form], count: int, seed: int) -> dict[str, Form]:
+def sampled(parts: dict[str, dict[str, Any]], make: Callable[..., Form], count: int, seed: int) -> dict[str, Form]:
     """Return random forms."""
     rng = random.Random(seed)
-    forms = [make(*(rng.choice(list(choices)) for choices in parts)) for _ in range(count)]
+    forms = [make(*(rng.choice(list(choices)) for choices in parts.values())) for _ in range(count)]
     return {form.name: form for form in forms}
 
 
 def own_inputs(seed: int) -> Tensor:
-    """Rows over many magnitudes, with ties of FP8 under simple scales, zeros, infinity and NaN."""
+    """Rows of many magnitudes: ties of FP8 under simple scales, zeros, infinity and NaN, and every bf16 value."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(64, COLUMNS, generator=rng) * torch.exp2(torch.randint(-30, 12, (64, 1), generator=rng).float())
     odd = torch.randint(8, 16, (16, COLUMNS), generator=rng) * 2 + 1
     x[:16] = odd * torch.exp2(torch.randint(-4, 5, (16, COLUMNS), generator=rng).float()) * 7 / 512
     x[:16, ::32] = 448 * 7 / 512
     x[20], x[21, 5], x[22, 7], x[23], x[24] = 0, torch.inf, torch.nan, 1e-30, 1e-39
-    return x.bfloat16()
+    x[25, 1:], x[26, : COLUMNS // 2] = 0, 0
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    if seed > 1:
+        every = every[torch.randperm(len(every), generator=rng)]
+    rows = torch.cat((x.bfloat16(), every.view(-1, COLUMNS)))
+    return rows if seed == 1 else rows[torch.randperm(len(rows), generator=rng)]
 
 
-def meaning(form: Form) -> str | None:
-    """Return which supported format a form means, from running it; `None`: none."""
+OWN_SCALES = (0.0137, 7 / 512, 2.3, 1 / 29, 0.02, 3e3, 1e-7)
+
+
+def meaning(form: Form, function: Callable[[Tensor, Tensor], Any] | None = None) -> str | None:
+    """Return which supported format a form means, from running it; `None`: none.
+
+    Args:
+        function: run this in place of the form.
+    """
+    function = function or form.plain or form.function
+    marks = torch.ones(16, COLUMNS, dtype=torch.uint8)
+    if not form.saturates or not bool(form.moved(marks).all()):
+        return None
     found: set[str] | None = None
-    for seed, scale in ((1, 0.0137), (2, 7 / 512), (3, 2.3), (4, 1 / 29), (5, 0.02)):
-        x, s = own_inputs(seed), torch.tensor([scale])
-        made = (form.plain or form.function)(x, s)
-        codes, *rest = made if isinstance(made, tuple) else (made,)
-        means = {name for name, want in _references(x.float(), s, rest).items() if _agree(codes, rest, want)}
-        found = means if found is None else found & means
-    return min(found) if found and form.saturates else None
+    zeros = function(torch.zeros(16, COLUMNS).bfloat16(), torch.ones(1))
+    for seed, scale in enumerate(OWN_SCALES, 1):
+        rows, s = own_inputs(seed), torch.tensor([scale])
+        # A form that reads some tokens alone is shown all rows a few at a time.
+        parts = [rows] if form.moved(marks).numel() == marks.numel() else rows.split(16)
+        for x in parts:
+            made = function(x, s)
+            codes, *rest = made if isinstance(made, tuple) else (made,)
+            floor = zeros[1].float().min() if rest else None
+            if len(rest) > 1:
+                return None
+            references = _references(x.float(), s, rest, floor)
+            found = {
+                name
+                for name, make in references
+                if (found is None or name in found) and _agree(form, codes, rest, make())
+            }
+            if not found:
+                return None
+    return min(found) if found else None
 
 
-def _references(x: Tensor, s: Tensor, rest: list[Tensor]) -> dict[str, tuple[Tensor, Tensor | None]]:
-    def cast(values: Tensor) -> Tensor:
-        return values.clamp(-448, 448).to(E4M3)
-
-    wanted: dict[str, tuple[Tensor, Tensor | None]] = {
-        "static /": (cast(x / s), None),
-        "static *": (cast(x * s), None),
-        "static * 1/s": (cast(x * s.reciprocal()), None),
-        **{f"static {c}": (cast(x / c), None) for c in (0.02, 1.0)},
-        "static * 50": (cast(x * 50.0), None),
-    }
-    # The floor is whatever the form itself gives a row of zeros.
-    floor = rest[0][20, 0] if rest and rest[0].shape[0] == x.shape[0] else None
-    for size in (COLUMNS, 64):
-        groups = x.view(-1, COLUMNS // size, size)
-        for power in (False, True):
-            scales = groups.abs().amax(-1) / 448
-            if floor is not None and bool(floor > 0):
-                scales = torch.where(scales.isnan(), scales, torch.maximum(scales, floor))
-            if power:
-                # The formats round up to a normal number, which matters only to rows of subnormals without a floor.
-                scales = torch.exp2(torch.ceil(torch.log2(scales)))
-                scales = torch.where((scales > 0) & (scales < 2.0**-126), 2.0**-126, scales)
-            wide = scales.unsqueeze(-1)
-            for sign, codes in (("/", groups / wide), ("*", groups * (1 / wide))):
-                wanted[f"group {size} {power} {sign}"] = (cast(codes).view(-1, COLUMNS), scales)
-    return wanted
+def meaning_in_fp32(form: Form) -> str | None:
+    """Return what a form means where nothing is rounded to bf16 between its operations, as compiled code has it."""
+    function = form.plain or form.function
+    x, s = own_inputs(1)[:16], torch.ones(1)
+    if _dtypes(function(x, s)) != _dtypes(function(x.float(), s)):
+        return None
+    return meaning(form, lambda o, s: function(o.float(), s))
 
 
-def _agree(codes: Tensor, rest: list[Tensor], want: tuple[Tensor, Tensor | None]) -> bool:
-    if codes.numel() != want[0].numel() or codes.dtype != E4M3 or len(rest) != (want[1] is not None):
+def _dtypes(made: Any) -> list[torch.dtype]:
+    return [t.dtype for t in (made if isinstance(made, tuple) else (made,))]
+
+
+def _cast(values: Tensor) -> Tensor:
+    return values.clamp(-448, 448).to(E4M3)
+
+
+Reference = tuple[str, Callable[[], tuple[Tensor, "Tensor | None"]]]
+
+
+def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) -> Iterator[Reference]:
+    """Yield formats by name, and how to get their codes and scales."""
+    if rest and rest[0].dtype == E4M3:
+        yield "nvfp4", lambda: _nvfp4(x, s, False)
+        yield "nvfp4 swizzled", lambda: _nvfp4(x, s, True)
+    elif rest:
+        for size in dict.fromkeys((COLUMNS, 128, 64)):
+            for power in (False,) if size == COLUMNS else (False, True):
+                for sign in "/*":
+                    yield f"group {size} {power} {sign}", partial(_dynamic, x, floor, size, power, sign)
+    else:
+        divisors = {"s": s, "(s + 1e-4)": s + 1e-4, "2s": 2 * s, "bf16": s.bfloat16().float(), "0.02": 0.02, "1": 1.0}
+        factors = {"s": s, "1 / s": s.reciprocal(), "50": 50.0, "8": 8.0}
+        for name, divisor in divisors.items():
+            yield f"static / {name}", partial(lambda divisor: (_cast(x / divisor), None), divisor)
+        for name, factor in factors.items():
+            yield f"static * {name}", partial(lambda factor: (_cast(x * factor), None), factor)
+
+
+def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str) -> tuple[Tensor, Tensor]:
+    """Quantise groups of columns; `floor` is whatever the form itself gives a row of zeros."""
+    groups = x.view(-1, COLUMNS // size, size)
+    scales = groups.abs().amax(-1) / 448
+    if bool(floor > 0):
+        scales = torch.where(scales.isnan(), scales, torch.maximum(scales, floor))
+    if power:
+        # The formats round up to a normal number, which matters only to rows of subnormals without a floor.
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+        scales = torch.where((scales > 0) & (scales < 2.0**-126), 2.0**-126, scales)
+    wide = scales.unsqueeze(-1)
+    return _cast(groups / wide if sign == "/" else groups * (1 / wide)).view(-1, COLUMNS), scales
+
+
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """Return 4-bit codes by comparing with all values; of two that are as near, the even code."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    size = x.abs().clamp(max=6).unsqueeze(-1)
+    distance = (size - values).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    even = nearest & (torch.arange(8) % 2 == 0)
+    code = torch.where(even.any(-1), even.int().argmax(-1), nearest.int().argmax(-1))
+    return torch.where(x.isnan(), 7, code + 8 * x.signbit().int()).to(torch.uint8)
+
+
+def _nvfp4(x: Tensor, s: Tensor, is_swizzled: bool) -> tuple[Tensor, Tensor]:
+    groups = x.view(-1, COLUMNS // 16, 16)
+    block = _cast(groups.abs().amax(-1) / 6 / s)
+    step = block.float() * s
+    codes = nearest_e2m1(groups / torch.where(step == 0, torch.inf, step).unsqueeze(-1)).view(-1, COLUMNS)
+    packed = codes[:, ::2] + 16 * codes[:, 1::2]
+    if not is_swizzled:
+        return packed, block
+    rows, columns = -(-len(x) // 128) * 128, -(-block.shape[1] // 4) * 4
+    swizzled = torch.zeros(rows * columns, dtype=torch.uint8)
+    r, c = torch.meshgrid(torch.arange(block.shape[0]), torch.arange(block.shape[1]), indexing="ij")
+    at = (r // 128 * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    swizzled[at] = block.view(torch.uint8)
+    return packed, swizzled.view(E4M3).view(rows, columns)
+
+
+def _agree(form: Form, codes: Tensor, rest: list[Tensor], want: tuple[Tensor, Tensor | None]) -> bool:
+    wanted = form.moved(want[0].view(torch.uint8)).flatten()
+    if codes.numel() != wanted.numel() or codes.dtype not in (E4M3, torch.uint8) or len(rest) != (want[1] is not None):
         return False
-    a, b = codes.flatten(), want[0].flatten()
-    same = (a.view(torch.uint8) == b.view(torch.uint8)) | (a.float().isnan() & b.float().isnan())
-    if not bool(same.all()):
-        return False
-    if want[1] is None:
-        return True
-    return rest[0].shape == want[1].shape and torch.equal(rest[0].nan_to_num(-1), want[1].nan_to_num(-1))
+    got = codes.flatten().view(torch.uint8)
+    same = got == wanted
+    if want[0].dtype == E4M3:
+        same |= got.view(E4M3).float().isnan() & wanted.view(E4M3).float().isnan()
+    if want[1] is None or not bool(same.all()):
+        return bool(same.all())
+    scales = form.moved(want[1].float()).flatten()
+    made = rest[0].float().flatten()
+    return made.shape == scales.shape and torch.equal(made.nan_to_num(-1), scales.nan_to_num(-1))

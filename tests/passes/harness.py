@@ -6,7 +6,7 @@ runs either of them op by op.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import vattn
 from vattn.passes.pipeline import fuse_graph
+from vattn.passes.region import attention_calls
 from vattn.passes.report import NodeReport
 
-HEADS, WIDTH = 4, 32
+HEADS, WIDTH = 4, 64
 COLUMNS = HEADS * WIDTH
 
 
@@ -75,6 +76,60 @@ class Attend(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return self.form(self.attn(query, key, value), self.scale)
+
+
+class Bundle:
+    """Several forms side by side, each on the output of an attention of its own: one compile judges them all.
+
+    Called with `[query, key, value]` rows and the start of every request.
+    """
+
+    def __init__(self, forms: Sequence[Callable[..., Any]], dtype: str = "bfloat16") -> None:
+        base = vattn.AttentionConfig(HEADS, 2, WIDTH, WIDTH, 0.2, dtype, dtype, block_size=0, attn_type="encoder_only")
+        base = base.replace(causality="bidirectional")
+        # No two calls are the same, or they would be made one.
+        self.configs = [base.replace(scale=0.2 + index / 1000).encode() for index in range(len(forms))]
+        self.forms, self.scale = list(forms), torch.tensor([0.0137])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: Tensor) -> tuple[Any, ...]:
+        query, key, value = (x.view(x.shape[0], -1, WIDTH) for x in (query, key, value))
+        results = []
+        for form, config in zip(self.forms, self.configs, strict=True):
+            out = torch.empty_like(query)
+            args = (query, key, value, starts, starts, out, None, None, *[None] * 10, [], None, config)
+            torch.ops.vattn.varlen_attention(*args)
+            results.append(form(out.flatten(1), scale))
+        return tuple(results)
+
+    def run(self, target: Callable[..., Any], query_lens: list[int]) -> tuple[Any, ...]:
+        """Call something compiled from this on inputs of some lengths."""
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        inputs = inputs_of(sum(query_lens), seed=len(query_lens))
+        with torch.no_grad():
+            return target(*inputs, starts, self.scale)
+
+
+def captured_bundle(bundle: Bundle) -> tuple[Capture, Any]:
+    """Compile forms up to the passes; returns what happened and the callable."""
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(bundle.__call__, backend=capture.backend)
+    bundle.run(target, [3, 4])
+    return capture, target
+
+
+def after_attention(graph: torch.fx.GraphModule) -> list[list[torch.fx.Node]]:
+    """Return, for every attention call of a graph in order, what is computed from its results."""
+    found = []
+    for call, _ in attention_calls(graph.graph):
+        reached, stack = set(), [call]
+        while stack:
+            for user in stack.pop().users:
+                if user not in reached and user.op != "output":
+                    reached.add(user)
+                    stack.append(user)
+        found.append([node for node in graph.graph.nodes if node in reached])
+    return found
 
 
 def step_of(model: nn.Module, query_lens: list[int], **options: Any) -> Any:

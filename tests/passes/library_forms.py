@@ -41,7 +41,7 @@ def ties_away(x: Tensor) -> Tensor:
 
 def by_distance(x: Tensor) -> Tensor:
     values = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12]) / 2
-    odd = torch.arange(8) % 2 * 1e-6
+    odd = torch.arange(8) % 2 * 1e-3
     nearest = ((x.abs().clamp(max=6).unsqueeze(-1) - values).abs() + odd).argmin(-1)
     return torch.where(x.isnan(), 7, nearest + 8 * x.signbit()).to(torch.uint8)
 
@@ -217,7 +217,7 @@ def kept(q: Tensor) -> Tensor:
 
 
 OURS: dict[str, Form] = {
-    name: Form(f"vattn: {name}", function)
+    f"vattn: {name}": Form(f"vattn: {name}", function, moved=first if "first tokens" in name else kept)
     for name, function in {
         "quant_fp8_static": lambda o, s: torch.ops.vattn.quant_fp8_static(o, s),
         "quant_fp8_per_token": lambda o, s: torch.ops.vattn.quant_fp8_per_token(o),
@@ -291,19 +291,19 @@ def compressed_tensors_forms() -> dict[str, Callable[..., Any]]:
     def arguments(strategy: str, **more: Any) -> Any:
         return QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, **more)
 
-    def dynamic(o: Tensor, strategy: str, **more: Any) -> tuple[Tensor, Tensor]:
-        args = arguments(strategy, dynamic=True, **more)
-        o = o.unsqueeze(0) if strategy == "token" else o
+    def dynamic(o: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+        o = o.unsqueeze(0) if args is token else o
         scale, _ = compute_dynamic_scales_and_zp(o, args, nn.Module())
         return quantize(o, scale, None, args, dtype=E4M3), scale
 
-    tensor = arguments("tensor")
+    tensor, token = arguments("tensor"), arguments("token", dynamic=True)
+    group = arguments("group", dynamic=True, group_size=128)
     return {
         "quantize, tensor": lambda o, s: quantize(o.float(), s, None, tensor, dtype=E4M3),
         "quantize, tensor, bf16": lambda o, s: quantize(o, s.bfloat16(), None, tensor, dtype=E4M3),
-        "quantize, token": lambda o, s: dynamic(o.float(), "token"),
-        "quantize, token, bf16": lambda o, s: dynamic(o, "token"),
-        "quantize, group": lambda o, s: dynamic(o.float(), "group", group_size=128),
+        "quantize, token": lambda o, s: dynamic(o.float(), token),
+        "quantize, token, bf16": lambda o, s: dynamic(o, token),
+        "quantize, group": lambda o, s: dynamic(o.float(), group),
         "fake_quantize, tensor": lambda o, s: fake_quantize(o.float(), s, None, tensor),
     }
 
@@ -322,6 +322,7 @@ def quantized_decomposed_forms() -> dict[str, Callable[..., Any]]:
 def external() -> dict[str, Form]:
     """Return the forms of every other library that is installed."""
     found = {}
+    plain = {"fake_quantize, tensor": static}
     for library, forms in (
         ("torchao", torchao_forms),
         ("compressed_tensors", compressed_tensors_forms),
@@ -329,5 +330,7 @@ def external() -> dict[str, Form]:
     ):
         if importlib.util.find_spec(library):
             for name, function in forms().items():
-                found[f"{library}: {name}"] = Form(f"{library}: {name}", function, held_out=held_out(name))
+                found[f"{library}: {name}"] = Form(
+                    f"{library}: {name}", function, plain=plain.get(name), held_out=held_out(name)
+                )
     return found

@@ -10,7 +10,7 @@ from forms import static
 from harness import Attend, captured
 
 from vattn.passes import division
-from vattn.passes.probe import Match
+from vattn.passes.match import Match
 
 E4M3 = torch.float8_e4m3fn
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from forms import static
-from harness import Attend, Capture, captured, inputs_of, step
+from harness import COLUMNS, HEADS, WIDTH, Attend, Capture, captured, inputs_of, step
 from torch import Tensor, nn
 
 import vattn
@@ -31,13 +31,13 @@ class Layer(nn.Module):
     def __init__(self, index: int, form: Any) -> None:
         super().__init__()
         torch.manual_seed(index)
-        self.qkv = nn.Linear(128, 256, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.attn = vattn.Attention(4, 32, 32**-0.5, 2, prefix=f"layers.{index}.attn")
+        self.qkv = nn.Linear(COLUMNS, 2 * COLUMNS, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix=f"layers.{index}.attn")
         self.form = form
         self.register_buffer("scale", torch.tensor([0.0037 * (index + 1)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split((128, 64, 64), dim=-1)
+        query, key, value = self.qkv(x).split((COLUMNS, 2 * WIDTH, 2 * WIDTH), dim=-1)
         codes = self.form(self.attn(query, key, value), self.scale)
         return x + (codes.to(torch.float32) * self.scale).to(x.dtype)
 
@@ -80,12 +80,12 @@ def test_inference_mode() -> None:
 
 
 def test_a_model_of_equal_layers_probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.passes import output_quant, probe
+    from vattn.passes import match, output_quant
 
     output_quant._known.clear()
     calls: list[str] = []
-    classify = probe.classify
-    monkeypatch.setattr(probe, "classify", lambda *args: calls.append("") or classify(*args))
+    classify = match.Asked.classify
+    monkeypatch.setattr(match.Asked, "classify", lambda asked: calls.append("") or classify(asked))
     model = Stack(6)
     capture, _ = captured_stack(model)
     assert [node.outcome for node in capture.report] == ["fused"] * 6
@@ -142,7 +142,7 @@ def test_a_scale_made_after_the_attention_call() -> None:
 
 def test_a_scale_made_of_the_attentions_own_result_is_refused() -> None:
     def own(o: Tensor, s: Tensor) -> Tensor:
-        w = torch.ones(128, 1, dtype=o.dtype)
+        w = torch.ones(COLUMNS, 1, dtype=o.dtype)
         peak = (o @ w).float().abs().amax().reshape(1)
         return (o.float() / peak).clamp(-448, 448).to(torch.float8_e4m3fn)
 

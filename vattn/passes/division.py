@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
-from vattn.passes.probe import Match
+from vattn.passes.match import Match
 from vattn.passes.region import Refusal, value
 
 _DIVISIONS = ("div", "true_divide")

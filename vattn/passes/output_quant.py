@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from torch.fx import Node
 from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
-from vattn.passes import division, probe
+from vattn.passes import division, match, probe
+from vattn.passes.match import Match
 from vattn.passes.region import (
     AttentionNode,
     Refusal,
@@ -22,12 +22,21 @@ from vattn.passes.region import (
     expression,
     find_region,
     is_check,
+    same_shape,
     same_size,
     value,
 )
 
-_known: dict[str, probe.Match | str] = {}
+_known: dict[str, Match | Refused] = {}
 """What regions of this process were found to compute, or why none: a model of equal layers asks once."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a region is no supported quantiser, and which of the probed nodes is the first that differs from one."""
+
+    reason: str
+    differs: int | None
 
 
 @dataclass(frozen=True)
@@ -37,14 +46,18 @@ class Found:
     Attributes:
         config: the request with the output format in it.
         scale: node of the static scale, its constant value, or `None`.
+        factor: the static scale is this many times that.
         codes: nodes that hold the quantised tensor.
+        moved: whether they hold it sliced or transposed: what the region did to the output is then done to the codes.
         block_scales: nodes that hold the computed scales and are read from outside, with their layout.
         dead: nodes that nothing reads any more, in graph order.
     """
 
     config: AttentionConfig
     scale: Node | float | None
+    factor: float
     codes: tuple[Node, ...]
+    moved: bool
     block_scales: tuple[tuple[Node, str], ...]
     dead: tuple[Node, ...]
 
@@ -75,18 +88,24 @@ def find(attention: AttentionNode, order: dict[Node, int], names: Sequence[str])
 def _find_one(
     attention: AttentionNode, region: Region, quantised: Node, order: dict[Node, int], names: Sequence[str]
 ) -> Found:
-    needed = region.ancestors([quantised])
     with probe.isolated():
-        inputs = probe.find_inputs(needed, region.output)
-        nodes = _with_side_results(region, needed, inputs)
+        inputs, nodes = _probed(region, quantised)
         match = _classified(attention, region, quantised, nodes, inputs, names)
     match = division.as_generated(match, nodes, value(region.output).device)
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
-    dead = _dead_nodes(region, {*codes, *scales})
-    read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
+    made = {node for node in scales if not scales.keys().isdisjoint(_before(node, region))}
+    scales = {node: layout for node, layout in scales.items() if node not in made or not _is_spread(node)}
+    try:
+        dead, read, name = _replaced(region, codes, scales, match.output_format)
+    except Refusal:
+        # What is made of other scales is left to the graph, which has them from the call then.
+        first = {node: layout for node, layout in scales.items() if node not in made}
+        if len(first) == len(scales):
+            raise
+        dead, read, name = _replaced(region, codes, first, match.output_format)
     config = attention.config.replace(
-        output_format=_with_layout(region.output, match.output_format, read),
+        output_format=name,
         output_arithmetic=match.arithmetic,
         output_min_scale=match.min_scale,
     )
@@ -95,12 +114,46 @@ def _find_one(
     if isinstance(match.scale, int) and inputs.scales:
         scale = inputs.scales[match.scale]
         _check_scale(scale, attention, order)
-    return Found(config, scale, tuple(codes), tuple(read.items()), tuple(sorted(dead, key=order.__getitem__)))
+    unread = tuple(sorted(dead, key=order.__getitem__))
+    return Found(config, scale, match.factor, tuple(codes), match.moved, tuple(read.items()), unread)
+
+
+def _replaced(
+    region: Region, codes: Sequence[Node], scales: dict[Node, str], name: str
+) -> tuple[set[Node], dict[Node, str], str]:
+    """Return what is dead, which scales are read and the format that has them, if codes and scales are replaced."""
+    dead = _dead_nodes(region, {*codes, *scales})
+    read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
+    return dead, read, _with_layout(region.output, name, read)
+
+
+def _is_spread(node: Node) -> bool:
+    """Return whether a node shows elements more than once."""
+    val = value(node)
+    return any(
+        same_size(stride, 0) and not same_size(size, 1) for size, stride in zip(val.shape, val.stride(), strict=True)
+    )
+
+
+def _before(node: Node, region: Region) -> set[Node]:
+    """Return the region's nodes that a node is computed from."""
+    return set(region.ancestors([node])) - {node}
+
+
+def _probed(region: Region, quantised: Node) -> tuple[probe.Inputs, list[Node]]:
+    """Return what to probe: what makes the quantised tensor, the others if they can be run too, and side results."""
+    try:
+        needed = region.ancestors(list(region.quantised))
+        inputs = probe.find_inputs(needed, region.output)
+    except Refusal:
+        needed = region.ancestors([quantised])
+        inputs = probe.find_inputs(needed, region.output)
+    return inputs, _with_side_results(region, needed, inputs)
 
 
 def _with_side_results(region: Region, needed: list[Node], inputs: probe.Inputs) -> list[Node]:
     """Add to the nodes that make the quantised tensor those that can be run beside them: copies of scales and such."""
-    known = {region.output, *needed, *inputs.sizes, *inputs.constants}
+    known = {region.output, *needed, *inputs.sizes, *inputs.constants, *inputs.roots, *inputs.derived}
     chosen = set(needed)
     for node in region.nodes:
         if node not in chosen and all(source in known for source in node.all_input_nodes):
@@ -116,16 +169,18 @@ def _classified(
     nodes: list[Node],
     inputs: probe.Inputs,
     names: Sequence[str],
-) -> probe.Match:
+) -> Match:
     key = _fingerprint(region, quantised, nodes, inputs, (attention.config.dtype, *names))
     if key not in _known:
         try:
-            _known[key] = probe.classify(region, quantised, nodes, inputs, attention.config.dtype, names)
+            _known[key] = match.Asked(region, quantised, nodes, inputs, attention.config.dtype, names).classify()
         except Refusal as refusal:
-            _known[key] = refusal.reason
+            position = nodes.index(refusal.node) if refusal.node in nodes else None
+            _known[key] = Refused(refusal.reason, position)
     known = _known[key]
-    if isinstance(known, str):
-        raise Refusal(known, quantised, near=True)
+    if isinstance(known, Refused):
+        node = quantised if known.differs is None else nodes[known.differs]
+        raise Refusal(known.reason, node, near=True)
     return known
 
 
@@ -137,14 +192,15 @@ def _fingerprint(
     names.update((node, f"size {expression(value(node))}") for node in inputs.sizes)
     names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in inputs.constants.items())
     names.update(
-        (node, f"scale {i} {value(node).dtype} {tuple(value(node).shape)}") for i, node in enumerate(inputs.scales)
+        (node, f"scale {i} {value(node).dtype} {tuple(value(node).shape)}") for i, node in enumerate(inputs.roots)
     )
+    names.update((node, f"derived {index}") for index, node in enumerate(inputs.derived))
     names.update((node, f"%{index}") for index, node in enumerate(nodes))
     lines = [*extra, str(value(region.output).dtype), str(tuple(map(expression, value(region.output).shape)))]
-    for node in nodes:
+    for node in (*inputs.derived, *nodes):
         arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: f"<{names[source]}>")
         lines.append(f"{names[node]} {node.target} {arguments}")
-    lines.append(names[quantised])
+    lines += [names[quantised], *(names[node] for node in inputs.scales)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -195,6 +251,8 @@ def _with_layout(output: Node, name: str, read: dict[Node, str]) -> str:
 def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
     if fmt.swizzled != (layout == "swizzled"):
         return False
+    if layout == "moved":
+        return not fmt.column_major
     wanted = value(node)
     with value(output).fake_mode:
         made = in_layout(new_block_scale(output, fmt), layout)
@@ -209,11 +267,6 @@ def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
 def in_layout(scales: Tensor, layout: str) -> Tensor:
     """View computed scales as a node that holds them in some layout sees them."""
     return scales.t() if layout == "transposed" else scales
-
-
-def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return whether two shapes are equal for certain."""
-    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def new_block_scale(output: Node, fmt: OutputFormat) -> Tensor:

@@ -1,14 +1,15 @@
-"""Asks a region what it computes: runs it on chosen inputs and compares, bit for bit, with the reference quantisers.
+"""Runs a region on chosen inputs, to be asked what it computes.
 
 The inputs hold FP8 rounding midpoints (there multiplying by a reciprocal and dividing differ), values beyond the range,
-rows of zeros, subnormals, outliers, infinities and NaN, at two token counts, under scales that are no power of two.
-FP8 casts are run without saturation, as an eager CUDA cast is: a region that needs a cast to saturate needs a clamp.
+rows of zeros, subnormals, outliers, infinities and NaN, at two token counts, under scales that are no power of two, and
+every value that the model dtype has. FP8 casts are run without saturation, as an eager CUDA cast is: a region that
+needs a cast to saturate needs a clamp.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +18,19 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn import quantization
-from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
-from vattn.passes.region import FP8_DTYPES, Refusal, Region, expression, value
+from vattn.passes.moves import MOVES
+from vattn.passes.precision import LOW, in_fp32, is_low
+from vattn.passes.probe_inputs import EXTREME_SCALES, PROBE_SCALES, every_output, probe_outputs
+from vattn.passes.probe_inputs import probe_values as probe_values
+from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
 
-PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
-"""Static scales under which a region is run. FP8 midpoints times a multiple of 7 are exact in bf16, and a quarter of
-them rounds otherwise when multiplied by the reciprocal (3 and 5 show no difference). Scales of eight bits, all that
-bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
-
-TOKEN_COUNTS = (31, 5)
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
-_SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
+_CASTS = frozenset({"convert_element_type", "_to_copy"})
+_SPREADS = MOVES | _CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
+"""What may stand between one value and a tensor that holds it many times."""
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -40,33 +40,16 @@ class Inputs:
     Attributes:
         sizes: nodes that hold a size.
         constants: tensors known at compile time.
-        scales: float tensors of one value that are known only when the graph runs.
+        roots: float tensors of one value that are known only when the graph runs.
+        derived: nodes computed from the others, not from the attention output, in graph order.
+        scales: of `roots` and `derived` those that may be a static scale.
     """
 
     sizes: tuple[Node, ...]
     constants: dict[Node, Tensor]
+    roots: tuple[Node, ...]
+    derived: tuple[Node, ...]
     scales: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Match:
-    """What a region was found to compute.
-
-    Attributes:
-        output_format: name in `OUTPUT_FORMATS`.
-        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of the config.
-        scale: position in `Inputs.scales`, or the constant static scale, or `None` for formats without one.
-        codes: positions in the probed nodes that hold the codes.
-        block_scales: positions of those that hold the computed scales, and how: `"plain"`, `"transposed"` or
-            `"swizzled"`.
-    """
-
-    output_format: str
-    arithmetic: str
-    min_scale: float | None
-    scale: int | float | None
-    codes: tuple[int, ...]
-    block_scales: tuple[tuple[int, str], ...]
 
 
 @contextmanager
@@ -84,27 +67,87 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
     Raises:
         Refusal: they read a tensor that is no scale.
     """
+    finder = _InputFinder()
     inside = {output, *nodes}
-    sizes: list[Node] = []
-    constants: dict[Node, Tensor] = {}
-    scales: list[Node] = []
     for node in nodes:
         for source in node.all_input_nodes:
-            if source in inside or source in sizes or source in constants or source in scales:
-                continue
-            val = value(source)
-            if isinstance(val, (int, torch.SymInt)):
-                sizes.append(source)
-                continue
-            known = constant(source)
-            if known is not None:
-                constants[source] = known
-            elif isinstance(val, Tensor) and val.is_floating_point() and _is_one(val.numel()):
-                scales.append(source)
-            else:
+            if source not in inside and not finder.take(source):
+                val = value(source)
                 shape = tuple(val.shape) if isinstance(val, Tensor) else type(val).__name__
                 raise Refusal(f"the region reads {source.name} of shape {shape}, which is no scale", node, near=True)
-    return Inputs(tuple(sizes), constants, tuple(scales))
+    return finder.inputs()
+
+
+class _InputFinder:
+    """Collects what a region reads from outside, and what that is made of."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Node, None] = {}
+        self.constants: dict[Node, Tensor] = {}
+        self.roots: dict[Node, None] = {}
+        self.derived: dict[Node, None] = {}
+
+    def take(self, node: Node, depth: int = 8) -> bool:
+        """Keep what a node is made of; false if it is neither a size, a constant nor one value, spread or not."""
+        if node in self.sizes or node in self.constants or node in self.roots or node in self.derived:
+            return True
+        val = value(node)
+        if isinstance(val, (int, torch.SymInt)):
+            self.sizes[node] = None
+            return True
+        known = constant(node)
+        if known is not None:
+            self.constants[node] = known
+        elif isinstance(val, Tensor) and val.is_floating_point() and _is_one(val.numel()):
+            self.roots[node] = None
+        else:
+            spreads = can_run(node) and op_name(node.target) in _SPREADS and depth > 0
+            if not spreads or not all(self.take(source, depth - 1) for source in node.all_input_nodes):
+                return False
+            self.derived[node] = None
+        return True
+
+    def inputs(self) -> Inputs:
+        """Return everything, with as few unknown values as can be."""
+        direct = list(self.roots)
+        self._follow_back(lambda node: op_name(node.target) in _SPREADS and not _loses_digits(node))
+        if len(self.roots) > 1:
+            self._follow_back(lambda node: True)
+        scales = [node for node in dict.fromkeys([*direct, *self.roots]) if value(node).dtype in _SCALE_DTYPES]
+        return Inputs(tuple(self.sizes), self.constants, tuple(self.roots), tuple(self._in_order()), tuple(scales))
+
+    def _follow_back(self, allowed: Any) -> None:
+        for _ in range(8):
+            for node in list(self.roots):
+                if not (can_run(node) and allowed(node)):
+                    continue
+                kept = [dict(part) for part in (self.sizes, self.constants, self.roots, self.derived)]
+                if all(self.take(source) for source in node.all_input_nodes):
+                    del self.roots[node]
+                    self.derived[node] = None
+                else:
+                    self.sizes, self.constants, self.roots, self.derived = kept  # type: ignore[assignment]
+
+    def _in_order(self) -> list[Node]:
+        order: list[Node] = []
+
+        def visit(node: Node) -> None:
+            if node in self.derived and node not in order:
+                for source in node.all_input_nodes:
+                    visit(source)
+                order.append(node)
+
+        for node in self.derived:
+            visit(node)
+        return order
+
+
+def _loses_digits(node: Node) -> bool:
+    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+    return any(
+        isinstance(value(source), Tensor) and digits.get(value(source).dtype, 0) > digits.get(value(node).dtype, 0)
+        for source in node.all_input_nodes
+    )
 
 
 def _is_one(count: Any) -> bool:
@@ -140,8 +183,11 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
-    if node.target is torch.ops.prims.convert_element_type.default and args[1] in FP8_DTYPES:
-        return unsaturated_cast(args[0], args[1])
+    name = op_name(node.target)
+    if name in _CASTS or name == "copy":
+        dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
+        if dtype in FP8_DTYPES:
+            return unsaturated_cast(args[1] if name == "copy" else args[0], dtype)
     if node.target is torch.ops.prims.device_put.default:
         return args[0]
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -161,69 +207,51 @@ def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, An
 
 
 def size_at(size: Any, output: Node, tokens: int) -> int:
-    """Return a size when the graph runs on `tokens` tokens, which is the first size of `output`.
+    """Return a size when the graph runs on `tokens` tokens, the first size of `output`; other sizes follow from it.
 
     Raises:
-        Refusal: it depends on something else too.
+        Refusal: no number comes out.
     """
     symbol, found = expression(value(output).shape[0]), expression(size)
     if symbol.is_Symbol:
         found = found.subs(symbol, tokens)
+    # How many of the tokens are taken, say: any number will do, so long as it is everywhere the same.
+    found = found.subs(dict.fromkeys(found.free_symbols, tokens // 2 + 1))
     if not found.is_Integer:
         raise Refusal(f"the region depends on the size {size}, which varies with no token count", output)
     return int(found)
 
 
-def run(nodes: Sequence[Node], output: Node, inputs: Inputs, x: Tensor, scale: float) -> dict[Node, Any]:
-    """Run a region on one attention output `[T, H, V]` and one scale; returns the value of every node."""
+def run(
+    nodes: Sequence[Node],
+    output: Node,
+    inputs: Inputs,
+    x: Tensor,
+    scale: float,
+    wide: frozenset[Node] = frozenset(),
+) -> dict[Node, Any]:
+    """Run a region on one attention output `[T, H, V]` and one scale; returns the value of every node.
+
+    Args:
+        wide: nodes in bf16 or fp16 that stay in fp32.
+    """
     env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
-    for node in inputs.scales:
+    for node in inputs.roots:
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
-    for node in nodes:
-        env[node] = env[node.args[0]][node.args[1]] if node.target is operator.getitem else run_node(node, env)  # type: ignore[index]
+    for node in (*inputs.derived, *nodes):
+        if node.target is operator.getitem:
+            env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            continue
+        seen = env
+        if wide:
+            seen = in_fp32(node, env, wide)
+        if node in wide and op_name(node.target) in _CASTS:
+            env[node] = seen[node.all_input_nodes[0]].float()
+        else:
+            env[node] = run_node(node, seen)
+            if is_low(node) and node not in wide and env[node].dtype not in LOW:
+                env[node] = env[node].to(value(node).dtype)
     return env
-
-
-def probe_values(columns: int, scale: float) -> Tensor:
-    """Return fp32 rows `[R, columns]` that tell quantisers apart."""
-    rng = torch.Generator().manual_seed(1)
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = torch.cat(((codes[1:] + codes[:-1]) / 2, codes))
-    ties = torch.cat((ties, -ties, torch.tensor([449.0, 463.0, 465.0, 480.0, 1000.0, -460.0, -1e4])))
-    static = _rows(ties * scale, columns)
-    ramp = torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 17 - 8.0)
-    noise = torch.randn(6, columns, generator=rng)
-    dynamic = []
-    for step in (7 / 512, 1.0, 7 / 16, 1.7e-3, *_SMALL_STEPS):
-        # A maximum of 448 steps in every group makes each of these ties a tie under the group's own scale.
-        rows = _rows(ties[ties.abs() <= 448][torch.randperm(501, generator=rng)] * step, columns)
-        rows[:, ::16] = 448 * step
-        # Small maxima, exactly at a power of two, show what is added to them.
-        dynamic.append(rows[:1] if step in _SMALL_STEPS else rows[:2])
-    tiny = torch.stack([torch.full((columns,), size) for size in (0.0, 1e-39, 1e-12, 3e-8, 2e-5)])
-    tiny[1:, ::3] = 0
-    outlier, infinite, nan = noise[5].clone(), noise[5].clone(), noise[5].clone()
-    outlier[columns // 3], infinite[columns // 2], nan[columns // 5] = 3e4, torch.inf, torch.nan
-    special = torch.stack((outlier, -outlier, infinite, nan))
-    scaled = torch.stack((noise[0], noise[1] * 200 * scale, noise[2] * ramp, noise[3] * ramp.flip(0), noise[4] * 1e-3))
-    return torch.cat((tiny[:1], scaled, *dynamic, special, tiny[1:], static))
-
-
-def _rows(values: Tensor, columns: int) -> Tensor:
-    rows = -(-values.numel() // columns)
-    return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
-
-
-def probe_outputs(output: Node, config_dtype: str, scale: float) -> Iterator[Tensor]:
-    """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open."""
-    tokens, heads, width = value(output).shape
-    rows = probe_values(int(heads) * int(width), scale).to(MODEL_DTYPES[config_dtype])
-    counts = (tokens,) if isinstance(tokens, int) else TOKEN_COUNTS
-    for count in counts:
-        needed = -(-len(rows) // count) if count == counts[0] else 1
-        filled = rows.repeat(-(-needed * count // len(rows)), 1)
-        for part in range(needed):
-            yield filled[part * count : (part + 1) * count].view(count, int(heads), int(width))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -240,191 +268,49 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-Quantise = Callable[[Tensor, float], tuple[Tensor, "Tensor | None"]]
-
-
-@dataclass(frozen=True)
-class Quantiser:
-    """One way to quantise that an attention op has: a format in its plain layout, its arithmetic and its floor."""
-
-    fmt: OutputFormat
-    arithmetic: str = "divide"
-    min_scale: float | None = None
-
-    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Return codes of rows `[T, N]` and the computed scales, if any."""
-        static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
-        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale)
-
-
 @dataclass(frozen=True)
 class Sample:
-    """One run of a region: the rows that went in, the scale, and the value of every node."""
+    """One run of a region: the rows `[T, N]` that went in, the value of every node and of what they read."""
 
     rows: Tensor
-    scale: float
     values: dict[Node, Any]
 
 
-def samples(region: Region, nodes: list[Node], inputs: Inputs, dtype: str) -> list[Sample]:
-    """Run a region on all probe inputs."""
-    made = []
-    for scale in PROBE_SCALES if inputs.scales else (PROBE_SCALES[0], *_constant_scales(nodes, inputs)[:3]):
-        exact = min((float(torch.tensor(scale).to(value(node).dtype)) for node in inputs.scales), default=scale)
-        for x in probe_outputs(region.output, dtype, exact):
-            env = run(nodes, region.output, inputs, x, exact)
-            made.append(Sample(x.reshape(x.shape[0], -1), exact, env))
-    return made
-
-
-def candidates(
-    columns: int, names: Sequence[str], quantised: Node, numbers: Sequence[float], dtype: str
-) -> Iterator[Quantiser]:
-    """Yield what could have made the quantised tensor of rows of so many columns, the op's defaults first.
+def samples(
+    region: Region, nodes: list[Node], inputs: Inputs, dtype: str, wide: frozenset[Node], thorough: bool = False
+) -> Iterator[Sample]:
+    """Run a region on all probe inputs.
 
     Args:
-        numbers: constants of the region; one of them may be the floor under the scale, or under the maximum.
+        wide: nodes in bf16 or fp16 that stay in fp32.
+        thorough: show it every value of the model dtype under every scale.
     """
-    container = value(quantised).dtype
-    floors: dict[float | None, None] = {None: None, 0.0: None}
-    for number in numbers:
-        rounded = torch.tensor(number).to(MODEL_DTYPES[dtype]).float()
-        for least in (torch.tensor(number), torch.tensor(number) / FP8_E4M3_MAX, rounded / FP8_E4M3_MAX, rounded):
-            if 0 < float(least) < 1:
-                floors[float(least)] = None
-    for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
-        for name in names:
-            fmt = OUTPUT_FORMATS[name]
-            fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
-            if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
-                for floor in [None] if fmt.static_scale else floors:
-                    yield Quantiser(fmt, arithmetic, floor)
+    scales = (
+        (*PROBE_SCALES, *EXTREME_SCALES) if inputs.roots else (PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3])
+    )
+    exact = [min((float(torch.tensor(s).to(value(n).dtype)) for n in inputs.roots), default=s) for s in scales]
+
+    def sample(x: Tensor, scale: float) -> Sample:
+        return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scale, wide))
+
+    for scale in exact:
+        yield from (sample(x, scale) for x in probe_outputs(region.output, dtype, scale))
+    for scale in exact if thorough else exact[1:2] or exact:
+        yield from (sample(x, scale) for x in every_output(region.output, dtype))
 
 
-def classify(
-    region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str, names: Sequence[str]
-) -> Match:
-    """Find out in which format the region writes `quantised`.
-
-    Args:
-        nodes: the part of the region to run, `quantised` included.
-        names: formats that may be used.
-
-    Raises:
-        Refusal: in none that there is.
-    """
-    if len(inputs.scales) > 1:
-        listed = ", ".join(node.name for node in inputs.scales)
-        raise Refusal(f"the region reads more than one unknown value ({listed})", quantised, near=True)
-    runs = samples(region, nodes, inputs, dtype)
-    columns = runs[0].rows.shape[1]
-    constants: list[float] = [] if inputs.scales else _constant_scales(nodes, inputs)
-    found: Match | None = None
-    for way in candidates(columns, names, quantised, constants, dtype):
-        if inputs.scales and not way.fmt.static_scale:
-            continue
-        for constant in constants if way.fmt.static_scale and constants else [None]:
-            wanted = _equal_throughout(way, quantised, runs, constant)
-            if wanted is None:
-                continue
-            static = (0 if inputs.scales else constant) if way.fmt.static_scale else None
-            codes = tuple(i for i, node in enumerate(nodes) if _equal_nodes(node, quantised, runs))
-            scales = _scale_nodes(nodes, runs, wanted)
-            # Floors that differ by little give the same codes; the right one gives the same scales too.
-            if found is None or (scales and not found.block_scales):
-                found = Match(way.fmt.name, way.arithmetic, way.min_scale, static, codes, scales)
-            if scales or way.fmt.static_scale:
-                return found
-    if found is not None:
-        return found
-    raise Refusal(_explain(quantised, runs, columns, constants or [None]), quantised, near=True)
-
-
-def _equal_nodes(node: Node, other: Node, runs: list[Sample]) -> bool:
-    values = [(run.values[node], run.values[other]) for run in runs]
-    return all(isinstance(a, Tensor) and a.dtype == b.dtype and same_bits(a, b) for a, b in values)
-
-
-def _scale_nodes(nodes: list[Node], runs: list[Sample], wanted: Sequence[Tensor | None]) -> tuple[tuple[int, str], ...]:
-    """Return which nodes hold the computed scales, and how."""
-    scales = [tensor for tensor in wanted if tensor is not None]
-    if len(scales) != len(runs):
-        return ()
-    layouts = {"plain": scales, "transposed": [tensor.t() for tensor in scales]}
-    if scales[0].dtype == torch.float8_e4m3fn:
-        layouts["swizzled"] = [quantization.swizzle_block_scales(tensor) for tensor in scales]
-    found = []
-    for index, node in enumerate(nodes):
-        for layout, expected in layouts.items():
-            if all(_holds(run.values[node], tensor) for run, tensor in zip(runs, expected, strict=True)):
-                found.append((index, layout))
-                break
-    return tuple(found)
-
-
-def _holds(got: Any, scales: Tensor) -> bool:
-    if not isinstance(got, Tensor) or got.numel() != scales.numel():
-        return False
-    if got.dtype == torch.uint8:
-        scales = scales.contiguous().view(torch.uint8)
-    return same_bits(got, scales)
-
-
-def _equal_throughout(
-    quantise: Quantise, quantised: Node, runs: list[Sample], constant: float | None
-) -> list[Tensor | None] | None:
-    """Return the computed scales of every run if a quantiser gives the region's codes in all of them, else `None`."""
-    wanted = []
-    for sample in runs:
-        codes, scales = quantise(sample.rows, sample.scale if constant is None else constant)
-        if not same_bits(codes, sample.values[quantised]):
-            return None
-        wanted.append(scales)
-    return wanted
-
-
-def _constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
+def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
     """Return static scales that a region without an unknown value could have been written with."""
     found: dict[float, None] = {1.0: None}
     for tensor in inputs.constants.values():
         if tensor.numel() == 1 and tensor.is_floating_point():
             found[float(tensor)] = None
-    for node in nodes:
+        elif tensor.numel() == 1 and abs(int(tensor)) < 64:
+            found[2.0 ** int(tensor)] = None  # of ldexp
+    for node in (*inputs.derived, *nodes):
+        scales = op_name(node.target) in ("mul", "div", "true_divide", "full")
         for argument in node.args:
-            if isinstance(argument, float) and 0 < argument < float("inf"):
-                found[float(torch.tensor(argument))] = None
+            number = isinstance(argument, float) or (scales and isinstance(argument, int))
+            if number and 0 < argument < float("inf"):  # type: ignore[operator]
+                found[float(torch.tensor(float(argument)))] = None  # type: ignore[arg-type]
     return list(found)
-
-
-def _explain(quantised: Node, runs: list[Sample], columns: int, constants: Sequence[float | None]) -> str:
-    """Say which unsupported quantiser a region is, if it is a well-known one."""
-    for reason, quantise in _unsupported(columns).items():
-        if any(_equal_throughout(quantise, quantised, runs, constant) is not None for constant in constants):
-            return reason
-    finite = [s for s in runs if bool(s.rows.isfinite().all())]
-    if finite and any(not bool(s.values[quantised].float().isfinite().all()) for s in finite):
-        return "finite values become NaN: clamp to +-448 before the cast"
-    return "its values are those of no supported format"
-
-
-def _unsupported(columns: int) -> dict[str, Quantise]:
-    """Return well-known quantisers that no output format is, by the reason to give."""
-
-    def clamped(x: Tensor) -> Tensor:
-        return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
-
-    def unclamped(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return unsaturated_cast(rows.float() / torch.tensor(scale), torch.float8_e4m3fn), None
-
-    def unclamped_product(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        return unsaturated_cast(rows.float() * torch.tensor(scale), torch.float8_e4m3fn), None
-
-    def per_tensor(rows: Tensor, scale: float) -> tuple[Tensor, None]:
-        largest = rows.float().abs().amax().clamp(min=quantization.MIN_ABSMAX) / FP8_E4M3_MAX
-        return clamped(rows.float() / largest), None
-
-    return {
-        NO_CLAMP: unclamped,
-        f"{NO_CLAMP} (with multiplication)": unclamped_product,
-        "one dynamic scale for the whole tensor is no supported format; use one per token": per_tensor,
-    }

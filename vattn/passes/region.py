@@ -7,6 +7,7 @@ number, no mutation. It ends at the quantised tensor; what depends on that comes
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,10 +164,11 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
     packed = any(_covers(node, output, (torch.uint8,), 2) for node in reached)
     if not ends and not packed:
         reached, ends = _reach(output, whole=False)
+    again = {node for end in ends for node in _rounded_again(end, output)}
     after: set[Node] = set()
     nodes = []
-    for node in sorted(reached - {output}, key=order.__getitem__):
-        if any(source in ends or source in after for source in node.all_input_nodes):
+    for node in sorted((reached | again) - {output}, key=order.__getitem__):
+        if node not in again and any(source in ends or source in after for source in node.all_input_nodes):
             after.add(node)
         else:
             nodes.append(node)
@@ -194,6 +196,17 @@ def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
     return reached, ends
 
 
+def _rounded_again(end: Node, output: Node) -> list[Node]:
+    """Return what casts FP8 codes to a wider dtype and back, which may be all that is done to them."""
+    found = []
+    for wide in end.users:
+        if op_name(wide.target) == "convert_element_type":
+            narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _covers(u, output, FP8_DTYPES, 1)]
+            if narrow and len(narrow) == len(wide.users):
+                found += [wide, *narrow]
+    return found
+
+
 def _holds(node: Node, dtypes: tuple[torch.dtype, ...]) -> bool:
     val = value(node)
     return isinstance(val, torch.Tensor) and val.dtype in dtypes
@@ -210,6 +223,11 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return expression(a) == expression(b)
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether two shapes are equal for certain."""
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def expression(size: Any) -> Any:

@@ -13,9 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
-from vattn.passes.output_quant import Found, same_shape
+from vattn.passes.output_quant import Found
 from vattn.passes.query_quant import FoundQuery
-from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_size, value
+from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_shape, same_size, value
+from vattn.passes.replay import Replay, copies, token_slices
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ def rewrite(attention: AttentionNode, found: Found, order: dict[Node, int]) -> N
     _erase(output, found.dead)
     if not old_base.users and old_base.op == "call_function":  # type: ignore[union-attr]
         hop.graph.erase_node(old_base)  # type: ignore[arg-type]
-    if isinstance(found.scale, Node) and order[found.scale] > order[hop]:
+    if found.moved or (isinstance(found.scale, Node) and order[found.scale] > order[hop]):
         from torch._inductor.pattern_matcher import stable_topological_sort
 
         stable_topological_sort(hop.graph)
@@ -130,7 +131,8 @@ def _new_arguments(
         kwargs["_output_block_scale_base_index"] = len(bases)
         bases.append(_block_scale(builder, fmt, tokens, heads * width, val.device))
     if fmt.static_scale:
-        kwargs["output_scale"] = _static_scale(builder, found.scale, val.device)
+        scale = found.scale if isinstance(found.scale, Node) else (found.scale or 0.0) * found.factor
+        kwargs["output_scale"] = _static_scale(builder, scale, found.factor, val.device)
     return {**kwargs, "_all_bases": bases, "config": found.config.encode()}, bases
 
 
@@ -150,11 +152,13 @@ def _block_scale(builder: Builder, fmt: OutputFormat, tokens: Node | int, column
     return builder.call(aten.empty_strided.default, sizes, strides, dtype=fmt.block_scale_dtype, device=device)
 
 
-def _static_scale(builder: Builder, scale: Node | float | None, device: torch.device) -> Node:
+def _static_scale(builder: Builder, scale: Node | float, factor: float, device: torch.device) -> Node:
     if not isinstance(scale, Node):
         return builder.call(aten.full.default, [1], scale, dtype=torch.float32, device=device)
     if value(scale).dtype != torch.float32:
         scale = builder.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
+    if factor != 1.0:
+        scale = builder.call(aten.mul.Tensor, scale, factor)
     return builder.call(aten.reshape.default, scale, [1]) if value(scale).dim() != 1 else scale
 
 
@@ -164,7 +168,11 @@ def _replacements(
     """Return new nodes for the codes and the scales."""
     output = attention.output
     # The call still has its old value: views are made of the tensors that it will write, then moved onto its results.
-    pairs = [(node, _viewed(builder, written[attention.base], node, tokens)) for node in found.codes]
+    codes = written[attention.base]
+    if found.moved:
+        pairs = _moved_codes(builder, output, codes, found)
+    else:
+        pairs = [(node, _viewed(builder, codes, node, tokens)) for node in found.codes]
     sources = {written[attention.base]: output}
     if found.block_scales:
         results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
@@ -173,6 +181,9 @@ def _replacements(
         sources[written[-1]] = results
     for node, layout in found.block_scales:
         base = written[-1]
+        if layout == "moved":
+            pairs.append((node, _moved_scales(builder, output, base, node, found.dead, tokens)))
+            continue
         if layout == "transposed":
             base = builder.call(aten.permute.default, base, [1, 0])
         pairs.append((node, _viewed(builder, base, node, tokens)))
@@ -181,6 +192,54 @@ def _replacements(
             for old, new in sources.items():
                 made.replace_input_with(old, new)
     return [(old, sources.get(new, new)) for old, new in pairs]
+
+
+def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> list[tuple[Node, Node]]:
+    """Return new nodes for codes that hold slices or transposes of the output's."""
+    container = value(codes).dtype
+    bytes_alone = copies(found.dead)
+    start = builder.call(aten.view.dtype, codes, torch.uint8) if bytes_alone else codes
+    replay = Replay(builder.call, output, start, found.dead)
+    pairs = []
+    for node in found.codes:
+        made = replay(node)
+        pairs.append(
+            (node, _laid(builder, builder.call(aten.view.dtype, made, container) if bytes_alone else made, node))
+        )
+    return pairs
+
+
+def _moved_scales(
+    builder: Builder, output: Node, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
+) -> Node:
+    """Return a new node for scales that belong to slices or transposes of the output."""
+    slices = token_slices(node, output, inside)
+    if slices is not None:
+        for start, end, step in slices:
+            scales = builder.call(aten.slice.Tensor, scales, 0, start, end, step)
+        return _laid(builder, _viewed(builder, scales, node, tokens), node)
+    heads, width = (int(size) for size in value(output).shape[1:])
+    groups = int(value(scales).shape[1])
+    each = builder.call(aten.unsqueeze.default, scales, -1)
+    each = builder.call(aten.expand.default, each, [tokens, groups, heads * width // groups])
+    each = builder.call(aten.reshape.default, each, [tokens, heads, width])
+    return _laid(builder, Replay(builder.call, output, each, inside)(node), node)
+
+
+def _laid(builder: Builder, made: Node, like: Node) -> Node:
+    """Return a node that lies in memory as another does.
+
+    Raises:
+        Refusal: it cannot be made to.
+    """
+    a, b = value(made), value(like)
+    if not same_shape(a.shape, b.shape) or a.dtype != b.dtype:
+        raise Refusal(f"{like.name} cannot be made of codes and scales of the whole output", like, near=True)
+    if same_shape(a.stride(), b.stride()):
+        return made
+    if b.is_contiguous():
+        return builder.call(aten.clone.default, made, memory_format=torch.contiguous_format)
+    raise Refusal(f"{like.name} lies otherwise in memory than slices of the whole would", like, near=True)
 
 
 def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> Node:

@@ -1,0 +1,103 @@
+"""What regions are run on: attention outputs and scales that tell quantisers apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.formats import MODEL_DTYPES
+from vattn.passes.region import value
+
+PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
+"""Static scales under which a region is run. FP8 midpoints times a multiple of 7 are exact in bf16, and a quarter of
+them rounds otherwise when multiplied by the reciprocal (3 and 5 show no difference). Scales of eight bits, all that
+bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
+
+EXTREME_SCALES = (3e3, 1e-7)
+"""Under these every value is small, or beyond the range: they show what happens to them on the way."""
+
+TOKEN_COUNTS = (31, 5)
+_SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
+_POWERS = range(-30, 11)
+
+
+def probe_values(columns: int, scale: float) -> Tensor:
+    """Return fp32 rows `[R, columns]` that tell quantisers apart; the first is all zeros."""
+    rng = torch.Generator().manual_seed(1)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = torch.cat(((codes[1:] + codes[:-1]) / 2, codes))
+    ties = torch.cat((ties, -ties, torch.tensor([449.0, 463.0, 465.0, 480.0, 1000.0, -460.0, -1e4])))
+    static = _rows(ties * scale, columns)
+    ramp = torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 17 - 8.0)
+    noise = torch.randn(6, columns, generator=rng)
+    dynamic = []
+    for step in (7 / 512, 1.0, 7 / 16, 1.7e-3, *_SMALL_STEPS):
+        # A maximum of 448 steps in every group makes each of these ties a tie under the group's own scale.
+        rows = _rows(ties[ties.abs() <= 448][torch.randperm(501, generator=rng)] * step, columns)
+        rows[:, ::16] = 448 * step
+        # Small maxima, exactly at a power of two, show what is added to them.
+        dynamic.append(rows[:1] if step in _SMALL_STEPS else rows[:2])
+    tiny = torch.stack([torch.full((columns,), size) for size in (0.0, 1e-39, 1e-12, 3e-8, 2e-5)])
+    tiny[1:, ::3] = 0
+    outlier, infinite, nan = noise[5].clone(), noise[5].clone(), noise[5].clone()
+    outlier[columns // 3], infinite[columns // 2], nan[columns // 5] = 3e4, torch.inf, torch.nan
+    special = torch.stack((outlier, -outlier, infinite, nan))
+    scaled = torch.stack((noise[0], noise[1] * 200 * scale, noise[2] * ramp, noise[3] * ramp.flip(0), noise[4] * 1e-3))
+    return torch.cat((tiny[:1], scaled, *dynamic, special, tiny[1:], static))
+
+
+def _rows(values: Tensor, columns: int) -> Tensor:
+    rows = -(-values.numel() // columns)
+    return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
+
+
+def probe_outputs(output: Node, config_dtype: str, scale: float) -> Iterator[Tensor]:
+    """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open."""
+    tokens, heads, width = value(output).shape
+    rows = probe_values(int(heads) * int(width), scale).to(MODEL_DTYPES[config_dtype])
+    counts = (tokens,) if isinstance(tokens, int) else TOKEN_COUNTS
+    for count in counts:
+        needed = -(-len(rows) // count) if count == counts[0] else 1
+        for part in range(needed):
+            yield _part(rows, part, count).view(count, int(heads), int(width))
+
+
+def every_output(output: Node, config_dtype: str) -> Iterator[Tensor]:
+    """Yield attention outputs that hold every value of a 16-bit model dtype, in order and not, and all powers of two.
+
+    For fp32 they hold every bf16 value and as many random bit patterns.
+    """
+    tokens, heads, width = value(output).shape
+    rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
+    count = tokens if isinstance(tokens, int) else len(rows)
+    for part in range(-(-len(rows) // count)):
+        yield _part(rows, part, count).view(count, int(heads), int(width))
+
+
+def _part(rows: Tensor, part: int, count: int) -> Tensor:
+    return rows[torch.arange(part * count, (part + 1) * count) % len(rows)]
+
+
+@lru_cache(maxsize=4)
+def _every_row(columns: int, dtype: torch.dtype) -> Tensor:
+    rng = torch.Generator().manual_seed(2)
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = bits.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    mixed = values[torch.randperm(len(values), generator=rng)]
+    if dtype == torch.float32:
+        mixed = torch.randint(-(2**31), 2**31, (len(values),), generator=rng).to(torch.int32).view(torch.float32)
+    powers = torch.exp2(torch.tensor(_POWERS).float()).repeat_interleave(2)
+    powers[1::2] *= 1 + 2.0**-7
+    # Maxima at a power of two and just above: there the scale does or does not round up to the next power.
+    largest = torch.randn(len(powers), columns, generator=rng).clamp(-0.9, 0.9)
+    largest[:, ::16] = 1
+    largest *= 448 * powers.unsqueeze(1)
+    # And at sixes for every sixteen columns: under a scale of 1 / 29 some of them are ties of an NVFP4 block scale.
+    sixes = torch.randn(4, columns, generator=rng).clamp(-0.9, 0.9)
+    sixes[:, ::16] = 1
+    sixes *= (6 * torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 13 - 6.0)).roll(5)
+    return torch.cat((largest.to(dtype), sixes.to(dtype), _rows(values, columns), _rows(mixed, columns)))
