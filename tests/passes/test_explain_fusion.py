@@ -10,6 +10,7 @@ import pytest
 import torch
 from forms import escaping, static
 from harness import Attend, inputs_of, step_of
+from queries import PER_TENSOR, Written, inputs
 
 from vattn import explain_fusion
 from vattn.__main__ import main
@@ -26,6 +27,10 @@ def missing() -> tuple[Any, ...]:
     return model, inputs_of(7), step_of(model, [3, 4])
 
 
+def query() -> tuple[Any, ...]:
+    return Written(PER_TENSOR["divide"]), (inputs(),)
+
+
 def wrong() -> int:
     return 3
 
@@ -40,7 +45,16 @@ def test_report_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert printed.startswith("1 attention nodes: 1 fused") and "writes fp8_static" in printed
     before, after = picture.read_text().split("digraph")[1:]
     assert before.count("#a6cee3") == 1 and before.count("#fdbf6f") > 3 and "output_format" not in before
-    assert "clamp" not in after and "quant" not in after
+    assert "clamp" not in after and "quant" not in after and "#fdbf6f" not in after
+    assert after.count("#b2df8a") == 1 and "output_format=fp8_static" in after
+
+
+def test_a_picture_of_a_query(tmp_path: Path) -> None:
+    picture = tmp_path / "graphs.dot"
+    assert main(["explain-fusion", f"{__name__}:query", "--dot", str(picture)]) == 0
+    before, after = picture.read_text().split("digraph")[1:]
+    assert before.count("#a6cee3") == 1 and before.count("#fdbf6f") >= 4 and "query_load" not in before
+    assert after.count("#b2df8a") == 1 and "query_load=divide" in after and "#fdbf6f" not in after
 
 
 def test_a_miss(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,22 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
     raise refusals[0]
 
 
+def quantising_nodes(call: Node) -> list[Node]:
+    """Return what lies between the last kernel before an attention call's FP8 query and the call, for pictures."""
+    query = call.kwargs.get("query")
+    if not isinstance(query, Node) or "config" not in call.kwargs:
+        return []
+    config = AttentionConfig.parse(str(call.kwargs["config"]))
+    if not config.takes_fp8_query or not can_run(before_moves(query)):
+        return []
+    chain = _chain(query, config)
+    nodes, node = [], query
+    while node is not chain.end and node not in chain.sources:
+        nodes.append(node)
+        node = node.all_input_nodes[0]
+    return nodes
+
+
 def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQuery:
     """Return what the call becomes if it loads `source` instead of `query`.
 
