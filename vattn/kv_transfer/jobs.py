@@ -204,6 +204,10 @@ class SaveJob(Job):
             self._ready[point.layer_name] = pages
             self._changed.notify_all()
 
+    def release(self) -> None:
+        """Give staging memory back; copies that still read it keep it from being reused."""
+        self._staging.clear()
+
     def _to_host(self, storage: Tensor, buffer: list[Tensor] | None) -> Pages:
         if self.stream is None:
             pages = gather_pages(storage, self.block_ids)

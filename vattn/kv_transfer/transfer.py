@@ -57,8 +57,8 @@ class KVTransfer:
 
     Loading and saving overlap with the computation: on CUDA copies run on streams of their own, and each layer waits
     for its own pages only. Each request in transfer takes device memory for the pages of four layers at most; a model
-    that is more than four layers ahead of the copies of a save waits for them. The blocks of a load must be the request's own until the step has ended; those of a save may
-    be given back as soon as the step's forward has returned.
+    that is more than four layers ahead of the copies of a save waits for them. The blocks of a load must be the
+    request's own until the step has ended; those of a save may be given back as soon as the step's forward has returned.
 
     It stays attached, and keeps the caches alive, until `detach()`.
 
@@ -192,6 +192,7 @@ class KVTransfer:
             missing = sorted({point.layer_name for point in save.points} - save.collected)
             if missing and save.error is None:
                 save.fail(_not_reached(save, missing))
+            save.release()
         step.failed = {name: job.error for name, job in step.loads.items() if job.error is not None}
 
     def before_layer(self, point: TransferPoint) -> None:
