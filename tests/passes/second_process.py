@@ -8,6 +8,7 @@ import sys
 import torch
 from forms import plain, static
 from harness import Attend, inputs_of, step
+from queries import PER_TENSOR, Written, inputs
 
 import vattn
 
@@ -23,11 +24,14 @@ class Two(torch.nn.Module):
 
 def main() -> None:
     strict = sys.argv[1] == "strict"
-    model = Attend(static) if strict else Two()
     vattn.enable(strict=strict)
-    target = vattn.compile(model)
-    with step(model, [3, 4]):
-        outputs = target(*inputs_of(7))
+    if sys.argv[1] == "query":
+        with torch.no_grad():
+            outputs = vattn.compile(Written(PER_TENSOR["divide"]))(inputs())
+    else:
+        model = Attend(static) if strict else Two()
+        with step(model, [3, 4]):
+            outputs = vattn.compile(model)(*inputs_of(7))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     counters = torch._dynamo.utils.counters
     said = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -9,16 +10,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forms import escaping, static, unquantised
+from forms import plain as plain_output
 from harness import Attend, inputs_of, step
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import vattn
+from vattn.backends import selector
 from vattn.errors import ConfigError, FusionError, UnknownOptionError
 
 SLOT = "post_grad_custom_pre_pass"
@@ -110,6 +114,20 @@ def test_a_pass_in_the_users_options_keeps_running() -> None:
     assert vattn.fusion_report().count("fused") == 1
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("entry", ["enable", "backend", "options"])
+def test_a_list_of_passes_keeps_running(entry: str) -> None:
+    """Inductor takes lists from torch 2.12 on; as ours is one pass that runs them, older ones do too."""
+    order: list[str] = []
+    passes = [Counting(), lambda graph: order.append("plain")]
+    model = Attend(static)
+    with torch._inductor.config.patch({"force_disable_caches": True, SLOT: passes}):
+        run_and_get_codes(ENTRIES[entry](model), model, [3, 4])
+        vattn.disable()
+    assert passes[0].calls == 1 and order == ["plain"]
+    assert vattn.fusion_report().count("fused") == 1
+
+
 def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**arguments: Any) -> Any:
         return vattn.options(**arguments)[SLOT].uuid()
@@ -118,8 +136,42 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
     assert plain == key() and isinstance(plain, str)
     assert len({plain, key(strict=True), key(output_formats=["fp8_static"]), key(base={SLOT: mine})}) == 4
     assert key(base={SLOT: print}) is None  # a plain function has no key, so nothing may be cached
-    monkeypatch.setattr("vattn.passes.pipeline.SCHEMA_VERSION", -1)
-    assert key() != plain
+    keys = {plain}
+    backend = selector.get_backend("TORCH_SDPA")
+    changes: tuple[tuple[Any, str, Any], ...] = (
+        ("vattn.passes.pipeline", "SCHEMA_VERSION", -1),
+        ("vattn", "__version__", "0"),
+        ("vattn.passes.pipeline", "_source_digest", lambda: "other sources"),
+        (torch, "__version__", "2.0"),
+        (backend, "capabilities", replace(backend.capabilities, query_loads=("plain",))),
+    )
+    for owner, name, changed in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name, changed)
+            keys.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for capability in ((9, 0), (10, 0)):
+            patch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+            keys.add(key())
+    assert len(keys) == len(changes) + 3 and key() == plain
+
+
+def test_several_models_in_one_process() -> None:
+    """Compiled in turn by different entries; each keeps its graph and its part of the report."""
+    models = [Attend(static), Attend(plain_output), Attend(static)]
+    expected = []
+    for model in models:
+        with step(model, [3, 4]):
+            expected.append(model(*inputs_of(7)))
+    targets = [ENTRIES["options"](models[0]), ENTRIES["backend"](models[1]), torch.compile(models[2])]
+    for _ in range(2):
+        for target, model, want in zip(targets, models, expected, strict=True):
+            with step(model, [3, 4]):
+                got = target(*inputs_of(7))
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert [node.outcome for node in vattn.fusion_report()] == ["fused", "refused"]
 
 
 def test_enable_nests_and_restores() -> None:
@@ -237,6 +289,15 @@ def test_second_process_hits_the_caches_and_has_the_report(tmp_path: Path, stric
     assert [node["outcome"] for node in nodes] == wanted
     assert first["report"] == second["report"]
     assert all("forms.py" in node["source"] for node in nodes if node["outcome"] == "fused")
+
+
+def test_second_process_has_the_fused_query(tmp_path: Path) -> None:
+    first, second = run_process(tmp_path, "query"), run_process(tmp_path, "query")
+    assert second["inductor"] == {"fxgraph_cache_hit": 1} and second["autograd"]["autograd_cache_hit"] == 1
+    assert first["outputs"] == second["outputs"] and first["report"] == second["report"]
+    ((_, (node,)),) = second["report"].items()
+    assert node["query_outcome"] == "fused" and node["query"].endswith("as the attention kernel loads it, behind mm")
+    assert "queries.py" in node["query_source"]
 
 
 @pytest.mark.parametrize("taken", [3, "pass", [3], [print, None]])
