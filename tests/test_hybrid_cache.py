@@ -13,7 +13,14 @@ from torch import nn
 
 import vattn
 from vattn.block_pool import BlockPool, BlockTable
-from vattn.errors import CacheError, ConfigError, GraphContractError, MetadataError, OutOfBlocksError
+from vattn.errors import (
+    CacheError,
+    ConfigError,
+    GraphContractError,
+    MetadataError,
+    OutOfBlocksError,
+    UnsupportedRequestError,
+)
 from vattn.kv_cache import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -511,3 +518,17 @@ class HybridTraffic(RuleBasedStateMachine):
 
 TestHybridTraffic = HybridTraffic.TestCase
 TestHybridTraffic.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+def test_export_refuses_what_it_would_get_wrong():
+    hybrid = Hybrid(kinds=Stack.KINDS[:2])
+    table, _ = hybrid.request()
+    table.append(3)
+    step = hybrid.builder.build([3], [3], [[row] for row in table.rows])
+    with pytest.raises(UnsupportedRequestError, match=r"'layers\.0' belongs to a group of a hybrid cache"):
+        vattn.export_step(hybrid.model, (torch.randn(3, 64),), step)
+    cache = vattn.allocate_kv_cache(hybrid.model, num_blocks=4, dtype=torch.float32)
+    transfer = KVTransfer(hybrid.model, cache, HostMemoryConnector("1MiB"))
+    with pytest.raises(UnsupportedRequestError, match=r"'layers\.0' has a connector"):
+        vattn.export_step(hybrid.model, (torch.randn(3, 64),), hybrid.plain_builder.build([3], [3], [[1]]))
+    transfer.detach()

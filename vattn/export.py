@@ -98,6 +98,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
     Raises:
         CacheNotBoundError: the model has no layer with a bound cache.
         MetadataError: the sample has fewer than 2 tokens or requests.
+        UnsupportedRequestError: the cache has groups, whose layers share storages, or a connector.
 
     Example:
         >>> import torch, vattn
@@ -123,6 +124,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
             "a model with bound caches",
             "call vattn.allocate_kv_cache(model, num_blocks=...) before export",
         )
+    _refuse_unexportable(layers)
     sizes = (metadata.slot_mapping.shape[0], metadata.seq_lens.shape[0])
     if min(sizes) < 2:
         raise MetadataError(
@@ -138,6 +140,21 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
     with _without_caches(layers), torch.no_grad():
         program = torch.export.export(wrapper, sample, dynamic_shapes=_dynamic_shapes(sample), strict=False)
     return ExportedStep(program, model)
+
+
+def _refuse_unexportable(layers: dict[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        wrong = {
+            "belongs to a group of a hybrid cache": getattr(layer, "kv_cache_group", None),
+            "has a connector": getattr(layer, "kv_transfer_token", None),
+        }
+        for what, found in wrong.items():
+            if found is not None:
+                raise UnsupportedRequestError(
+                    f"export of a model whose layer {name!r} {what}",
+                    "caches that are inputs of their own, one for each layer",
+                    "allocate without hybrid=True, and detach() the KVTransfer, before exporting",
+                )
 
 
 def _dynamic_shapes(sample: StepInputs) -> tuple[Any, ...]:
