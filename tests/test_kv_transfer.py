@@ -659,8 +659,8 @@ def test_wrong_steps_begin_nothing(detached):
     setup.transfer.detach()
     with pytest.raises(ConfigError, match="at least one block"):
         KVTransfer(setup.model, setup.cache, HostMemoryConnector(100))
-    with pytest.raises(ConfigError, match="attached twice"):
-        KVTransfer(setup.model, setup.cache, setup.connector)
+    with pytest.raises(ConfigError, match="attached to another model"):
+        KVTransfer(setup.model, setup.cache, setup.connector, namespace="another")
     assert all(layer.kv_transfer_token is None for layer in setup.model.layers)
 
 
@@ -730,4 +730,44 @@ def test_output_quantisation_fuses_across_the_hooks(detached):
     out, _ = setup.run(torch.randn(10, 64), [10], [10], [[1, 2]], forward, saves=[save])
     assert out.dtype == torch.float8_e4m3fn
     assert setup.transfer.wait_for_saves() == {} and setup.transfer.find(["key"]) == 1
+    setup.transfer.detach()
+
+
+def test_attached_again_a_connector_still_holds_what_it_held(detached, caplog):
+    setup = Setup(HostMemoryConnector("1MiB"))
+    for storage in setup.cache.kv_caches:
+        storage.normal_()
+    keys = block_keys(range(16), BLOCK)
+    setup.transfer.offload("a", keys, [1, 2])
+    setup.transfer.detach()
+    setup.transfer = KVTransfer(setup.model, setup.cache, setup.connector)
+    setup.transfer.reload("b", keys, [3, 4])
+    for storage in setup.cache.kv_caches:
+        assert torch.equal(storage[:, [3, 4]], storage[:, [1, 2]])
+    assert setup.transfer.find([["no string"]]) == 0
+    assert "cannot tell what it holds: TypeError" in caplog.text
+    setup.transfer.detach()
+
+
+def test_a_second_pass_in_one_step_transfers_nothing_again(detached):
+    setup = Setup(HostMemoryConnector("1MiB"), timeout=5)
+    for storage in setup.cache.kv_caches:
+        storage.normal_()
+    old, new = block_keys(range(16), BLOCK), block_keys(range(50, 66), BLOCK)
+    setup.transfer.offload("a", old, [1, 2])
+    before = [storage.clone() for storage in setup.cache.kv_caches]
+    start = time.monotonic()
+    with setup.transfer.step(
+        [TransferRequest("b", tuple(old), (3, 4))], [TransferRequest("c", tuple(new), (1, 2))]
+    ) as step:
+        for _ in range(2):
+            for point in setup.transfer.points:
+                setup.transfer.before_layer(point)
+                setup.transfer.after_layer(point)
+            for storage in setup.cache.kv_caches:
+                storage[:, 1:3].zero_()
+    assert not step.failed and setup.transfer.wait_for_saves() == {} and time.monotonic() - start < 4
+    setup.transfer.reload("d", new, [5, 6])
+    for storage, then in zip(setup.cache.kv_caches, before, strict=True):
+        assert torch.equal(storage[:, [5, 6]], then[:, [1, 2]]) and torch.equal(storage[:, [3, 4]], then[:, [1, 2]])
     setup.transfer.detach()

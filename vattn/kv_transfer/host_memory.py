@@ -30,7 +30,7 @@ class HostMemoryConnector:
         capacity: blocks that fit, 0 before a `KVTransfer` has attached it.
 
     Raises:
-        ConfigError: no byte count; when attached: memory for less than one block, or attached twice.
+        ConfigError: no byte count; when attached: memory for less than one block, or another model than the first.
 
     What a load reads is not evicted meanwhile. The end of a prefix is evicted before its beginning.
     """
@@ -41,6 +41,7 @@ class HostMemoryConnector:
         self.capacity = 0
         self._lock = threading.Lock()
         self._arenas: dict[str, Tensor] = {}
+        self._attached: tuple[dict[str, int], str] = {}, ""
         self._rows: OrderedDict[str, int] = OrderedDict()
         """Row of each key, the least recently used first."""
         self._free: list[int] = []
@@ -49,9 +50,15 @@ class HostMemoryConnector:
         self._saves: dict[int, tuple[dict[str, int], _Runs]] = {}
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
-        """Allocate the memory."""
+        """Allocate the memory; attached again to the same caches, go on with what is held."""
         if self._arenas:
-            raise ConfigError("a HostMemoryConnector attached twice", "one model for each", "make a second one")
+            if self._attached == (dict(page_bytes), fingerprint):
+                return
+            raise ConfigError(
+                "a HostMemoryConnector attached to another model, or to one with other scales",
+                "the model that it was attached to first",
+                "make a second connector",
+            )
         per_block = sum(page_bytes.values())
         if self.memory < per_block:
             raise ConfigError(
@@ -59,6 +66,7 @@ class HostMemoryConnector:
                 "at least one block",
                 "give the connector more memory",
             )
+        self._attached = dict(page_bytes), fingerprint
         self.capacity = self.memory // per_block
         self._free = list(range(self.capacity))
         for name, size in page_bytes.items():

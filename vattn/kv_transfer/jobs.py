@@ -150,8 +150,10 @@ class LoadJob(Job):
         return Pages(rows, event)
 
     def deliver(self, point: TransferPoint) -> None:
-        """Wait for the pages of a layer and write them into its cache, on the current stream."""
+        """Wait for the pages of a layer and write them into its cache, on the current stream; once."""
         name = point.layer_name
+        if name not in self.layers_left:
+            return
         with self._changed:
             self._awaited = name
             self._changed.notify_all()
@@ -188,10 +190,10 @@ class SaveJob(Job):
         self._staging: list[Pages] = []
 
     def collect(self, point: TransferPoint) -> None:
-        """Copy the pages of a layer out of its cache, on the current stream; the blocks may change afterwards."""
-        self.collected.add(point.layer_name)
-        if self.error is not None:
+        """Copy the pages of a layer out of its cache, on the current stream, once; they may change afterwards."""
+        if point.layer_name in self.collected or self.error is not None:
             return
+        self.collected.add(point.layer_name)
         try:
             buffer = self.connector.page_buffer(point.layer_name, self.request)
             pieces = None if buffer is None else self._check_pages(buffer, point)

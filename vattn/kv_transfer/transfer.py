@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
 from vattn.kv_transfer.pages import page_bytes
 from vattn.kv_transfer.points import TransferPoint
+
+logger = logging.getLogger("vattn")
 
 
 @dataclass
@@ -139,11 +142,12 @@ class KVTransfer:
             module.register_buffer("kv_transfer_token", token, persistent=False)
 
     def find(self, keys: Sequence[str]) -> int:
-        """Return how many of the first keys the connector holds; 0 if it raises."""
+        """Return how many of the first keys the connector holds; 0, with a warning in the log, if it raises."""
         try:
             return int(self.connector.find(keys))
-        except Exception:
+        except Exception as error:
             # A connector that cannot answer holds nothing that could be used.
+            logger.warning("%r cannot tell what it holds: %s: %s", self.connector, type(error).__name__, error)
             return 0
 
     @contextmanager
