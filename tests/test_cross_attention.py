@@ -317,6 +317,11 @@ def test_contradicting_steps_are_refused_and_touch_no_buffer(changes, named):
     assert all(torch.equal(before[name], now) for name, now in step.tensors().items())
 
 
+def test_a_builder_without_room_for_encoder_states_says_so():
+    with pytest.raises(MetadataError, match="max_encoder_len="):
+        make_builder(max_encoder_len=0).build([1], [1], [[1]], encoder_lens=[0], cross_block_tables=[[]])
+
+
 def test_a_request_may_read_the_states_that_another_wrote():
     """Two requests about one recording: the second is not new."""
     shared = {"encoder_lens": [9, 9], "cross_block_tables": [[6, 2], [6, 2]]}

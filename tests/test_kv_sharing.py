@@ -232,6 +232,18 @@ def test_other_layers_that_share_keep_rows_too():
     torch.testing.assert_close(outs[1], outs[0][last_rows((5, 7, 2), (1, 2, 2))], **CLOSE)
 
 
+def test_cross_attention_keeps_rows_with_a_cache_of_its_own():
+    """Its keys come from the encoder, and are written whichever rows of the query are kept."""
+    encoded = {"encoder_lens": [9, 4, 0], "cross_block_tables": [[4, 6], [2], []], "new_encoder": [1, 1, 1]}
+    builder, states, query = make_builder(max_encoder_len=16), make_inputs(13, seed=3)[1:], make_inputs(14)[0]
+    outs = []
+    for fast in (False, True):
+        layer = bind(nn.ModuleList([make_layer(layer=vattn.CrossAttention, fast_prefill=fast)]))[0]
+        step = make_step(builder=builder, num_logits=[1, 2, 2], **encoded)
+        outs.append(layer(vattn.kept_rows(query, step) if fast else query, *states, metadata=step))
+    torch.testing.assert_close(outs[1], outs[0][last_rows((5, 7, 2), (1, 2, 2))], **CLOSE)
+
+
 def test_padding_of_tokens_and_of_kept_rows_is_zero():
     inputs = make_inputs(18, real=14)
     step = make_step(num_logits=[1, 2, 1], num_tokens_padded=18, num_reqs_padded=4, num_logits_padded=7)
@@ -317,7 +329,7 @@ def test_check_finds_rows_that_only_the_device_knew():
 
 
 def test_wrong_use_of_a_fast_layer():
-    with pytest.raises(ConfigError, match="shares no KV cache"):
+    with pytest.raises(ConfigError, match="writes every token to its own"):
         make_layer(fast_prefill=True)
     with pytest.raises(ConfigError, match="fast_prefill='yes'"):
         make_layer("layers.1", "layers.0", fast_prefill="yes")

@@ -55,6 +55,12 @@ def read_cross_step(
                 "pass both in every step of a model with cross attention",
             )
         return None
+    if not limits.encoder_len:
+        raise MetadataError(
+            "encoder_lens for a builder with max_encoder_len=0",
+            "a builder made for encoder states",
+            "make the builder with max_encoder_len=",
+        )
     lengths = read_integers("encoder_lens", encoder_lens)
     check_count("encoder_lens", lengths.shape[0], num_reqs)
     check_count("cross_block_tables", len(cross_block_tables), num_reqs)

@@ -41,9 +41,12 @@ class BoundCache(CacheScales):
         num_heads, head_size, scale, num_kv_heads, head_size_v: as for `Attention`, with `None` for a default.
         prefix, cache_config, quant_config, kv_sharing_target_layer_name, attn_backend: as for `Attention`.
         alibi_slopes, sinks: one value per query head, or `None`.
-        fast_prefill: whether queries are `kept_rows` of the step's; only for a layer that shares a cache.
+        fast_prefill: whether queries are `kept_rows` of the step's; only where no key comes from the rows of the query.
         **request: further fields of `AttentionConfig`.
     """
+
+    writes_tokens = True
+    """Whether a layer with a cache of its own writes keys for the rows of its query."""
 
     alibi_slopes: Tensor | None
     kv_cache: Tensor | None
@@ -82,11 +85,12 @@ class BoundCache(CacheScales):
             raise ConfigError(
                 f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
             )
-        if not isinstance(fast_prefill, bool) or (fast_prefill and kv_sharing_target_layer_name is None):
+        writes_tokens = kv_sharing_target_layer_name is None and self.writes_tokens
+        if not isinstance(fast_prefill, bool) or (fast_prefill and writes_tokens):
             raise ConfigError(
-                f"fast_prefill={fast_prefill!r} in layer {prefix!r}, which shares "
-                + ("no KV cache" if kv_sharing_target_layer_name is None else "a KV cache"),
-                "True in layers that share a KV cache: one that writes its own needs every token",
+                f"fast_prefill={fast_prefill!r} in layer {prefix!r}, which "
+                + ("writes every token to its own KV cache" if writes_tokens else "writes no token of the query"),
+                "True or False in layers that share a KV cache and in cross attention, False elsewhere",
                 "leave fast_prefill out",
             )
         self.fast_prefill = fast_prefill

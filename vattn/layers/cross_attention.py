@@ -36,7 +36,8 @@ class CrossAttention(CachedAttention):
         kv_sharing_target_layer_name, attn_backend, head_size_v: as for `Attention`. A `cache_config` with a window is
             refused: queries have no position among the keys.
         attn_type: only `"encoder_decoder"` here.
-        **extra: `sinks`, `batch_invariant` and `fast_prefill`, as for `Attention`.
+        **extra: `sinks`, `batch_invariant` and `fast_prefill`, as for `Attention`; `fast_prefill` also with a cache of
+            its own, since keys do not come from the rows of the query.
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: as `Attention`.
@@ -62,6 +63,8 @@ class CrossAttention(CachedAttention):
         >>> layer(torch.randn(1, 64), None, None, metadata=later).shape
         torch.Size([1, 64])
     """
+
+    writes_tokens = False
 
     def __init__(
         self,

@@ -69,7 +69,6 @@ class LayerStep(NamedTuple):
         return self._replace(
             query_start_loc=metadata.logits_start_loc,
             query_slots=metadata.logits_indices,
-            key_slots=None,
             plan=None if self.plan is None else self.plan[:0],
         )
 
