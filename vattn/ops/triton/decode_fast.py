@@ -194,13 +194,16 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
     fmt = OUTPUT_FORMATS[config.output_format]
-    output, finished = args.output, not fmt.group_size or groups_fit_heads(config)
+    few = num_reqs <= 4
+    # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
+    wide = few and 2 * fmt.group_size > config.head_size
+    output, finished = args.output, not fmt.group_size or (groups_fit_heads(config) and not wide)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items, device)
-    common = _common_arguments(args, config, output)
+    written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
-    few = num_reqs <= 4
     # A program that computes scales has whole groups, and more warps for its wider part.
     most_parts = config.head_size // fmt.group_size if finished and fmt.group_size else 4
     parts = min(4, most_parts) if few else 1
