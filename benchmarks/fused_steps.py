@@ -134,11 +134,11 @@ class Stack(nn.Module):
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, run_layer: Callable[..., Any] = Layer.forward) -> Tensor:
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         residual = torch.zeros_like(x)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin)
+            x, residual = run_layer(layer, x, residual, cos, sin)
         return self.norm(residual + x)
 
 
@@ -197,7 +197,11 @@ class Bench:
         start = time.perf_counter()
         options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
         passes = vattn.options(options, rope=self.args.rope) if name == "on" else options
-        target = vattn.compile(self.model, options=passes)
+        if self.args.scope == "layer":
+            run_layer = vattn.compile(Layer.forward, options=passes)
+            target: Any = lambda x, positions: self.model(x, positions, run_layer)  # noqa: E731
+        else:
+            target = vattn.compile(self.model, options=passes)
         runner = vattn.CUDAGraphRunner(target, self.batches, self.builder, self._inputs)
         if self.device.type == "cpu":
             self.run(runner, self.batches[0])
@@ -333,7 +337,7 @@ def transformers_ms(sizes: Sizes, batch: int, context: int, new_tokens: int, dev
     torch.set_default_dtype(before)
     prompt = torch.randint(2, 1000, (batch, context), device=device)
     seconds: dict[int, list[float]] = {}
-    for tokens in (new_tokens, 4, new_tokens, 4, new_tokens, 4):
+    for tokens in (new_tokens, 4) * 3:
         how = GenerationConfig(
             max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, cache_implementation="static",
             pad_token_id=0, eos_token_id=1, max_length=None,
@@ -357,7 +361,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"# Fused decode steps on {result['device']}, {result['date']}",
         "",
         f"torch {result['torch']}. {shape}; {result['activations']} FP8 activations, FP8 weights, query and cache; "
-        f"contexts of {result['context'][0]} to {result['context'][1]} tokens. {HOW}",
+        f"contexts of {result['context'][0]} to {result['context'][1]} tokens; compiled by {result['scope']}. {HOW}",
         "",
         "| batch | off, ms | on, ms | off / on (lowest, median, highest) | kernels a layer, off | on | "
         "relative difference of results | transformers bf16, ms |",
@@ -398,6 +402,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
     parser.add_argument("--activations", choices=QUANTISERS, default="static")
     parser.add_argument("--rope", default="auto", help="option of that name of the passes")
+    parser.add_argument("--scope", choices=("model", "layer"), default="model", help="what is compiled at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="replays timed at once")
@@ -420,7 +425,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "sizes": vars(bench.sizes),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
-        "activations": args.activations, "context": args.context, "rows": [],
+        "activations": args.activations, "context": args.context, "scope": args.scope, "rows": [],
     }  # fmt: skip
     for row in run_batches(bench):
         result["rows"].append(row)
