@@ -43,6 +43,7 @@ class Shape:
         lengths: keys of each request.
         heads, kv_heads, head_size: of the layer.
         window: sliding window, `None` for none.
+        tokens: query rows of each request; several in speculative decoding.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Shape:
     kv_heads: int = 8
     head_size: int = 128
     window: int | None = None
+    tokens: int = 1
 
     @property
     def keys(self) -> int:
@@ -77,6 +79,7 @@ MORE_CELLS = [
     equal(64, 4096, " one KV head", heads=8, kv_heads=1),
     equal(16, 32768, " window 1024", window=1024),
     equal(16, 1024),
+    *(equal(64, 4096, f" {tokens} tokens", tokens=tokens) for tokens in (2, 4)),
 ]
 
 
@@ -87,7 +90,7 @@ class Cell:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.shape, self.fp8, self.batch = shape, fp8, len(shape.lengths)
         counts = [-(-length // 64) * 64 // BLOCK for length in shape.lengths]
-        size = (self.batch, shape.heads, shape.head_size)
+        size = (self.batch * shape.tokens, shape.heads, shape.head_size)
         self.query = torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
         cache = (2, sum(counts), BLOCK, shape.kv_heads, shape.head_size)
         self.cache = torch.empty(cache, device="cuda", dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
@@ -97,7 +100,7 @@ class Cell:
         self.table = self._table(counts, generator)
         self.wide_table = self._table([count // 4 for count in counts], generator)
         self.seq_lens = torch.tensor(shape.lengths, dtype=torch.int32).cuda()
-        self.starts = torch.arange(self.batch + 1, device="cuda", dtype=torch.int32)
+        self.starts = torch.arange(self.batch + 1, device="cuda", dtype=torch.int32) * shape.tokens
         self.ones = torch.ones(1, device="cuda") if fp8 else None
 
     def _table(self, counts: list[int], generator: torch.Generator) -> Tensor:
@@ -113,9 +116,11 @@ class Cell:
         """The same memory as blocks of 64 tokens."""
         return self.cache.view(2, -1, 64, self.shape.kv_heads, self.shape.head_size)
 
-    def expected(self, request: int, wide: bool) -> Tensor:
-        """fp32 output `[H, D]` of one request."""
-        shape, length = self.shape, self.shape.lengths[request]
+    def expected(self, request: int, token: int, wide: bool) -> Tensor:
+        """fp32 output `[H, D]` of one row of one request."""
+        shape = self.shape
+        length = shape.lengths[request] - shape.tokens + 1 + token
+        row = request * shape.tokens + token
         cache, table = (self.wide_cache(), self.wide_table) if wide else (self.cache, self.table)
         blocks = table[request, : -(-length // cache.shape[2])].long()
         first = max(0, length - shape.window) if shape.window else 0
@@ -124,15 +129,16 @@ class Cell:
             .repeat_interleave(shape.heads // shape.kv_heads, 1)
             for part in cache
         )  # fmt: skip
-        scores = torch.einsum("hd,thd->ht", self.query[request].float(), key) * shape.head_size**-0.5
+        scores = torch.einsum("hd,thd->ht", self.query[row].float(), key) * shape.head_size**-0.5
         return torch.einsum("ht,thd->hd", scores.softmax(-1), value)
 
     def error(self, output: Tensor, wide: bool = False) -> float:
         """Largest relative L2 error of the first and the last request."""
         errors = []
-        for request in {0, self.batch - 1}:
-            expected = self.expected(request, wide)
-            errors.append(float((output[request].float() - expected).norm() / expected.norm()))
+        tokens = self.shape.tokens
+        for request, token in {(0, 0), (self.batch - 1, tokens - 1)}:
+            expected = self.expected(request, token, wide)
+            errors.append(float((output[request * tokens + token].float() - expected).norm() / expected.norm()))
         return max(errors)
 
 
@@ -146,19 +152,22 @@ def config_of(cell: Cell) -> AttentionConfig:
 
 
 def vattn_steps(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: ignore[no-untyped-def]
-    """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share."""
-    config = config_of(cell)
-    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"))
+    """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share.
+
+    With several rows per request the schedule is made in every step.
+    """
+    config, tokens = config_of(cell), cell.shape.tokens
+    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"), tokens)
     schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
     output = torch.full_like(cell.query, float("nan"))
     args = AttentionArgs(
         cell.query, cell.cache.view(torch.uint8) if cell.fp8 else cell.cache, cell.starts, cell.seq_lens, cell.table,
-        output, None, None, None, None, cell.ones, cell.ones, None, None, None, None, None, None, None, [schedule],
-        workspace, config.encode(),
+        output, None, None, None, None, cell.ones, cell.ones, None, None, None, None, None, None, None,
+        [schedule] if tokens == 1 else [], workspace, config.encode(),
     )  # fmt: skip
 
     def plan() -> Tensor:
-        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning)
+        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning, tokens)
         return schedule
 
     def step() -> Tensor:
@@ -199,10 +208,11 @@ def steps_of(cells: list[Cell], args: argparse.Namespace, fa3: Any, xqa: Any) ->
         steps[name_of(tuning)] = ([vattn_steps(c, tuning, workspace)[0] for c in cells], False)
     if fa3 is not None:
         calls = [
-            peers.fa3_decode(fa3, c.query, *c.cache, c.table, c.seq_lens, scale, longest, shape.window) for c in cells
+            peers.fa3_decode(fa3, c.query, *c.cache, c.table, c.seq_lens, scale, longest, shape.window, shape.tokens)
+            for c in cells
         ]
         steps["FA3"] = (calls, False)
-    if xqa is not None and first.fp8 and (shape.heads, shape.kv_heads, shape.window) == (32, 8, None):
+    if xqa is not None and first.fp8 and (shape.heads, shape.kv_heads, shape.window, shape.tokens) == (32, 8, None, 1):
         calls = [
             peers.xqa_decode(xqa, c.query, *c.wide_cache(), c.wide_table, c.seq_lens, scale, longest) for c in cells
         ]

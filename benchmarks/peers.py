@@ -34,25 +34,27 @@ def fa3_decode(
     scale: float,
     max_len: int,
     window: int | None = None,
+    tokens: int = 1,
 ) -> Step:
     """Return a decode step of FlashAttention-3; an FP8 cache takes an FP8 query, the only way it runs."""
     left = -1 if window is None else window - 1
     right = -1 if window is None else 0
-    batch, heads, width = query.shape
+    rows, heads, width = query.shape
+    batch = rows // tokens
     kv_heads, block_size = key.shape[2], key.shape[1]
     output = torch.empty_like(query)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
     quantised = key.dtype == torch.float8_e4m3fn
     descale = torch.ones(batch, kv_heads, device=query.device) if quantised else None
     q = query.to(torch.float8_e4m3fn) if quantised else query
     schedule = ops.get_scheduler_metadata(
-        batch, 1, max_len, heads, kv_heads, width, width, q.dtype, seq_lens, starts, None, None, None, None,
+        batch, tokens, max_len, heads, kv_heads, width, width, q.dtype, seq_lens, starts, None, None, None, None,
         block_size, 0, True, left, right, False, 0, None, 0,
     )  # fmt: skip
 
     def step() -> Tensor:
         ops.fwd(
-            q, key, value, None, None, None, output, starts, None, None, None, seq_lens, 1, max_len, table,
+            q, key, value, None, None, None, output, starts, None, None, None, seq_lens, tokens, max_len, table,
             None, None, None, None, None, descale, descale, descale, scale, True, left, right, 0.0, True, schedule, 0,
             None, 0, None, 1, 0, None,
         )  # fmt: skip

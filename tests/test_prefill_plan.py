@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from vattn.ops.gluon.prefill_plan import ROW_TILE, max_row_tiles, prefill_plan_kernel
+from vattn.ops.gluon.prefill_plan import max_row_tiles, prefill_plan_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-KEY_TILE = 128
+KEY_TILE, ROW_TILE = 128, 128
 
 
 def tiles_of(query_lens: list[int], seq_lens: list[int], padding: int, window: int) -> list[list[int]]:
@@ -37,7 +37,7 @@ def schedule_of(query_lens: list[int], seq_lens: list[int], padding: int, window
     starts = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     num_tokens = sum(query_lens) + padding
-    tiles = max_row_tiles(num_tokens, len(query_lens))
+    tiles = max_row_tiles(num_tokens, len(query_lens), ROW_TILE)
     schedule = torch.full((1 + 2 * tiles, 8), -99, dtype=torch.int32, device=DEVICE)
     prefill_plan_kernel[(1,)](
         starts, lengths, schedule, len(query_lens), num_tokens, tiles, WINDOW=window, ROWS=ROW_TILE, KEYS=KEY_TILE,

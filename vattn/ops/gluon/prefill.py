@@ -1,12 +1,12 @@
 """Prefill attention over a paged cache for Hopper (sm_90), in Gluon.
 
-One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies (`prefill_load`), two consumer
-warpgroups of 64 query rows each that share every key and value tile, and for an FP8 cache two converter warps
+One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies (`prefill_load`), two or three
+consumer warpgroups of 64 query rows each that share every key and value tile, and for an FP8 cache some converter warps
 (`prefill_convert`). Row tiles come from a schedule made on the device (`prefill_plan`), longest first; the producer
 takes the next one from a counter in device memory and passes it on through shared memory (`prefill_messages`).
 
 Inside a row tile the key tiles run from the diagonal backwards. A warpgroup leaves its second product in flight while
-it asks for the next first one; the two warpgroups cover each other and take turns by named barriers.
+it asks for the next first one; the warpgroups cover each other and take turns by named barriers.
 
 CACHE says what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides, weights
 included; "widened", an FP8 cache turned into fp16.
@@ -25,13 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.epilogue import load_scale, store_result
-from vattn.ops.gluon.prefill_convert import CONVERTER_WARPS, TURN_TOKENS, convert
+from vattn.ops.gluon.prefill_convert import TURN_TOKENS, convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
 
+TURNS = gl.constexpr(("8", "9", "10"))
 HIDDEN = gl.constexpr(0x7FFFFFFF)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -45,7 +46,7 @@ WIDENED_SHRINK = gl.constexpr(0.0625)
 
 @gluon.jit
 def take_turn(barrier: gl.constexpr):
-    """Wait until the other warpgroup has let this one go."""
+    """Wait until the warpgroup before has let this one go."""
     x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "bar.sync " + barrier + ", 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -54,7 +55,7 @@ def take_turn(barrier: gl.constexpr):
 
 @gluon.jit
 def give_turn(barrier: gl.constexpr):
-    """Let the other warpgroup go."""
+    """Let the next warpgroup go."""
     x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "bar.arrive " + barrier + ", 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -197,9 +198,9 @@ def store_columns(
 def consume(
     output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys, values, words,
     messages, query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr,
-    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr,
+    CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     N: gl.constexpr = KEYS
@@ -213,8 +214,9 @@ def consume(
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-    MINE: gl.constexpr = "8" if GROUP_INDEX == 0 else "9"
-    OTHER: gl.constexpr = "9" if GROUP_INDEX == 0 else "8"
+    # Named barriers; the compiler uses the first few.
+    MINE: gl.constexpr = TURNS[GROUP_INDEX]
+    NEXT: gl.constexpr = TURNS[NEXT_GROUP]
     raw_query = queries.index(GROUP_INDEX)
     if CACHE == "widened":
         query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
@@ -223,8 +225,8 @@ def consume(
     step = 0
     used = 0
     turn = 0
-    if GROUP_INDEX == 1:
-        give_turn("8")
+    if NEXT_GROUP == 0:
+        give_turn(NEXT)
     rows, first_row, tile_position, seq_len, first, end, head = receive(messages, message_full, message_empty, turn, 4)
     while rows > 0:
         if first < end:
@@ -236,7 +238,7 @@ def consume(
             for _ in range(end - own_end):
                 mbarrier.wait(key_full.index(step % STAGES), (step // STAGES) & 1)
                 take_turn(MINE)
-                give_turn(OTHER)
+                give_turn(NEXT)
                 mbarrier.arrive(key_empty.index(step % STAGES), count=1)
                 mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
@@ -258,7 +260,7 @@ def consume(
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
             take_turn(MINE)
             raw0 = warpgroup_mma(query, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            give_turn(OTHER)
+            give_turn(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = cap_scores(raw0, head_scale, soft_cap, SOFT_CAP)
@@ -288,7 +290,7 @@ def consume(
                 raw = warpgroup_mma(
                     query, keys.index(next_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
-                give_turn(OTHER)
+                give_turn(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
@@ -330,6 +332,9 @@ def consume(
             if KV_SCALE:
                 norm = norm * gl.load(v_scale + head // (HEADS // KV_HEADS) * (KV_SCALE - 1))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
+            if NATIVE:
+                # `turn_tile` puts the even columns first.
+                result = result.reshape(GROUP_ROWS, 2, D // 2).permute(0, 2, 1).reshape(GROUP_ROWS, D)
             store_rows(
                 output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
             )
@@ -347,7 +352,7 @@ def consume(
             messages, message_full, message_empty, turn, 4
         )
     if GROUP_INDEX == 0:
-        take_turn("8")
+        take_turn(MINE)
 
 
 @gluon.jit
@@ -356,26 +361,26 @@ def prefill_kernel(
     block_table, table_stride, table_width, num_blocks, query_head_stride, scale, soft_cap, HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HND: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
-    CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    num_warps: gl.constexpr,
+    CACHE: gl.constexpr, GROUPS: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr,
+    OUTPUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Attend every row of the schedule; see the module's description."""
+    """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description."""
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(128 if D >= 128 else D, 8, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(query_boxes.dtype, [2, GROUP_ROWS, D], query_boxes.layout)
+    queries = gl.allocate_shared_memory(query_boxes.dtype, [GROUPS, GROUP_ROWS, D], query_boxes.layout)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     boxes_of_tile: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
     blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], words_layout)
-    query_full = new_barriers(2, 1)
-    query_empty = new_barriers(2, 1)
+    query_full = new_barriers(GROUPS, 1)
+    query_empty = new_barriers(GROUPS, 1)
     key_full = new_barriers(STAGES, 1)
-    key_empty = new_barriers(STAGES, 2)
+    key_empty = new_barriers(STAGES, GROUPS)
     value_full = new_barriers(STAGES, 1)
-    value_empty = new_barriers(STAGES, 2)
+    value_empty = new_barriers(STAGES, GROUPS)
     message_full = new_barriers(2, 1)
-    message_empty = new_barriers(2, 2 if CACHE == "plain" else 3)
+    message_empty = new_barriers(2, GROUPS if CACHE == "plain" else GROUPS + 1)
     raw_key_full = key_full
     raw_key_empty = key_empty
     raw_value_full = value_full
@@ -403,30 +408,91 @@ def prefill_kernel(
             raw_key_empty = new_barriers(RAW_STAGES, 1)
     fence_async_shared()
     block_barrier()
-    if CACHE == "plain":
+    if GROUPS == 3:
         gl.warp_specialize(
             [
                 (consume, (
                     output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
                     values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
-                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
                 )),
                 (consume, (
                     output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
                     values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
-                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    message_full, message_empty, 1, 2, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 2, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
                 )),
                 (produce, (
                     query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
                     query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
                     raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, STAGES, STAGES,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+    elif CACHE == "plain":
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (produce, (
+                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
+                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
                 )),
             ],
             [4, 1],
             [240, 24],
+        )  # fmt: skip
+    elif CACHE == "native":
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (consume, (
+                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
+                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                )),
+                (convert, (
+                    raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
+                    raw_value_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, D,
+                    KEYS, RAW_STAGES, STAGES, CACHE, 2,
+                )),
+                (produce, (
+                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
+                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, RAW_STAGES,
+                )),
+            ],
+            [4, 2, 1],
+            [224, 56, 56],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -434,28 +500,27 @@ def prefill_kernel(
                 (consume, (
                     output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
                     values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
-                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
                 )),
                 (consume, (
                     output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
                     values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES,
-                    CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
                 )),
                 (convert, (
                     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
                     raw_value_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, D,
-                    KEYS, RAW_STAGES, STAGES, CACHE,
+                    KEYS, RAW_STAGES, STAGES, CACHE, 4,
                 )),
                 (produce, (
                     query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
                     query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
                     raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, STAGES if CACHE == "native" else RAW_STAGES,
-                    RAW_STAGES,
+                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, RAW_STAGES, RAW_STAGES,
                 )),
             ],
-            [4, CONVERTER_WARPS, 1],
-            [224, 56, 56],
+            [4, 4, 1],
+            [216, 40, 40],
         )  # fmt: skip

@@ -2,7 +2,8 @@
 
 - FP8 queries are multiplied in FP8. Its second product wants values whose tokens are contiguous: `turn_tile`
   transposes them on the way through shared memory. Inside each 16 tokens the order is permuted, position
-  4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them.
+  4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them; and the even
+  columns come before the odd ones, so that neighbouring threads write to different banks.
 - 16-bit queries are multiplied in fp16, which holds every FP8 value: `widen_tile` turns keys and values into it.
 """
 
@@ -15,12 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_messages import receive
 
-CONVERTER_WARPS = gl.constexpr(2)
-
-TURN_TOKENS = gl.constexpr(32)
+TURN_TOKENS = gl.constexpr(64)
 """Tokens that are transposed at a time: a panel of the transposed tile."""
 
-WIDEN_TOKENS = gl.constexpr(16)
+WIDEN_TOKENS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -41,7 +40,7 @@ def sort_bytes(pairs):
 
 @gluon.jit
 def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
-    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, stored as panels of TURN_TOKENS tokens.
+    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, stored as panels of TURN_TOKENS tokens; by two warps.
 
     A thread of the layout holds tokens 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q of a pair of columns, next to each other.
     """
@@ -49,8 +48,8 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
     PAIRS: gl.constexpr = D // 2
     SWIZZLE: gl.constexpr = 128 if D >= 128 else D
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
-    as_panel: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
-    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[32, 0]] if PAIRS == 64 else [])
+    as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN_TOKENS, 8, 2)
+    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16], [0, 32]] + ([[32, 0]] if PAIRS == 64 else [])
     held: gl.constexpr = gl.DistributedLinearLayout(
         in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0]], [], [PAIRS, TURN_TOKENS]
     )
@@ -58,16 +57,17 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
     panels = as_tiles(turned, gl.int8, PANELS, [D, TURN_TOKENS], as_panel)
     for i in gl.static_range(PANELS):
         even, odd = sort_bytes(parts.index(i).permute((1, 0)).load(held))
-        codes = gl.join(even, odd).permute((0, 2, 1)).reshape([D, TURN_TOKENS])
+        codes = gl.join(even, odd).permute((2, 0, 1)).reshape([D, TURN_TOKENS])
         codes = codes.reshape([D, TURN_TOKENS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([D, TURN_TOKENS])
         panels.index(i).store(codes)
 
 
 @gluon.jit
-def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr):
+def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
     """Convert an FP8 tile `[KEYS, D]` to fp16."""
-    ACROSS: gl.constexpr = D // 16
-    rows: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [CONVERTER_WARPS, 1], [1, 0])
+    # Eight columns a thread: neighbours then write neighbouring 16 bytes.
+    ACROSS: gl.constexpr = D // 8
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     for i in gl.static_range(KEYS // WIDEN_TOKENS):
         codes = raw.slice(i * WIDEN_TOKENS, WIDEN_TOKENS, dim=0).load(rows)
         wide.slice(i * WIDEN_TOKENS, WIDEN_TOKENS, dim=0).store(codes.to(gl.float16))
@@ -77,12 +77,12 @@ def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr):
 def convert(
     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
     key_full, key_empty, value_full, value_empty, message_full, message_empty, D: gl.constexpr, KEYS: gl.constexpr,
-    RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr,
+    RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Convert every tile that the producer loads: the values alone if CACHE is "native", keys and values otherwise."""
     step = 0
     turn = 0
-    rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, CONVERTER_WARPS)
+    rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)
     while rows > 0:
         for _ in range(end - first):
             source = step % RAW_STAGES
@@ -92,7 +92,7 @@ def convert(
             if CACHE == "widened":
                 mbarrier.wait(raw_key_full.index(source), loaded)
                 mbarrier.wait(key_empty.index(target), released)
-                widen_tile(raw_keys.index(source), keys.index(target), D, KEYS)
+                widen_tile(raw_keys.index(source), keys.index(target), D, KEYS, WARPS)
                 fence_async_shared()
                 block_barrier()
                 mbarrier.arrive(raw_key_empty.index(source), count=1)
@@ -100,7 +100,7 @@ def convert(
             mbarrier.wait(raw_value_full.index(source), loaded)
             mbarrier.wait(value_empty.index(target), released)
             if CACHE == "widened":
-                widen_tile(raw_values.index(source), values.index(target), D, KEYS)
+                widen_tile(raw_values.index(source), values.index(target), D, KEYS, WARPS)
             else:
                 turn_tile(raw_values.index(source), values.index(target), D, KEYS)
             fence_async_shared()
@@ -109,4 +109,4 @@ def convert(
             mbarrier.arrive(value_full.index(target), count=1)
             step += 1
         turn += 1
-        rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, CONVERTER_WARPS)
+        rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)

@@ -26,7 +26,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.gluon.prefill import LOG2E, WIDENED_SHRINK, prefill_kernel
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
-from vattn.ops.gluon.prefill_plan import RECORD_WORDS, ROW_TILE, max_row_tiles, prefill_plan_kernel
+from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.ops.triton.epilogue import row_output
 
 CAPABILITY = (9, 0)
@@ -41,6 +41,9 @@ FEATURES = frozenset(
 )
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
+
+LONG_REQUEST = 2048
+"""Query rows per request, on average, from which larger tiles pay."""
 
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
@@ -87,14 +90,14 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     return is_prefill and has_keys and runs(config, args.query.device)
 
 
-def plan(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig) -> Tensor:
+def plan(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig, groups: int) -> Tensor:
     """Return a new schedule of a step, filled on the device."""
-    num_reqs = seq_lens.shape[0]
-    tiles = max_row_tiles(num_tokens, num_reqs)
+    num_reqs, rows = seq_lens.shape[0], GROUP_ROWS.value * groups
+    tiles = max_row_tiles(num_tokens, num_reqs, rows)
     schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=seq_lens.device)
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, tiles, WINDOW=config.sliding_window or 0,
-        ROWS=ROW_TILE, KEYS=key_tile(config), CHUNK=128, REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))),
+        ROWS=rows, KEYS=key_tile(config), CHUNK=128, REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))),
         num_warps=8,
     )  # fmt: skip
     return schedule
@@ -105,12 +108,13 @@ def prefill(args: AttentionArgs, config: AttentionConfig) -> None:
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
-    schedule = plan(args.query_start_loc, args.seq_lens, num_tokens, config)
+    groups = warpgroups(config, num_tokens // num_reqs)
+    schedule = plan(args.query_start_loc, args.seq_lens, num_tokens, config, groups)
     fmt = OUTPUT_FORMATS[config.output_format]
     output = args.output
     if fmt.group_size:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
-    launch(args, config, schedule, output, multiprocessors(args.query.device))
+    launch(args, config, schedule, output, multiprocessors(args.query.device), groups)
     if fmt.group_size:
         from vattn.ops.triton.launch import _launch_finish
 
@@ -123,7 +127,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(args: AttentionArgs, config: AttentionConfig, schedule: Tensor, output: Tensor, ctas: int) -> None:
+def launch(
+    args: AttentionArgs, config: AttentionConfig, schedule: Tensor, output: Tensor, ctas: int, groups: int
+) -> None:
     """Launch the attention kernel; `output` is in the model dtype or, for static FP8, the final one."""
     key, value = key_value_views(args.kv_cache, config)
     query, cache = args.query, products_of(config)
@@ -137,14 +143,14 @@ def launch(args: AttentionArgs, config: AttentionConfig, schedule: Tensor, outpu
         scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
     if cache == "widened" and config.dtype == "bfloat16":
         scale /= WIDENED_SHRINK.value
-    items = (query.shape[0] // ROW_TILE + args.seq_lens.shape[0] + 1) * config.num_heads
+    items = max_row_tiles(query.shape[0], args.seq_lens.shape[0], GROUP_ROWS.value * groups) * config.num_heads
     prefill_kernel[(min(ctas, items),)](
         query_boxes=query_boxes(query), key_boxes=cache_boxes(key, config), value_boxes=cache_boxes(value, config),
         output=output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, lse=args.lse,
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, **constants(config),
+        query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, **constants(config, groups),
     )  # fmt: skip
 
 
@@ -160,7 +166,16 @@ def key_tile(config: AttentionConfig) -> int:
     return 64 if config.head_size == 256 else 128
 
 
-def constants(config: AttentionConfig) -> dict[str, Any]:
+def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
+    """Return the consumer warpgroups of a CTA: three where their registers suffice and tiles of 192 rows get full.
+
+    The assembler of Triton 3.9 (CUDA 13) keeps much of three warpgroups' state in memory, that of 3.6 nothing.
+    """
+    fits = config.head_size == 64 and products_of(config) == "plain" and triton.__version__.startswith("3.6.")
+    return 3 if fits and rows_per_request >= LONG_REQUEST else 2
+
+
+def constants(config: AttentionConfig, groups: int) -> dict[str, Any]:
     """Return what the kernel is specialised for."""
     cache, narrow = products_of(config), config.head_size == 64
     return {
@@ -169,8 +184,8 @@ def constants(config: AttentionConfig) -> dict[str, Any]:
         "KV_GROUP": 2 if config.num_kv_heads % 2 == 0 else 1,
         "D": config.head_size, "KEYS": key_tile(config), "BLOCK_SIZE": config.block_size,
         "HND": config.kv_cache_layout == "HND", "WINDOW": config.sliding_window or 0,
-        "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": 4 if narrow or cache == "native" else 2,
-        "RAW_STAGES": 2 if narrow or cache == "native" else 1, "CACHE": cache,
+        "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": 4 if narrow else 3 if cache == "native" else 2,
+        "RAW_STAGES": 2 if narrow or cache == "native" else 1, "CACHE": cache, "GROUPS": groups,
         "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config), "num_warps": 4,
     }  # fmt: skip

@@ -74,7 +74,7 @@ def produce(
     query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full, key_empty,
     value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
-    WINDOW: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, GROUPS: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -101,7 +101,7 @@ def produce(
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
                 head = read_word(fields.index(7), 1)
-                for group in gl.static_range(2):
+                for group in gl.static_range(GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
                     load_box(

@@ -14,13 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW_TILE = 128
 RECORD_WORDS = 8
 
 
-def max_row_tiles(num_tokens: int, num_reqs: int) -> int:
-    """Return the most row tiles that a batch of these shapes can have, its padding included."""
-    return num_tokens // ROW_TILE + num_reqs + 1
+def max_row_tiles(num_tokens: int, num_reqs: int, rows: int) -> int:
+    """Return the most tiles of so many rows that a batch of these shapes can have, its padding included."""
+    return num_tokens // rows + num_reqs + 1
 
 
 @triton.jit
