@@ -132,7 +132,12 @@ def variants(shape: Shape, folder: Path) -> dict[str, Callable[[], nn.Module]]:
     }
     config = vattn.MMEncoderAttention(shape.heads, shape.size).resolve_config(torch.bfloat16, DEVICE)
     if not vattn.explain(config.replace(backend="auto"), DEVICE).refusals.get("FLASH_ATTN", ("absent",)):
-        found["vattn FLASH_ATTN"] = lambda: VattnAttention(shape, None, "FLASH_ATTN")
+        found["FLASH_ATTN"] = lambda: VattnAttention(shape, None, "FLASH_ATTN")
+        static = vattn.EncoderFP8Config(scale_path=scales)
+        layer = vattn.MMEncoderAttention(shape.heads, shape.size, prefix="a", quant_config=static)
+        config = layer.resolve_config(torch.bfloat16, DEVICE)
+        if not vattn.explain(config.replace(backend="FLASH_ATTN"), DEVICE).refusals["FLASH_ATTN"]:
+            found["FLASH_ATTN FP8, static"] = lambda: VattnAttention(shape, static, "FLASH_ATTN")
     return found
 
 
@@ -218,7 +223,7 @@ def describe(row: dict[str, Any]) -> str:
     for variant, entry in row["variants"].items():
         error = entry.get("error", entry.get("difference to torch SDPA"))
         rate = f"{entry['tflops']:7.1f} TFLOP/s" if "tflops" in entry else ""
-        lines.append(f"  {variant:20s} {entry['us']:9.1f} us {rate} {base / entry['us']:6.2f}x SDPA, error {error:.2e}")
+        lines.append(f"  {variant:22s} {entry['us']:9.1f} us {rate} {base / entry['us']:6.2f}x SDPA, error {error:.2e}")
     return "\n".join(lines)
 
 

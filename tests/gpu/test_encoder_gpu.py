@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vattn
-from tests.conformance.compare import compare, on_cpu
+from tests.conformance.compare import compare, on_cpu, run_and_compare
 from tests.encoder_support import dense, offsets, random_qkv
 from tests.support import make_config, random_packed_batch, relative_l2
 from vattn.quantization import decode_kv, encode_kv
@@ -43,16 +43,36 @@ def test_encoder_kernel(size: int, fp8: bool, dtype: str) -> None:
     compare(on_cpu(batch), *(t.cpu() for t in expected))
 
 
+@pytest.mark.parametrize("output", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4_swizzled"])
+@pytest.mark.parametrize("size", [72, 128])
+def test_encoder_kernel_with_quantised_outputs(size: int, output: str) -> None:
+    from vattn.ops.triton import encoder
+
+    config = make_config(
+        num_heads=8, num_kv_heads=8, head_size=size, dtype="bfloat16", block_size=0, causality="bidirectional",
+        attn_type="encoder", backend="TRITON_ATTN", output_format=output,
+    )  # fmt: skip
+    batch = random_packed_batch(config, *LENS, num_padding_tokens=9, device="cuda", seed=size)
+    assert encoder.accepts(batch.args, config)
+    assert run_and_compare(batch)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_layers_on_every_backend(name: str) -> None:
-    layer = vattn.MMEncoderAttention(4, 72, num_kv_heads=2, attn_backend=name)
+def test_layers_on_every_backend(name: str, fp8: bool) -> None:
+    """FlashAttention rounds the weights to e4m3 too, half a unit of which is 2**-4."""
+    quant = vattn.EncoderFP8Config(dynamic=True) if fp8 else None
+    layer = vattn.MMEncoderAttention(4, 72, num_kv_heads=2, attn_backend=name, quant_config=quant).cuda()
     refusal = vattn.explain(vattn.AttentionConfig.parse(layer._ops["bfloat16"]), "cuda").refusals[name]
     if refusal:
         pytest.skip("; ".join(refusal))
     lens = [300, 0, 17, 64]
     qkv = [t.cuda() for t in random_qkv(sum(lens), 4, 2, 72, dtype=torch.bfloat16)]
     out = layer(*(t[None] for t in qkv), offsets(lens).cuda(), 300)
-    assert relative_l2(out[0], dense(*(t.cpu() for t in qkv), lens)) < 2**-7
+    parts = [t.cpu() for t in qkv]
+    if fp8:
+        parts = [rounded(t.float(), t.abs().max().float().view(1) / 448) for t in parts]
+    assert relative_l2(out[0], dense(*parts, lens)) < (2**-4 if fp8 and name == "FLASH_ATTN" else 2**-7)
 
 
 def test_text_encoder_with_windows() -> None:

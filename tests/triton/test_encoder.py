@@ -52,6 +52,20 @@ def test_head_sizes(size: int, fp8: bool) -> None:
     check(random_packed_batch(config, *LENS, num_padding_tokens=5, num_padding_reqs=2, seed=size))
 
 
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4_swizzled"])
+def test_quantised_outputs(name: str) -> None:
+    config = encoder_config(64, num_heads=4, num_kv_heads=2, output_format=name)
+    check(random_packed_batch(config, *LENS, num_padding_tokens=5, num_padding_reqs=2))
+
+
+@pytest.mark.parametrize("arithmetic", ["multiply", "approximate_divide"])
+def test_arithmetic_of_static_outputs(arithmetic: str) -> None:
+    from tests.conformance.cases import make_batch
+
+    config = encoder_config(72, output_format="fp8_static", output_arithmetic=arithmetic)
+    check(make_batch(config, [(40, 40), (17, 17)]))
+
+
 @pytest.mark.parametrize("heads", [(3, 3), (5, 1)], ids=str)
 def test_heads(heads: tuple[int, int]) -> None:
     config = encoder_config(72, num_heads=heads[0], num_kv_heads=heads[1])
@@ -107,7 +121,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "head sizes 56": {"head_size": 56},
     "head sizes 136": {"head_size": 136},
     "unequal_head_sizes": {"head_size_v": 72},
-    "output_format fp8_static": {"output_format": "fp8_static"},
+    "query_load divide": {**FP8, "query_load": "divide"},
 }
 
 

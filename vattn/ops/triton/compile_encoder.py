@@ -30,11 +30,13 @@ SAMPLE = 6
 
 
 def configs() -> Iterator[AttentionConfig]:
-    """Yield every head size in both 16-bit dtypes and in FP8."""
+    """Yield every head size in both 16-bit dtypes and in FP8, some with a quantised output."""
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor", "query_format": "fp8_e4m3", "query_scale": "tensor"}
     for size, dtype, formats in itertools.product(encoder.HEAD_SIZES, ("bfloat16", "float16"), ({}, fp8)):
         base = AttentionConfig(16, 8, size, size, size**-0.5, dtype, dtype, block_size=0, causality="bidirectional")
         yield base.replace(**formats)
+        if size in (72, 128):
+            yield base.replace(**formats, output_format="fp8_static")
 
 
 def launch_of(config: AttentionConfig, target: str) -> Launch:
@@ -52,8 +54,10 @@ def launch_of(config: AttentionConfig, target: str) -> Launch:
         query, key, value = (empty(tokens, count, size, dtype=torch.float8_e4m3fn) for count in heads)
         scale = empty(1)
     starts = empty(9, dtype=torch.int32)
+    static = config.output_format != "none"
+    output = empty(tokens, config.num_heads, size, dtype=torch.float8_e4m3fn if static else dtype)
     args = VarlenAttentionArgs(
-        query, key, value, starts, starts, empty(tokens, config.num_heads, size, dtype=dtype), None, None, None, scale, scale, scale,
+        query, key, value, starts, starts, output, None, None, empty(1) if static else None, scale, scale, scale,
         None, None, None, None, None, None, [], None, config.encode(),
     )  # fmt: skip
     recorder = mock.MagicMock()

@@ -22,11 +22,12 @@ import triton.language as tl
 
 from vattn.backends.base import requested_features
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import VarlenAttentionArgs
 from vattn.ops.triton.attention import find_request
 from vattn.ops.triton.codec import cast, decode, dot
-from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
+from vattn.ops.triton.epilogue import load_scale, row_output, store_rows
+from vattn.ops.triton.launch import TRITON_DTYPES, _launch_finish, as_bytes
 from vattn.ops.triton.mask import LOG2E
 from vattn.ops.triton.tiles import Limits, compute_dtype
 
@@ -46,13 +47,6 @@ def load_part(pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.cons
         return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0)
     else:
         return tl.load(pointers)
-
-
-@triton.jit
-def store_part(pointer, rows, columns, x, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, MODEL: tl.constexpr):
-    """Store fp32 rows in the model dtype, those that are not masked, up to WIDTH columns."""
-    pointers = pointer + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
-    tl.store(pointers, cast(x, MODEL), mask=mask[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -92,13 +86,13 @@ def fold_tile(
     do_not_specialize_on_alignment=["query_start_loc", "kv_start_loc"],
 )
 def encoder_kernel(
-    query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale,
+    query, key, value, query_start_loc, kv_start_loc, output, q_scale, k_scale, v_scale, output_scale,
     num_tokens, num_keys, num_reqs, scale,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
     V_HEAD: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
     FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr,
-    STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.varlen_attention`. Grid: tiles of query rows, query heads."""
     tile = tl.program_id(0)
@@ -114,8 +108,12 @@ def encoder_kernel(
     row_valid = token < q_end
     d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    output += head * OUT_HEAD
+    out_offsets = token.to(tl.int64)[:, None] * OUT_ROW + d[None, :]
+    out_mask = row_valid[:, None] & (d < D)[None, :]
     if request == num_reqs:
-        store_part(output + head * OUT_HEAD, token, d, acc, row_valid, OUT_ROW, D, MODEL)  # rows of padding
+        # Rows of padding.
+        tl.store(output + out_offsets, acc.to(output.dtype.element_ty), mask=out_mask)
         return
 
     kv_start = tl.load(kv_start_loc + request)
@@ -151,7 +149,7 @@ def encoder_kernel(
     seen = (position >= 0) & (total != 0.0)
     weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
     acc = tl.where(seen[:, None], acc * weight[:, None], 0.0)
-    store_part(output + head * OUT_HEAD, token, d, acc, row_valid, OUT_ROW, D, MODEL)
+    store_rows(output + out_offsets, acc, out_mask, load_scale(output_scale), MODEL, OUTPUT)
 
 
 def refusals(config: AttentionConfig) -> list[str]:
@@ -170,8 +168,6 @@ def refusals(config: AttentionConfig) -> list[str]:
         )
     if config.head_size not in HEAD_SIZES or config.head_size_v != config.head_size:
         found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs multiples of 8 from 64 to 128)")
-    if config.output_format != "none":
-        found.append(f"output_format {config.output_format} (runs none)")
     return found
 
 
@@ -191,17 +187,27 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
     constants, options = kernel_constants(config, limits)
     query, key, value = as_bytes(args.query), as_bytes(args.key), as_bytes(args.value)
     num_tokens, num_reqs = query.shape[0], args.query_start_loc.shape[0] - 1
+    fmt = OUTPUT_FORMATS[config.output_format]
     if num_tokens == 0:
+        if fmt.swizzled and args.output_block_scale is not None:
+            args.output_block_scale.view(torch.uint8).zero_()
         return
+    output = as_bytes(args.output)
+    if fmt.group_size:
+        # Rows in the model dtype first: their scales need whole groups, which no program has.
+        output = torch.empty(query.shape, dtype=MODEL_DTYPES[config.dtype], device=query.device)
     grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 1, config.num_heads)
     encoder_kernel[grid](
         query=query, key=key, value=value, query_start_loc=args.query_start_loc, kv_start_loc=args.kv_start_loc,
-        output=args.output, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
+        output=output, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
+        output_scale=None if fmt.group_size else args.output_scale,
         num_tokens=num_tokens, num_keys=key.shape[0], num_reqs=num_reqs,
         scale=config.scale, Q_ROW=query.stride(0), Q_HEAD=query.stride(1), K_ROW=key.stride(0), K_HEAD=key.stride(1),
-        V_ROW=value.stride(0), V_HEAD=value.stride(1), OUT_ROW=args.output.stride(0), OUT_HEAD=args.output.stride(1),
+        V_ROW=value.stride(0), V_HEAD=value.stride(1), OUT_ROW=output.stride(0), OUT_HEAD=output.stride(1),
         enable_fp_fusion=True, **constants, **options,
     )  # fmt: skip
+    if fmt.group_size:
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
 
 
 def padded_width(size: int) -> int:
@@ -217,7 +223,8 @@ def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str,
     constants = {
         "GROUP": config.group_size, "BLOCK_M": rows, "TILE": keys, "D": size, "BLOCK_D": padded_width(size),
         "FORMAT": config.kv_cache_dtype, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "FP8_DOT": fp8_dot,
-        "NATIVE_FP8": limits.native_fp8, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "STAGES": stages,
+        "NATIVE_FP8": limits.native_fp8, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
+        "OUTPUT": row_output(config), "STAGES": stages,
     }  # fmt: skip
     return constants, {"num_warps": warps, "num_stages": stages}
 
