@@ -18,6 +18,7 @@ from vattn.errors import BlockError, CacheError, ConfigError, GraphContractError
 from vattn.formats import KV_FORMATS
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
 from vattn.kv_transfer import points as registered
+from vattn.kv_transfer.jobs import LoadJob, SaveJob
 from vattn.kv_transfer.pages import gather_pages, page_bytes, scatter_pages
 from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
 from vattn.ops.cache_layout import key_value_views
@@ -771,3 +772,52 @@ def test_a_second_pass_in_one_step_transfers_nothing_again(detached):
     for storage, then in zip(setup.cache.kv_caches, before, strict=True):
         assert torch.equal(storage[:, [5, 6]], then[:, [1, 2]]) and torch.equal(storage[:, [3, 4]], then[:, [1, 2]])
     setup.transfer.detach()
+
+
+def test_memory_is_given_back_only_when_no_copy_uses_it(detached, monkeypatch, caplog):
+    """Copies of a CUDA device, played by events on the CPU."""
+    order = []
+
+    class Copy:
+        def __init__(self, request_id):
+            self.request_id = request_id
+
+        def synchronize(self):
+            time.sleep(0.02)
+            order.append(f"copied {self.request_id}")
+
+    class Watched(HostMemoryConnector):
+        def finish(self, request, saved, error):
+            order.append(f"finished {request.request_id}")
+            super().finish(request, saved, error)
+
+    for kind, method in ((LoadJob, "_to_device"), (SaveJob, "_to_host")):
+        real = getattr(kind, method)
+
+        def issue(job, *arguments, real=real):
+            pages = real(job, *arguments)
+            pages.arrived = Copy(job.request.request_id)
+            return pages
+
+        monkeypatch.setattr(kind, method, issue)
+    setup = Setup(Watched("1MiB"))
+    keys = tuple(block_keys(range(16), BLOCK))
+    with setup.transfer.step(saves=[TransferRequest("cancelled", keys, (1, 2))]):
+        setup.transfer.after_layer(setup.transfer.points[0])
+        setup.transfer.cancel("cancelled")
+    assert "cancelled" in setup.transfer.wait_for_saves()
+    assert order[-2:] == ["copied cancelled", "finished cancelled"]
+    with setup.transfer.step(saves=[TransferRequest("whole", keys, (1, 2))]):
+        for point in setup.transfer.points:
+            setup.transfer.after_layer(point)
+    assert setup.transfer.wait_for_saves() == {} and order[-2:] == ["copied whole", "finished whole"]
+    with setup.transfer.step(loads=[TransferRequest("load", keys, (3, 4))]) as step:
+        while step.loads["load"]._last is None:
+            time.sleep(0.001)
+        setup.transfer.cancel("load")
+    assert step.loads["load"].join(5)
+    assert order[-2:] == ["copied load", "finished load"]
+    with setup.transfer.step(saves=[TransferRequest("late", (*keys, "another"), (1, 2, 3))]):
+        setup.transfer.cancel("late")
+    setup.transfer.detach()
+    assert "saving request 'late' failed: TransferError: request 'late' was cancelled" in caplog.text

@@ -59,8 +59,9 @@ class KVConnector(Protocol):
     """Where pages are kept. A page is one block of one layer as bytes: all of its keys, then all of its values.
 
     `KVTransfer` calls `wait_for_layer_load`, `save_kv_layer` and `finish` from a thread of the request, in the order of
-    the layers, so several requests may call at once; the others from the thread that drives the model. What a method
-    raises fails the request that it was called for, and no other.
+    the layers, so several requests may call at once; the others from the thread that drives the model, which they must
+    not hold up. What a method raises fails the request that it was called for, and no other. When `finish` is called,
+    no copy reads or writes the connector's memory for this request any more.
     """
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:

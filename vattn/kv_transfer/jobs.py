@@ -81,6 +81,7 @@ class Job:
             # Whatever a connector raises fails its request alone.
             self.fail(error)
         try:
+            self._settle()
             self.connector.finish(self.request, self.saves, self.error)
         except BaseException as error:
             self.fail(error)
@@ -89,6 +90,10 @@ class Job:
             self._changed.notify_all()
 
     def _work(self) -> None:
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Wait until no copy reads or writes the connector's memory any more."""
         raise NotImplementedError
 
     def _check_pages(self, pages: object, point: TransferPoint) -> list[Tensor]:
@@ -119,24 +124,25 @@ class LoadJob(Job):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._awaited: str | None = None
+        self._last: Pages | None = None
         self.layers_left = {point.layer_name for point in self.points}
 
     def _work(self) -> None:
-        last = None
         for point in self.points:
             with self._changed:
                 self._changed.wait_for(lambda: self.error or self._awaited or len(self._ready) < LAYERS_AHEAD)
             if self.error:
                 break
             pages = self._check_pages(self.connector.wait_for_layer_load(point.layer_name, self.request), point)
-            last = self._to_device(pages, point.kv_cache.device)
+            arriving = self._last = self._to_device(pages, point.kv_cache.device)
             with self._changed:
                 if self.error is None:
-                    self._ready[point.layer_name] = last
+                    self._ready[point.layer_name] = arriving
                 self._changed.notify_all()
-        # The connector may reuse its memory once the last copy has read it.
-        if last is not None and last.arrived is not None:
-            last.arrived.synchronize()
+
+    def _settle(self) -> None:
+        if self._last is not None and self._last.arrived is not None:
+            self._last.arrived.synchronize()
 
     def _to_device(self, pieces: list[Tensor], device: torch.device) -> Pages:
         if self.stream is None:
@@ -187,24 +193,34 @@ class SaveJob(Job):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.collected: set[str] = set()
+        self._issuing = threading.Lock()
+        self._last: Pages | None = None
         self._staging: list[Pages] = []
 
     def collect(self, point: TransferPoint) -> None:
         """Copy the pages of a layer out of its cache, on the current stream, once; they may change afterwards."""
-        if point.layer_name in self.collected or self.error is not None:
-            return
-        self.collected.add(point.layer_name)
-        try:
-            buffer = self.connector.page_buffer(point.layer_name, self.request)
-            pieces = None if buffer is None else self._check_pages(buffer, point)
-            pages = self._to_host(point.kv_cache, pieces)
-        except Exception as error:
-            # Whatever a connector raises fails its request alone.
-            self.fail(error)
-            return
+        with self._issuing:
+            if point.layer_name in self.collected or self.error is not None:
+                return
+            self.collected.add(point.layer_name)
+            try:
+                buffer = self.connector.page_buffer(point.layer_name, self.request)
+                pieces = None if buffer is None else self._check_pages(buffer, point)
+                pages = self._last = self._to_host(point.kv_cache, pieces)
+            except Exception as error:
+                # Whatever a connector raises fails its request alone.
+                self.fail(error)
+                return
         with self._changed:
             self._ready[point.layer_name] = pages
             self._changed.notify_all()
+
+    def _settle(self) -> None:
+        # Either all layers are here, or there is an error: after this no copy is issued.
+        with self._issuing:
+            last = self._last
+        if last is not None and last.arrived is not None:
+            last.arrived.synchronize()
 
     def release(self) -> None:
         """Give staging memory back; copies that still read it keep it from being reused."""

@@ -267,8 +267,9 @@ class KVTransfer:
         self._raise("loading", request_id, step.failed.get(request_id))
 
     def detach(self) -> None:
-        """Wait for saves, take the hooks out of the layers, and let go of the caches."""
-        self.wait_for_saves()
+        """Wait for saves (the log tells which failed), take the hooks out of the layers, and let go of the caches."""
+        for request_id, error in self.wait_for_saves().items():
+            logger.warning("saving request %r failed: %s: %s", request_id, type(error).__name__, error)
         points.unregister(self.points)
         for module, point in zip(self._modules, self.points, strict=True):
             if module.kv_transfer_token is point.token:
