@@ -33,6 +33,9 @@ from vattn.ops.triton.tiles import Limits, compute_dtype
 
 HEAD_SIZES = range(64, 136, 8)
 FEATURES = frozenset({"bidirectional", "contiguous_kv"})
+RUN_ON_A_GPU = frozenset({"none"})
+"""Output formats that `accepts` takes: those that have been compared with the reference on a GPU."""
+
 MIN_ROWS_PER_REQUEST = 32
 """On average; below, tiles of rows are mostly empty and splitting the keys pays."""
 
@@ -178,7 +181,9 @@ def accepts(args: VarlenAttentionArgs, config: AttentionConfig) -> bool:
     """Return whether `attend` takes a call; shapes alone decide, so that a capture stays right for other lengths."""
     rows, num_reqs = args.query.shape[0], args.query_start_loc.shape[0] - 1
     nvidia = args.query.is_cuda and torch.version.hip is None
-    return nvidia and rows >= MIN_ROWS_PER_REQUEST * num_reqs and not _refusals(config)
+    if not nvidia or rows < MIN_ROWS_PER_REQUEST * num_reqs or config.output_format not in RUN_ON_A_GPU:
+        return False
+    return not _refusals(config)
 
 
 def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
@@ -219,7 +224,7 @@ def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str,
     """Return what the kernel is specialised for, strides aside, and its launch options."""
     size, fp8 = config.head_size, KV_FORMATS[config.kv_cache_dtype].quantised
     fp8_dot = fp8 and limits.native_fp8 and config.dtype == "bfloat16" and not limits.interpreted
-    rows, keys, warps, stages = _tile(size, fp8, limits)
+    rows, keys, warps, stages = _tile(size, fp8, fp8_dot, limits)
     constants = {
         "GROUP": config.group_size, "BLOCK_M": rows, "TILE": keys, "D": size, "BLOCK_D": padded_width(size),
         "FORMAT": config.kv_cache_dtype, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "FP8_DOT": fp8_dot,
@@ -229,12 +234,12 @@ def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str,
     return constants, {"num_warps": warps, "num_stages": stages}
 
 
-def _tile(size: int, fp8: bool, limits: Limits) -> tuple[int, int, int, int]:
-    """Return query rows, keys, warps and stages of a program: the fastest of seven on an H200."""
+def _tile(size: int, fp8: bool, fp8_dot: bool, limits: Limits) -> tuple[int, int, int, int]:
+    """Return query rows, keys, warps and stages of a program: the fastest of four on an H200."""
     if limits.interpreted:
         return 32, 32, 4, 1
     if not limits.warpgroups:
         return 64, 32, 4, 2
-    if size <= 64 or (size < 128 and not fp8):
+    if fp8 == fp8_dot and (size <= 64 or (size < 128 and not fp8)):
         return 64, 64, 4, 3
-    return (128, 128, 8, 2) if fp8 else (128, 64, 8, 3)
+    return (128, 128, 8, 2) if fp8_dot else (128, 64, 8, 3)
