@@ -28,6 +28,7 @@ from vattn.config import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
+from vattn.ops.triton.launch import paged_attention
 
 BLOCK = 16
 ROTATED_BYTES = 300 << 20
@@ -154,24 +155,27 @@ def config_of(cell: Cell) -> AttentionConfig:
 def vattn_steps(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: ignore[no-untyped-def]
     """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share.
 
-    With several rows per request the schedule is made in every step.
+    Several rows per request go to the general kernel.
     """
     config, tokens = config_of(cell), cell.shape.tokens
-    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"), tokens)
+    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"))
     schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
     output = torch.full_like(cell.query, float("nan"))
     args = AttentionArgs(
         cell.query, cell.cache.view(torch.uint8) if cell.fp8 else cell.cache, cell.starts, cell.seq_lens, cell.table,
         output, None, None, None, None, cell.ones, cell.ones, None, None, None, None, None, None, None,
-        [schedule] if tokens == 1 else [], workspace, config.encode(),
+        [schedule], workspace, config.encode(),
     )  # fmt: skip
 
     def plan() -> Tensor:
-        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning, tokens)
+        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning)
         return schedule
 
     def step() -> Tensor:
-        decode_fast.decode(args, config, tuning)
+        if tokens == 1:
+            decode_fast.decode(args, config, tuning)
+        else:
+            paged_attention(args, config)
         return output
 
     plan()

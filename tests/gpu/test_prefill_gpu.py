@@ -150,6 +150,13 @@ def test_many_requests_and_long_ones() -> None:
         check(prefill_batch([(3000, 9001), (1, 9000)], num_heads=4, num_kv_heads=1, padding=128, **products))
 
 
+def test_long_requests_of_narrow_heads() -> None:
+    """From 2048 rows per request on, three warpgroups share a tile."""
+    requests = [(3000, 9001), (2500, 2500), (1, 17), (4100, 4500)]
+    for changes in ({}, {"dtype": "float16", "sliding_window": 700}, {"sinks": True, "logits_soft_cap": 20.0}):
+        check(prefill_batch(requests, head_size=64, num_heads=4, num_kv_heads=2, padding=7, **changes))
+
+
 def test_replays_in_a_graph_with_other_lengths() -> None:
     from vattn.ops.gluon import prefill_launch
 

@@ -332,9 +332,6 @@ def consume(
             if KV_SCALE:
                 norm = norm * gl.load(v_scale + head // (HEADS // KV_HEADS) * (KV_SCALE - 1))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
-            if NATIVE:
-                # `turn_tile` puts the even columns first.
-                result = result.reshape(GROUP_ROWS, 2, D // 2).permute(0, 2, 1).reshape(GROUP_ROWS, D)
             store_rows(
                 output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
             )

@@ -2,8 +2,7 @@
 
 - FP8 queries are multiplied in FP8. Its second product wants values whose tokens are contiguous: `turn_tile`
   transposes them on the way through shared memory. Inside each 16 tokens the order is permuted, position
-  4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them; and the even
-  columns come before the odd ones, so that neighbouring threads write to different banks.
+  4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them.
 - 16-bit queries are multiplied in fp16, which holds every FP8 value: `widen_tile` turns keys and values into it.
 """
 
@@ -16,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_messages import receive
 
-TURN_TOKENS = gl.constexpr(64)
+TURN_TOKENS = gl.constexpr(32)
 """Tokens that are transposed at a time: a panel of the transposed tile."""
 
 WIDEN_TOKENS = gl.constexpr(32)
@@ -49,7 +48,7 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
     SWIZZLE: gl.constexpr = 128 if D >= 128 else D
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
     as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN_TOKENS, 8, 2)
-    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16], [0, 32]] + ([[32, 0]] if PAIRS == 64 else [])
+    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[32, 0]] if PAIRS == 64 else [])
     held: gl.constexpr = gl.DistributedLinearLayout(
         in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0]], [], [PAIRS, TURN_TOKENS]
     )
@@ -57,7 +56,7 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
     panels = as_tiles(turned, gl.int8, PANELS, [D, TURN_TOKENS], as_panel)
     for i in gl.static_range(PANELS):
         even, odd = sort_bytes(parts.index(i).permute((1, 0)).load(held))
-        codes = gl.join(even, odd).permute((2, 0, 1)).reshape([D, TURN_TOKENS])
+        codes = gl.join(even, odd).permute((0, 2, 1)).reshape([D, TURN_TOKENS])
         codes = codes.reshape([D, TURN_TOKENS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([D, TURN_TOKENS])
         panels.index(i).store(codes)
 
