@@ -24,6 +24,7 @@ from vattn.errors import (
 from vattn.kv_cache import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
@@ -391,6 +392,22 @@ class UnawareLayer(nn.Module):
 
     def bind_kv_cache(self, storage, dtype, target=None):
         self.storage = storage
+
+
+class EncoderOnlyLayer(UnawareLayer):
+    storage = None
+
+    def get_kv_cache_spec(self, dtype):
+        return EncoderOnlyAttentionSpec(2, 64)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_layer_that_stores_nothing_gets_nothing(hybrid):
+    model = nn.ModuleList([EncoderOnlyLayer(), make_layer(0)])
+    cache = vattn.allocate_kv_cache(model, num_blocks=3, dtype=torch.float32, hybrid=hybrid)
+    assert [entry.name for entry in cache.layers] == ["layers.0"] and model[0].storage is None
+    with pytest.raises(CacheError, match="no layer of the model has a KV cache"):
+        vattn.allocate_kv_cache(model[:1], num_blocks=3, dtype=torch.float32, hybrid=hybrid)
 
 
 def test_a_layer_that_knows_no_groups_is_refused():
