@@ -317,6 +317,26 @@ def test_contradicting_steps_are_refused_and_touch_no_buffer(changes, named):
     assert all(torch.equal(before[name], now) for name, now in step.tensors().items())
 
 
+WRONG_TENSORS = {
+    "block out of range": ({"cross_block_table": torch.full((3, 3), 50).int()}, "is block 50"),
+    "slot out of range": ({"cross_slot_mapping": torch.full((14,), 400)}, "cross_slot_mapping[0]=400"),
+    "slot given twice": ({"cross_slot_mapping": torch.full((14,), 4)}, "slot 4 is given to two tokens"),
+    "too long for the table": ({"encoder_seq_lens": torch.full((3,), 99).int()}, "needs 13 blocks"),
+    "lengths of int64": ({"encoder_seq_lens": torch.zeros(3).long()}, "encoder_seq_lens is torch.int64"),
+    "lengths of fewer requests": ({"encoder_seq_lens": torch.zeros(2).int()}, "encoder_seq_lens is torch.int32 (2,)"),
+    "no table": ({"cross_block_table": None}, "encoder_seq_lens or cross_block_table alone"),
+}
+
+
+@pytest.mark.parametrize(("changes", "named"), WRONG_TENSORS.values(), ids=WRONG_TENSORS.keys())
+def test_check_finds_what_only_a_sync_can_tell(changes, named):
+    step = first_step(make_builder())
+    step.check(BLOCK, NUM_BLOCKS)
+    with pytest.raises(MetadataError) as caught:
+        dataclasses.replace(step, **changes).check(BLOCK, NUM_BLOCKS)
+    assert named in str(caught.value)
+
+
 def test_a_builder_without_room_for_encoder_states_says_so():
     with pytest.raises(MetadataError, match="max_encoder_len="):
         make_builder(max_encoder_len=0).build([1], [1], [[1]], encoder_lens=[0], cross_block_tables=[[]])
