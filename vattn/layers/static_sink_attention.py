@@ -97,11 +97,13 @@ class StaticSinkAttention(Attention):
         self.sink_len = sink_len
         self._written: list[tuple[Tensor, int]] | None = None
         heads, shared = self.num_kv_heads, self.kv_sharing_target_layer_name is not None
-        self.sink_key = self._own_sinks("sink_key", sink_key, (sink_len, heads, self.head_size), shared)
-        # The ids of the reserved blocks, on the CPU also where modules are made on meta.
-        blocks = torch.arange(1, 1 + sink_len // block_size, dtype=torch.int32, device="cpu")
-        self.register_buffer("sink_blocks", blocks, persistent=False)
-        self.sink_value = self._own_sinks("sink_value", sink_value, (sink_len, heads, self.head_size_v), shared)
+        # Tensors made in inference mode could not be loaded or moved outside of it.
+        with torch.inference_mode(False):
+            self.sink_key = self._own_sinks("sink_key", sink_key, (sink_len, heads, self.head_size), shared)
+            self.sink_value = self._own_sinks("sink_value", sink_value, (sink_len, heads, self.head_size_v), shared)
+            # The ids of the reserved blocks, with values also where modules are made on meta.
+            blocks = torch.arange(1, 1 + sink_len // block_size, dtype=torch.int32, device="cpu")
+            self.register_buffer("sink_blocks", blocks, persistent=False)
 
     def _own_sinks(self, name: str, sinks: Tensor | None, shape: tuple[int, ...], shared: bool) -> nn.Parameter | None:
         if shared:
@@ -112,18 +114,14 @@ class StaticSinkAttention(Attention):
             return None
         if sinks is None:
             # Loud if nobody loads them: binding a cache refuses NaN.
-            with torch.inference_mode(False):
-                return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
+            return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
         if tuple(sinks.shape) != shape:
             raise ShapeError(
                 f"{name} has shape {tuple(sinks.shape)} in layer {self.prefix!r}",
                 f"{shape}: sink tokens, KV heads, width of one head",
                 "check sink_len and the head counts",
             )
-        if isinstance(sinks, nn.Parameter):
-            return sinks
-        with torch.inference_mode(False):
-            return nn.Parameter(sinks.detach().clone(), requires_grad=False)
+        return sinks if isinstance(sinks, nn.Parameter) else nn.Parameter(sinks.detach().clone(), requires_grad=False)
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
