@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import vattn
 from tests.compile.test_graph_counts import CountingBackend
 from tests.encoder_support import dense, offsets, random_qkv
 from tests.support import relative_l2
+from vattn.backends.base import parse_version
 from vattn.errors import (
     ConfigError,
     DtypeError,
@@ -285,3 +287,20 @@ def test_inductor_and_export(flavour: str, fresh_dynamo: None) -> None:
         expected = eager(x, starts, longest)
         assert relative_l2(target(x, starts, longest), expected) < tolerance
         assert relative_l2(program(x, starts, longest), expected) < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_aot_inductor(flavour: str, tmp_path: Path, fresh_dynamo: None) -> None:
+    model, eager = twins(1, quant_config=FLAVOURS[flavour])
+    auto, longest = torch.export.Dim.AUTO, torch.tensor(9)
+    sample = (torch.randn(1, 14, 48), offsets([5, 9]), longest)
+    program = torch.export.export(model, sample, dynamic_shapes=({1: auto}, {0: auto}, None), strict=False)
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # a faster C++ compile
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tower.pt2"))
+    function = torch._inductor.aoti_load_package(path)
+    for lens in ([5, 9], [3, 4, 9]):
+        x, starts = torch.randn(1, sum(lens), 48), offsets(lens)
+        tolerance = 1e-5 if FLAVOURS[flavour] is None else 2e-2
+        assert relative_l2(function(x, starts, longest), eager(x, starts, longest)) < tolerance

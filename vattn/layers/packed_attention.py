@@ -146,6 +146,8 @@ class PackedAttention(OwnBuffers):
         op_config: str,
     ) -> tuple[Any, ...]:
         """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales` are those of q, k and v."""
+        # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
+        plan = [starts.new_empty(0)] if torch.compiler.is_exporting() else []
         return (
             *qkv,
             starts,
@@ -161,7 +163,7 @@ class PackedAttention(OwnBuffers):
             None,
             None,
             None,
-            [],
+            plan,
             None,
             op_config,
         )
