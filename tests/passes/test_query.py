@@ -11,6 +11,8 @@ import pytest
 import torch
 from forms import static
 from harness import COLUMNS, HEADS, WIDTH, Attend, Capture, captured, inputs_of, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from queries import PER_HEAD, PER_TENSOR, REFUSED, Written, heads, inputs, rounded
 from torch import Tensor, nn
 
@@ -140,6 +142,15 @@ def test_an_unrelated_scale_is_named() -> None:
     assert node.query.endswith("of shape (1,), which is not the op's q_scale")
 
 
+def test_a_query_that_lies_column_by_column_stays() -> None:
+    """Its codes were copied into rows; the op could not read it."""
+    model = Written(lambda q, s: (rounded(q.float() / s).contiguous(), s))
+    model.make = lambda module, x: (module.proj.weight @ x.t()).t()
+    node, _ = compare(model, inputs())
+    assert node.query.endswith("does not lie row by row in memory, as the op takes it")
+    assert node.query_outcome == "near miss"
+
+
 def test_a_query_rounded_from_another_dtype_stays() -> None:
     model = Written(divided, make=lambda module, x: x.float() @ module.proj.weight.float().t())
     node, _ = compare(model, inputs())
@@ -229,7 +240,9 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)], ids=["no_grad", "inference"]
+)
 def test_regions_and_varying_sizes(mode: Any) -> None:
     models = [Stack(3), Stack(3), Stack(3)]
     whole = vattn.compile(models[0], options=vattn.options(strict=True))
@@ -338,3 +351,34 @@ def test_a_matcher_that_throws_breaks_nothing(place: str, monkeypatch: pytest.Mo
     node, capture = compare(Written(divided), inputs())
     assert node.query == "unknown, the matcher failed: ZeroDivisionError: for the test"
     assert node.query_outcome == "refused" and "query_load" not in calls_of(capture)
+
+
+def plumbing(name: str, way: Any) -> Any:
+    """Return a way with its query or its codes led through shapes that change nothing."""
+    return {
+        "none": way,
+        "codes as heads and back": lambda q, s: (way(q, s)[0].reshape(-1, HEADS, WIDTH).flatten(1), way(q, s)[1]),
+        "batch of one": lambda q, s: (way(q[None][0], s)[0][None], way(q, s)[1]),
+        "transposed twice": lambda q, s: (way(q.t().contiguous().t().contiguous(), s)[0], way(q, s)[1]),
+        "padded and cut": lambda q, s: (way(torch.cat([q, q[:1]])[: q.shape[0]], s)[0], way(q, s)[1]),
+    }[name]
+
+
+SHAPES = ["none", "codes as heads and back", "batch of one", "transposed twice", "padded and cut"]
+ANY_WAY = {**{n: (w, 1) for n, w in PER_TENSOR.items()}, **{n: (w, 2) for n, w in PER_HEAD.items()}}
+
+
+@settings(max_examples=10)
+@given(
+    way=st.sampled_from([*ANY_WAY, *REFUSED]),
+    producer=st.sampled_from(list(PRODUCERS)),
+    shapes=st.sampled_from(SHAPES),
+    dynamic=st.booleans(),
+)
+def test_random_programs(way: str, producer: str, shapes: str, dynamic: bool) -> None:
+    """Whatever is composed, the result keeps its bits; what has a meaning never ends as a kernel of its own."""
+    form, scales = ANY_WAY.get(way) or (REFUSED[way][0], 1)
+    model = Written(plumbing(shapes, form), SCALES[:scales], make=PRODUCERS[producer][0])
+    node, _ = compare(model, inputs(), dynamic=dynamic)
+    if way in ANY_WAY:
+        assert node.query_outcome == "fused", node.query

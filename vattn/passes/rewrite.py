@@ -88,6 +88,8 @@ def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
             new = builder.call(aten.reshape.default, found.source, sizes)
         if not same_shape(value(new).shape, value(old).shape):
             raise Refusal(f"the query before has {value(new).shape[0]} tokens, the quantised one {shape[0]}", old)
+        if not same_size(value(new).stride(-1), 1):
+            raise Refusal("the query before does not lie row by row in memory, as the op takes it", found.source)
     except Exception:
         builder.undo()
         raise
