@@ -23,6 +23,8 @@ from tests.layer_support import (
     make_inputs,
     state_of,
 )
+from vattn.backends import selector
+from vattn.backends.torch_sdpa import TorchSDPABackend
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -381,6 +383,61 @@ def test_inference_tensors_can_be_sinks():
         out = layer(*make_inputs(8), metadata=make_step())
     assert out.isfinite().all()
     assert_stored(layer)
+
+
+# Schedules
+
+
+class PlanningBackend(TorchSDPABackend):
+    """A backend whose schedule holds the lengths and the width of the table that it was made for, and compares them."""
+
+    name = "PLANNING"
+    planned = 0
+
+    def plan_shape(self, config, num_tokens, num_reqs, table_width):
+        return num_reqs, table_width
+
+    def plan(self, args, config):
+        args.schedule.copy_(args.seq_lens[:, None].expand_as(args.schedule))
+
+    def attention(self, args, config):
+        for schedule in args.plan:
+            assert schedule.shape == args.block_table.shape
+            assert torch.equal(schedule[:, 0], args.seq_lens)
+            PlanningBackend.planned += 1
+        super().attention(args, config)
+
+
+def test_schedules_count_the_keys_of_their_layers(monkeypatch):
+    """Layers with sinks, with others, and without have a schedule each; cross attention and kept rows have none."""
+    monkeypatch.setattr(selector, "_BACKENDS", {**selector._BACKENDS, "PLANNING": PlanningBackend()})
+    selector._decide.cache_clear()
+    options = {"cache": {}, "attn_backend": "PLANNING", "bound": False}
+    config = vattn.CacheConfig(block_size=BLOCK)
+    arguments = {"num_kv_heads": KV_HEADS, "cache_config": config, "attn_backend": "PLANNING"}
+    shared = {"kv_sharing_target_layer_name": "a", "fast_prefill": True}
+    layers = nn.ModuleDict(
+        {
+            "a": make_layer(prefix="a", **options),
+            "plain": vattn.Attention(HEADS, SIZE, 0.25, prefix="plain", **arguments),
+            "cross": vattn.CrossAttention(HEADS, SIZE, 0.25, prefix="cross", **arguments),
+            "last": make_layer(prefix="last", **options, **shared),
+        }
+    )
+    bind(layers)
+    builder = make_builder(layers=layers, max_encoder_len=16)
+    encoded = {"encoder_lens": [9, 0], "cross_block_tables": [[4, 5], []], "new_encoder": [1, 0]}
+    step = make_step(builder=builder, num_logits=[1, 2], num_reqs_padded=3, **encoded)
+    assert len(step.plans) == 2
+    PlanningBackend.planned = 0
+    query, key, value = make_inputs(8)
+    for name in ("a", "plain"):
+        layers[name](query, key, value, metadata=step)
+    layers["cross"](query, *make_inputs(9)[1:], metadata=step)
+    assert PlanningBackend.planned == 2
+    layers["last"](vattn.kept_rows(query, step), None, None, metadata=step)
+    assert PlanningBackend.planned == 2
+    selector._decide.cache_clear()
 
 
 # Refusals

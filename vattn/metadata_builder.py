@@ -140,7 +140,7 @@ class AttentionMetadataBuilder:
         # Computed on the device, from what is staged.
         self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
         self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
-        self._plans = {key: self._new_plan(config) for key, config in self._configs.items()}
+        self._plans = {key: self._new_plan(key) for key in self._configs}
         self._staging = [self._buffers]
         self._copied: list[torch.cuda.Event | None] = [None]
         if self.device.type == "cuda":
@@ -149,13 +149,14 @@ class AttentionMetadataBuilder:
             self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
-    def _new_plan(self, config: AttentionConfig) -> Tensor:
-        shape = self._plan_shape(config, self.max_num_tokens, self.max_num_reqs)
+    def _new_plan(self, key: str) -> Tensor:
+        shape = self._plan_shape(key, self.max_num_tokens, self.max_num_reqs)
         return torch.zeros(torch.Size(shape).numel(), dtype=torch.int32, device=self.device)
 
-    def _plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
-        backend = selector.choose(config, self.device)
-        return backend.plan_shape(config, num_tokens, num_reqs, self.table_width)
+    def _plan_shape(self, key: str, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
+        config = self._configs[key]
+        width = self.table_width + self._sink_lens[key] // self.block_size
+        return selector.choose(config, self.device).plan_shape(config, num_tokens, num_reqs, width)
 
     def build(
         self,
@@ -283,8 +284,8 @@ class AttentionMetadataBuilder:
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
         to, plans = self._buffers, {}
-        for key, config in self._configs.items() if not step.packed else ():
-            shape = self._plan_shape(config, num_tokens, num_reqs)
+        for key in self._configs if not step.packed else ():
+            shape = self._plan_shape(key, num_tokens, num_reqs)
             plans[key] = _alias(self._plans[key][: torch.Size(shape).numel()].view(shape))
         bias = step.tree_bias
         queries, lengths = step.query_lens, step.seq_lens
