@@ -48,3 +48,27 @@ def test_quotients_are_encoded_as_the_codec_does(fmt: str) -> None:
     got = encode_quotients(values, scales, fmt, native=False)
     for scale, row in zip(scales, got, strict=True):
         assert torch.equal(row, encode_values(values / scale, fmt))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_quotients_by_corrected_products_are_those_of_the_division(dtype: torch.dtype, largest: float) -> None:
+    """What the native lowering of `encode_quotient` computes; fp64 emulates FMA, since it holds products exactly."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.float().double()
+
+    def codes(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-largest, largest).to(dtype).view(torch.uint8)
+
+    stored = torch.arange(0x7B if largest > 448 else 0x7E, dtype=torch.uint8).view(dtype).float()
+    ties = (stored[1:] + stored[:-1]) / 2
+    bf16 = torch.arange(0, 1 << 16, 3, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    for scale in (*(torch.rand(40) * torch.exp2(torch.randint(-55, 55, (40,)).float())), torch.tensor(-0.37)):
+        near = ((ties * scale)[:, None].view(torch.int32) + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32)
+        x = torch.cat((bf16[bf16.isfinite()], near.flatten(), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])))
+        wide, s = x.double(), scale.double()
+        reciprocal = rounded(1 / s)
+        product = rounded(wide * reciprocal)
+        corrected = rounded(rounded(wide - product * s) * reciprocal + product)
+        usual = (product.abs() < 2.0**40) & (product.abs() > 2.0**-40)
+        assert torch.equal(codes(torch.where(usual, corrected, product).float()), codes(x / scale))

@@ -20,7 +20,7 @@ from vattn.errors import ConfigError
 from vattn.passes.division import query_arithmetic
 from vattn.passes.region import Refusal, can_run, is_check, value
 from vattn.passes.rope_probe import Turn, classify_turn
-from vattn.passes.rope_region import name_of
+from vattn.passes.rope_region import name_of, same_computation
 from vattn.rope_config import RopeConfig
 
 ROPE_CHOICES = ("auto", "always", "never")
@@ -129,7 +129,8 @@ def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str
     rope = _one_rope(key_turn, query_turn, query)
     nodes = [query_past[at] for at in (query_turn.source, query_turn.cos[0], query_turn.sin[0])]
     tables = [key_past[at] for at in (key_turn.cos[0], key_turn.sin[0])]
-    if tables != nodes[1:] or (key_turn.cos[1], key_turn.sin[1]) != (query_turn.cos[1], query_turn.sin[1]):
+    shared = all(same_computation(a, b) for a, b in zip(tables, nodes[1:], strict=True))
+    if not shared or (key_turn.cos[1], key_turn.sin[1]) != (query_turn.cos[1], query_turn.sin[1]):
         raise Refusal("query and key are turned by different tables", query, near=True)
     _check_order([*query_past], update, order)
     dead = _between(query_past[query_turn.source], query_past) | _between(key_past[key_turn.source], key_past)

@@ -1,7 +1,7 @@
 """Slices out what makes a query or a key, and runs it in exact arithmetic on chosen inputs.
 
 A region reaches from one tensor of heads, the source, to the argument of an op. What it reads besides are its leaves:
-tables of angles, weights and scales, found behind whatever copies, casts up, broadcasts or repeats them.
+tables of angles, weights and scales, found behind whatever copies, casts, broadcasts or repeats them.
 """
 
 from __future__ import annotations
@@ -145,8 +145,21 @@ def _climb(node: Node, inside: set[Node], leaves: dict[Node, None], constants: s
         node = source
 
 
+def same_computation(a: Node, b: Node, depth: int = 30) -> bool:
+    """Return whether two nodes are one, or apply the same functional ops to the same nodes."""
+    if a is b:
+        return True
+    if a.target is not b.target or not (can_run(a) and can_run(b)) or depth == 0:
+        return False
+    sources = a.all_input_nodes, b.all_input_nodes
+    names = [{source: f"<{i}>" for i, source in enumerate(nodes)} for nodes in sources]
+    shown = [str(torch.fx.map_arg((n.args, dict(n.kwargs)), names[i].__getitem__)) for i, n in enumerate((a, b))]
+    same = len(sources[0]) == len(sources[1]) and shown[0] == shown[1]
+    return same and all(same_computation(x, y, depth - 1) for x, y in zip(*sources, strict=True))
+
+
 def behind_moves(node: Node) -> Node | None:
-    """Return the node that a node copies, broadcasts, repeats, casts up or adds one to; `None`: none of it."""
+    """Return the node that a node copies, broadcasts, repeats, casts or adds one to; `None`: none of it."""
     if not can_run(node) or is_size(node):
         return None
     sources = [source for source in node.all_input_nodes if not is_size(source)]
@@ -157,8 +170,9 @@ def behind_moves(node: Node) -> Node | None:
     if name in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
         return source
     if name in ("convert_element_type", "_to_copy", "to"):
-        before, after = value(source).dtype, value(node).dtype
-        return source if torch.promote_types(before, after) == after and before.is_floating_point else None
+        # Down as well: generated code that reads what it has cast, in one kernel, does not round it.
+        floats = all(value(n).dtype.is_floating_point and value(n).dtype not in FP8_DTYPES for n in (source, node))
+        return source if floats else None
     is_weight = value(source).dim() == 1 and isinstance(value(source).shape[0], int)
     if name == "add" and is_weight and not node.kwargs and 1 in node.args:
         return source
@@ -261,10 +275,12 @@ def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
     symbols: dict[str, str] = {}
 
     def shown(size: Any) -> str:
+        if isinstance(size, int):
+            return str(size)
         text = expression(size)
         for symbol in sorted(text.free_symbols, key=str):
             symbols.setdefault(str(symbol), f"n{len(symbols)}")
-        return str(text.subs({symbol: symbols[str(symbol)] for symbol in text.free_symbols}))
+        return str(text.xreplace({symbol: type(symbol)(symbols[str(symbol)]) for symbol in text.free_symbols}))
 
     lines = [extra]
     for node in past:

@@ -41,19 +41,21 @@ def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
     except Exception:
         builder.undo()
         raise
-    early = False
+    unsorted = False
     for user in list(update.users):
         # What the update has written follows the query among what the new op writes.
         assert user.target is operator.getitem
-        early = early or order[user] < order[attention]
         user.args = (call, user.args[1] + 1)  # type: ignore[operator]
+        if order[user] < order[attention]:
+            query.append(user)
+            unsorted = unsorted or any(order[reader] < order[attention] for reader in user.users)
     attention.kwargs = {**attention.kwargs, "query": query}
     if "eager_input_vals" in attention.meta:
         args, eager = attention.meta["eager_input_vals"]
         attention.meta["eager_input_vals"] = (args, {**eager, "query": value(query)})
     graph.erase_node(update)
     erase_unread(found.dead)
-    if early:
+    if unsorted:
         from torch._inductor.pattern_matcher import stable_topological_sort
 
         stable_topological_sort(graph)

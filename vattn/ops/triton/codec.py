@@ -117,8 +117,10 @@ def encode_quotient(x, scale, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
         reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         product = x * reciprocal
         corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + scale, x), tl.zeros_like(x) + reciprocal, product)
-        # Beyond 2^40, infinities included, the code is the largest one or NaN whatever the last places hold.
-        quotient = tl.where(tl.abs(product) < 1.0995116e12, corrected, product)
+        # Beyond 2^40, infinities included, the code is the largest one or NaN whatever the last places hold; below
+        # 2^-40 it is a zero, whose sign the correction may lose.
+        largeness = tl.abs(product)
+        quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
         size = tl.abs(scale)
         usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
         if usual == 0:
