@@ -20,6 +20,7 @@ import vattn
 from vattn.backends import selector
 from vattn.errors import FusionError
 from vattn.passes import query_quant
+from vattn.passes.pipeline import fuse_graph
 from vattn.passes.probe import same_bits
 from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK
 from vattn.passes.report import NodeReport
@@ -179,6 +180,33 @@ def test_it_stays_where_inductor_makes_a_kernel_anyway(name: str) -> None:
     node, capture = compare(Written(divided, make=make), inputs())
     assert node.query.startswith(expected) and node.query_outcome == "fused"
     assert ("query_load" in calls_of(capture)) == expected.startswith(IN_LOAD)
+
+
+def test_two_calls_that_read_the_same_codes_load_the_query_both() -> None:
+    class Twice(Written):
+        def forward(self, x: Tensor) -> Any:
+            codes, q_scale = self.way(self.make(self, x), self.scale)
+            query = codes.reshape(-1, HEADS, WIDTH)
+            outputs = [x.new_empty((x.shape[0], HEADS, WIDTH)) for _ in range(2)]
+            for output in outputs:
+                self.attend(query, q_scale, output)
+            return tuple(outputs)
+
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(Twice(divided), backend=capture.backend)
+    fused = target(inputs())
+    capture.fused = False
+    assert all(map(torch.equal, fused, target(inputs())))
+    assert [node.query for node in capture.report] == [f"{IN_LOAD}, behind mm"] * 2 and casts_of(capture) == 0
+
+
+def test_a_graph_that_went_through_the_pass_stays_as_it_is() -> None:
+    _, capture = compare(Written(divided), inputs())
+    before = calls_of(capture)
+    (node,) = fuse_graph(capture.after[0].graph)
+    assert (node.query, node.query_outcome) == (IN_LOAD, "fused")
+    assert before.partition(" # ")[0] in calls_of(capture)
 
 
 def test_codes_that_the_kernel_of_rope_makes_can_have_more_readers() -> None:

@@ -127,13 +127,15 @@ def check_readers(region: QueryRegion, call: Node) -> None:
     """Refuse codes that others read too: they would have to be made all the same.
 
     Raises:
-        Refusal: somebody else than `call` reads them.
+        Refusal: somebody else than `call` and other attention calls reads them.
     """
     inside = {*region.nodes, call}
     for node in region.nodes:
         if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
             for user in node.users:
-                if user not in inside and not is_check(user):
+                # Another attention call can load the query itself, too.
+                loads = user.kwargs.get("query") is node and "config" in user.kwargs
+                if user not in inside and not loads and not is_check(user):
                     who = "the graph returns it" if user.op == "output" else f"{user.name} reads it"
                     raise Refusal(f"{who} quantised too", user if user.op != "output" else region.codes, near=True)
 
