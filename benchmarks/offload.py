@@ -74,7 +74,7 @@ def measure(transfer: KVTransfer, tokens: int, scattered: bool) -> dict[str, Any
     if scattered:
         random.Random(0).shuffle(blocks)
     # New keys every time: what is held already would not be written again.
-    keys = [block_keys(range(tokens), BLOCK_SIZE, salt=f"{scattered} {run}") for run in range(REPEATS + 1)]
+    keys = [block_keys(range(tokens), BLOCK_SIZE, salt=f"{tokens} {scattered} {run}") for run in range(REPEATS + 1)]
     saves = wall_times(partial(transfer.offload, "a", names, blocks) for names in keys)[1:]
     loads = wall_times(partial(transfer.reload, "a", keys[-1], blocks) for _ in keys)[1:]
     save, load = statistics.median(saves), statistics.median(loads)

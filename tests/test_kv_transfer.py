@@ -821,3 +821,38 @@ def test_memory_is_given_back_only_when_no_copy_uses_it(detached, monkeypatch, c
         setup.transfer.cancel("late")
     setup.transfer.detach()
     assert "saving request 'late' failed: TransferError: request 'late' was cancelled" in caplog.text
+
+
+def test_only_blocks_that_are_not_held_are_saved(detached):
+    setup = Setup(HostMemoryConnector("1MiB"))
+    for storage in setup.cache.kv_caches:
+        storage.normal_()
+    keys = block_keys(range(32), BLOCK)
+    setup.transfer.offload("a", [keys[0], keys[2]], [1, 3])
+    request = TransferRequest("b", tuple(keys), (1, 2, 3, 4))
+    with setup.transfer.step(saves=[request]) as step:
+        for point in setup.transfer.points:
+            setup.transfer.after_layer(point)
+    assert step.saves["b"].request.keys == (keys[1], keys[3]) and step.saves["b"].request.block_ids == (2, 4)
+    assert setup.transfer.wait_for_saves() == {}
+    setup.transfer.reload("c", keys, [5, 6, 7, 8])
+    for storage in setup.cache.kv_caches:
+        assert torch.equal(storage[:, 5:9], storage[:, 1:5])
+    with setup.transfer.step(saves=[request]) as step:
+        pass
+    assert not step.saves and setup.transfer.wait_for_saves() == {}
+    setup.transfer.detach()
+
+
+@pytest.mark.parametrize("answer", [None, [0, 7], ["a"], [0, 0]])
+def test_a_connector_that_names_wrong_blocks_fails_that_save(answer, detached):
+    class Wrong(HostMemoryConnector):
+        def blocks_to_save(self, request):
+            return answer if request.request_id == "bad" else super().blocks_to_save(request)
+
+    setup = Setup(Wrong("1MiB"))
+    saves = [TransferRequest("bad", ("a", "b"), (1, 2)), TransferRequest("good", ("c", "d"), (3, 4))]
+    setup.run(torch.randn(4, 64), [4], [4], [[1]], saves=saves)
+    assert set(setup.transfer.wait_for_saves()) == {"bad"}
+    assert setup.transfer.find(("c", "d")) == 2 and setup.transfer.find(("a",)) == 0
+    setup.transfer.detach()

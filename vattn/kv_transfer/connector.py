@@ -79,6 +79,12 @@ class KVConnector(Protocol):
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Pieces:
         """Return the pages of a layer, on the host or the cache's device; they must stay as they are until `finish`."""
 
+    def blocks_to_save(self, request: TransferRequest) -> Sequence[int]:
+        """Return which of a request's blocks are to be saved, by their place in it: those that are not held already.
+
+        The save is then made for these blocks alone.
+        """
+
     def page_buffer(self, layer_name: str, request: TransferRequest) -> Pieces | None:
         """Return where pages that will be saved are to be written directly (host, pinned); `None`: nowhere."""
 

@@ -104,6 +104,12 @@ class HostMemoryConnector:
                 self._touch(request.keys)
         return [self._arenas[layer_name][start:end] for start, end in runs]
 
+    def blocks_to_save(self, request: TransferRequest) -> list[int]:
+        """Return the places of the blocks that are not held; the others count as used."""
+        with self._lock:
+            self._touch(request.keys)
+            return [place for place, key in enumerate(request.keys) if key not in self._rows]
+
     def page_buffer(self, layer_name: str, request: TransferRequest) -> list[Tensor] | None:
         """Return the rows that the request's pages will have; `None` if some blocks are held already."""
         with self._lock:

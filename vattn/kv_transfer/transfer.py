@@ -30,7 +30,7 @@ class TransferStep:
     """What one step transfers.
 
     Attributes:
-        loads, saves: jobs of this step, by request.
+        loads, saves: jobs of this step, by request; a save of nothing new has none.
         failed: by request, why its load failed; complete when the step has ended. Its blocks hold garbage, its output
             is worth nothing; the other requests of the step are not touched.
     """
@@ -169,7 +169,7 @@ class KVTransfer:
         for request in loads:
             step.loads[request.request_id] = LoadJob(*self._arguments(request, 0))
         for request in saves:
-            step.saves[request.request_id] = SaveJob(*self._arguments(request, 1))
+            self._add_save(step, request)
         self._saving = [job for job in self._saving if not job.finished or job.error is not None]
         self._saving += step.saves.values()
         jobs: list[Job] = [*step.loads.values(), *step.saves.values()]
@@ -185,6 +185,23 @@ class KVTransfer:
         finally:
             self._current = None
             self._end(step)
+
+    def _add_save(self, step: TransferStep, request: TransferRequest) -> None:
+        """Make the job that saves what the connector does not hold yet; none if that is nothing."""
+        error = None
+        try:
+            places = list(self.connector.blocks_to_save(request))
+            if not places:
+                return
+            keys = tuple(request.keys[place] for place in places)
+            block_ids = tuple(request.block_ids[place] for place in places)
+            request = TransferRequest(request.request_id, keys, block_ids)
+        except Exception as raised:
+            # Whatever a connector raises fails its request alone.
+            error = raised
+        job = step.saves[request.request_id] = SaveJob(*self._arguments(request, 1))
+        if error is not None:
+            job.fail(error)
 
     def _end(self, step: TransferStep) -> None:
         for load in step.loads.values():
