@@ -71,6 +71,9 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     assert run_fast_path(prefill_call(128), config) and len(calls) == 2
     for call in (prefill_call(127), prefill_call(width=0), prefill_call(blocks=0)):
         assert not run_fast_path(call, config)
+    for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
+        assert run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+    del calls[2:]
     strided = prefill_call()
     strided.kv_cache = torch.zeros(2, 16, 3).transpose(1, 2)
     assert not run_fast_path(strided, config)
@@ -93,3 +96,20 @@ def test_tensor_maps_describe_the_cache() -> None:
         there = seen[block, token, head * 128] if layout == "NHD" else seen[block * 2 + head, token, 0]
         logical = storage if layout == "NHD" else storage.transpose(1, 2)
         assert there == logical[block, token, head, 0]
+
+
+def test_products() -> None:
+    quantised = {**LLAMA, "kv_cache_dtype": "fp8_e4m3"}
+    found = [
+        prefill_launch.products_of(make_config(**changes))
+        for changes in (LLAMA, quantised, {**quantised, "query_format": "fp8_e4m3"})
+    ]
+    assert found == ["plain", "widened", "native"]
+    narrow = make_config(**{**LLAMA, "head_size": 64})
+    assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
+
+
+def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
+    config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
+    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config)
+    assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]

@@ -11,33 +11,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from vattn.ops.gluon.compat import load_box
 from vattn.ops.gluon.epilogue import QUERY_ROWS, divide, encode_e4m3, load_scale, store_groups, store_result
-
-# Triton 3.9 renamed it.
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-TILE_TOKENS = gl.constexpr(16)
-ITEM_FIELDS = gl.constexpr(8)
-LOWEST_MAXIMUM = gl.constexpr(-1.0e30)
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-FP16_QUERY_SHRINK = gl.constexpr(0.0625)
+from vattn.ops.triton.decode_fast_kernels import (
+    FP16_QUERY_SHRINK,
+    ITEM_FIELDS,
+    LOWEST_MAXIMUM,
+    TILE_TOKENS,
+    UNPACK_KEYS,
+    UNPACK_VALUES,
+)
+from vattn.ops.triton.mask import LN2, LOG2E
 
 
 @gluon.jit
 def unpack_keys(pairs):
     """See the Triton function of this name."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }
-        """,
+        UNPACK_KEYS,
         "=r,=r,r",
         [pairs],
         dtype=(gl.float16, gl.float16),
@@ -50,16 +43,7 @@ def unpack_keys(pairs):
 def unpack_values(pairs):
     """See the Triton function of this name."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 sorted;
-        .reg .b16 even, odd;
-        prmt.b32 sorted, $2, 0, 0x3120;
-        mov.b32 {even, odd}, sorted;
-        cvt.rn.f16x2.e4m3x2 $0, even;
-        cvt.rn.f16x2.e4m3x2 $1, odd;
-        }
-        """,
+        UNPACK_VALUES,
         "=r,=r,r",
         [pairs],
         dtype=(gl.float16, gl.float16),

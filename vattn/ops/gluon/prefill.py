@@ -28,14 +28,13 @@ from vattn.ops.gluon.epilogue import load_scale, store_result
 from vattn.ops.gluon.prefill_convert import TURN_TOKENS, convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
+from vattn.ops.triton.mask import LN2, LOG2E
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
 
 TURNS = gl.constexpr(("8", "9", "10"))
 HIDDEN = gl.constexpr(0x7FFFFFFF)
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 NATIVE_BITS = gl.constexpr(8.0)
 """FP8 weights are at most 2 to this power, so that those of 2**-17 of the largest still count."""

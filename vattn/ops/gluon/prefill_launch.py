@@ -24,10 +24,11 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
-from vattn.ops.gluon.prefill import LOG2E, WIDENED_SHRINK, prefill_kernel
+from vattn.ops.gluon.prefill import WIDENED_SHRINK, prefill_kernel
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.ops.triton.epilogue import row_output
+from vattn.ops.triton.mask import LOG2E
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")

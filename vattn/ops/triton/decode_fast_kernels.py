@@ -40,6 +40,32 @@ LOWEST_MAXIMUM = tl.constexpr(-1.0e30)
 # FP16 queries against an FP8 cache are scaled down by this power of two: |q| up to 2**20 stays finite.
 FP16_QUERY_SHRINK = tl.constexpr(0.0625)
 
+UNPACK_KEYS = tl.constexpr(
+    """
+    {
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+    """
+)
+"""PTX of `unpack_keys`, here and in Gluon: two pairs of codes, of columns next to each other, as fp16."""
+
+UNPACK_VALUES = tl.constexpr(
+    """
+    {
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+    }
+    """
+)
+"""PTX of `unpack_values`. A register holds a pair of columns of each of two tokens; its bytes are sorted by column."""
+
 
 @triton.jit
 def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
@@ -50,14 +76,7 @@ def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
     """
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """,
+            UNPACK_KEYS,
             "=r,=r,r",
             [pairs],
             dtype=(tl.float16, tl.float16),
@@ -72,18 +91,8 @@ def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
 def unpack_values(pairs, ASSEMBLY: tl.constexpr):
     """Turn int16 pairs of e4m3 codes `[..., W]` into fp16 tensors of the even and of the odd columns."""
     if ASSEMBLY:
-        # A register holds one pair of each of two tokens; the permutation sorts its bytes by column.
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 sorted;
-            .reg .b16 even, odd;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {even, odd}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, even;
-            cvt.rn.f16x2.e4m3x2 $1, odd;
-            }
-            """,
+            UNPACK_VALUES,
             "=r,=r,r",
             [pairs],
             dtype=(tl.float16, tl.float16),
