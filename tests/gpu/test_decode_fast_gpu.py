@@ -197,6 +197,14 @@ def test_gluon_formats(name: str, cache: dict[str, Any]) -> None:
     assert relative_l2(codes.float(), batch.args.output.float()) < 0.02
 
 
+def test_large_groups_of_fp8_caches_use_gluon() -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([(211 * i) % 3001 for i in range(40)], num_heads=28, num_kv_heads=4, sinks=True, **FP8)
+    assert decode_fast.choose_tuning(batch.config, 40).slots
+    check(batch, plan=True)
+
+
 def test_large_batches_of_plain_caches_use_gluon() -> None:
     from vattn.ops.triton import decode_fast
 

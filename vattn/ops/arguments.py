@@ -90,7 +90,7 @@ class AttentionArgs(NamedTuple):
     output_scale: Tensor | None
     """fp32, one value: the static FP8 scale, or NVFP4's global scale."""
     q_scale: Tensor | None
-    """fp32, 1 value or K values."""
+    """fp32, 1 value or K values; like `k_scale` and `v_scale` positive, which nothing checks here."""
     k_scale: Tensor | None
     v_scale: Tensor | None
     alibi_slopes: Tensor | None
