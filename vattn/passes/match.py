@@ -13,6 +13,7 @@ from torch.fx import Node
 from vattn import quantization
 from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
 from vattn.passes import moves, unsupported
+from vattn.passes.difference import first_difference
 from vattn.passes.precision import LOW, roundings
 from vattn.passes.probe import Inputs, Sample, constant_scales, same_bits, samples
 from vattn.passes.region import Refusal, Region, op_name, value
@@ -110,9 +111,11 @@ class Asked:
         if doubtful and (left or self._left(None, certain | doubtful)[0]):
             left = left and self._left(left, certain | doubtful)[0]
             if not left:
-                raise Refusal(ROUNDED, self.quantised, near=True)
+                raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
-            raise Refusal(self._why(seen), self.quantised, near=True)
+            needed = self.region.ancestors([self.quantised])
+            odd = first_difference(needed, self.region.output, self.quantised, seen)
+            raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
         return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
 
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
@@ -166,6 +169,7 @@ class Asked:
                 if 0 < float(least) < 1:
                     floors[float(least)] = None
         tokens, columns = sample.rows.shape
+        at = int((sample.rows == 0).all(1).int().argmax())
         for node in self.nodes:
             val, place = sample.values[node], self.places(sample).get(node)
             if (
@@ -174,9 +178,9 @@ class Asked:
                 or val.numel() > tokens * columns / 8
             ):
                 continue
-            zeros = val.flatten()[:1]
+            zeros = val.reshape(tokens, -1)[at, :1] if val.numel() % tokens == 0 else val.flatten()[:1]
             if isinstance(place, Tensor) and place.shape == val.shape:
-                zeros = val[place < columns].flatten()[:1]
+                zeros = val[place // columns == at].flatten()[:1]
             for least in (zeros.float(), zeros.float() / FP8_E4M3_MAX):
                 if least.numel() and 0 < float(least) < float("inf"):
                     floors[float(least)] = None

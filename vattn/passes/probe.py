@@ -25,6 +25,9 @@ from vattn.passes.probe_inputs import probe_values as probe_values
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
 
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
+_TURNS = 4
+"""How many times the rows are shown at least, each time to other tokens."""
+
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
 _CASTS = frozenset({"convert_element_type", "_to_copy"})
@@ -293,8 +296,8 @@ def samples(
     def sample(x: Tensor, scale: float) -> Sample:
         return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scale, wide))
 
-    for scale in exact:
-        yield from (sample(x, scale) for x in probe_outputs(region.output, dtype, scale))
+    for turn, scale in enumerate((exact * _TURNS)[: max(_TURNS, len(exact))]):
+        yield from (sample(x, scale) for x in probe_outputs(region.output, dtype, scale, turn))
     for scale in exact if thorough else exact[1:2] or exact:
         yield from (sample(x, scale) for x in every_output(region.output, dtype))
 

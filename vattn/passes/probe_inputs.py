@@ -55,10 +55,14 @@ def _rows(values: Tensor, columns: int) -> Tensor:
     return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
 
 
-def probe_outputs(output: Node, config_dtype: str, scale: float) -> Iterator[Tensor]:
-    """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open."""
+def probe_outputs(output: Node, config_dtype: str, scale: float, turn: int) -> Iterator[Tensor]:
+    """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open.
+
+    Args:
+        turn: which row comes first: no token is to see rows of one kind alone.
+    """
     tokens, heads, width = value(output).shape
-    rows = probe_values(int(heads) * int(width), scale).to(MODEL_DTYPES[config_dtype])
+    rows = probe_values(int(heads) * int(width), scale).to(MODEL_DTYPES[config_dtype]).roll(-7 * turn, 0)
     counts = (tokens,) if isinstance(tokens, int) else TOKEN_COUNTS
     for count in counts:
         needed = -(-len(rows) // count) if count == counts[0] else 1

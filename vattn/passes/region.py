@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -222,6 +223,8 @@ def same_size(a: Any, b: Any) -> bool:
     """Return whether two sizes are equal for certain, without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr:
+        return True
     return expression(a) == expression(b)
 
 
@@ -232,9 +235,14 @@ def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def expression(size: Any) -> Any:
     """Return the symbolic expression of a size, or the size itself."""
+    return _expanded(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+@lru_cache(maxsize=1024)
+def _expanded(size: Any) -> Any:
     import sympy  # type: ignore[import-untyped]
 
-    return sympy.expand(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return sympy.Integer(size) if isinstance(size, int) else sympy.expand(size)
 
 
 def source_line(node: Node | None) -> str:

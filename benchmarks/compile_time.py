@@ -1,0 +1,121 @@
+"""What the fusion passes cost at compile time: seconds of a cold compile, seconds of it in the passes, nodes.
+
+    python benchmarks/compile_time.py --layers 32 --format token
+
+Compiles a stack of decoder layers (RMSNorm, QKV projection, attention on a paged cache, quantised output, projection)
+with Inductor, caches off, on a GPU if there is one. CPU seconds are those of the compiling process alone: the C++ or
+Triton compilers that Inductor starts come on top of `compile_cpu_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vattn
+from vattn.passes.pipeline import FusionPass
+
+E4M3 = torch.float8_e4m3fn
+
+
+def static(o: Tensor, s: Tensor) -> Tensor:
+    return (o.float() / s).clamp(-448, 448).to(E4M3).float() * s
+
+
+def token(o: Tensor, s: Tensor) -> Tensor:
+    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return (o.float() / scale).clamp(-448, 448).to(E4M3).float() * scale
+
+
+def group(o: Tensor, s: Tensor) -> Tensor:
+    groups = o.float().unflatten(-1, (-1, 64))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).clamp(-448, 448).to(E4M3).float() * scale).flatten(-2)
+
+
+FORMATS = {"static": static, "token": token, "group": group}
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, heads: int, width: int, form: Any) -> None:
+        super().__init__()
+        columns = heads * width
+        make = {"bias": False, "dtype": torch.bfloat16}
+        self.norm = nn.RMSNorm(columns, dtype=torch.bfloat16)
+        self.qkv, self.out = nn.Linear(columns, 3 * columns, **make), nn.Linear(columns, columns, **make)
+        self.attn = vattn.Attention(heads, width, width**-0.5, heads, prefix=f"layers.{index}.attn")
+        self.form = form
+        self.register_buffer("scale", torch.tensor([0.01 * (index + 1)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        codes = self.form(self.attn(query, key, value), self.scale)
+        return x + self.out(codes.to(x.dtype))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, heads: int, width: int, form: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(i, heads, width, form) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def measure(layers: int, heads: int, width: int, format_name: str) -> dict[str, Any]:
+    """Return seconds of one cold compile and of the passes in it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Stack(layers, heads, width, FORMATS[format_name]).requires_grad_(False).to(device)
+    vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.bfloat16)
+    builder = vattn.AttentionMetadataBuilder(4, 64, 64, layers=model)
+    step = builder.build([3, 4], [3, 4], [[1], [2]])
+    spent: list[float] = []
+    plain = FusionPass.__call__
+
+    def timed(self: FusionPass, graph: torch.fx.Graph) -> None:
+        start = time.process_time()
+        plain(self, graph)
+        spent.append(time.process_time() - start)
+
+    FusionPass.__call__ = timed  # type: ignore[method-assign]
+    target = vattn.compile(model, options=vattn.options())
+    x = torch.randn(7, heads * width, device=device).bfloat16()
+    start, processor = time.perf_counter(), time.process_time()
+    with torch.no_grad(), vattn.forward_context(step), torch._inductor.config.patch(force_disable_caches=True):
+        target(x)
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    report = vattn.fusion_report()
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "format": format_name,
+        "layers": layers,
+        "columns": heads * width,
+        "compile_s": round(seconds, 2),
+        "compile_cpu_s": round(processor, 2),
+        "passes_cpu_s": round(sum(spent), 3),
+        "share_of_cpu_percent": round(100 * sum(spent) / processor, 2),
+        "attention_nodes": len(report),
+        "fused": report.count("fused"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--format", choices=FORMATS, default="static")
+    args = parser.parse_args()
+    print(json.dumps(measure(args.layers, args.heads, args.head_size, args.format)))
+
+
+if __name__ == "__main__":
+    main()

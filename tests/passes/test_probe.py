@@ -1,0 +1,101 @@
+"""Regions that differ from a quantiser at one kind of input alone are told from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import COLUMNS, Bundle, captured_bundle
+from torch import Tensor
+
+from vattn.passes.report import FUSED, NEAR_MISS
+
+E4M3 = torch.float8_e4m3fn
+
+
+def cast(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(E4M3)
+
+
+def static(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Return static quantisation of something that differs from the output in places."""
+    return lambda o, s: cast(change(o.float(), s) / s)
+
+
+def token(change: Callable[[Tensor], Tensor], floor: float = 1e-10) -> Callable[..., Any]:
+    """Return quantisation by tokens whose scales differ in places."""
+
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float()
+        scale = change(x.abs().amax(-1, keepdim=True).clamp(min=floor) / 448)
+        return cast(x / scale), scale
+
+    return function
+
+
+ODD: dict[str, Callable[..., Any]] = {
+    "one value": static(lambda x, s: torch.where(x == 1.0078125, x * 1.5, x)),
+    "one small value": static(lambda x, s: torch.where(x == 2.0**-100, 500.0, x)),
+    "minus zero": static(lambda x, s: x + 0.0),
+    "NaN": static(lambda x, s: torch.where(x.isnan(), 0.0, x)),
+    "infinity": static(lambda x, s: torch.where(x == torch.inf, 0.0, x)),
+    "outliers": static(lambda x, s: torch.where(x.abs() > 2.0**15, 0.0, x)),
+    "subnormals": static(lambda x, s: torch.where((x.abs() < 2.0**-126) & (x != 0), 1.0, x)),
+    "under a large scale": static(lambda x, s: torch.where(s > 1000, x * 2, x)),
+    "under a small scale": static(lambda x, s: torch.where(s < 1e-6, x * 2, x)),
+    "rounding midpoints": lambda o, s: cast((o.float() / s) * 1.0000001),
+    "the first token": lambda o, s: cast(torch.cat((o[:1] * 2, o[1:])).float() / s),
+    "the last column": lambda o, s: cast(torch.cat((o[:, :-1], o[:, -1:] * 2), -1).float() / s),
+    "rows of zeros": token(lambda scale: torch.where(scale == scale.clamp(max=2.3e-13), 1.0, scale)),
+    "maxima at powers of two": token(lambda scale: torch.where(scale == 1.0, 1.0009765625, scale)),
+    "great maxima": token(lambda scale: scale.clamp(max=60.0)),
+    "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
+}
+PLAIN: dict[str, Callable[..., Any]] = {
+    "static": static(lambda x, s: x),
+    "token": token(lambda scale: scale),
+    "floor": token(lambda scale: scale, 3e-5),
+}
+
+
+def per_tensor_if_few(o: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.float()
+    rows = x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    whole = rows.amax().expand(o.shape[0], 1)
+    counted = torch.ones(o.shape[0], 1).sum()
+    scale = torch.where(counted < 8, whole, rows)
+    return cast(x / scale), scale
+
+
+def test_regions_that_differ_in_places() -> None:
+    forms = {**ODD, **PLAIN}
+    capture, _ = captured_bundle(Bundle(list(forms.values())))
+    outcomes = {name: node.outcome for name, node in zip(forms, capture.report, strict=True)}
+    assert {name for name in ODD if outcomes[name] != NEAR_MISS} == set()
+    assert {name for name in PLAIN if outcomes[name] != FUSED} == set()
+
+
+def test_a_near_miss_names_the_first_node_that_differs() -> None:
+    def gated(o: Tensor, s: Tensor) -> Tensor:
+        widened = o.float()
+        gate = torch.sigmoid(widened)
+        return cast(widened * gate / s)
+
+    def narrow(o: Tensor, s: Tensor) -> Tensor:
+        scaled = o.float() / s
+        limited = scaled.clamp(-240, 240)
+        return limited.to(E4M3)
+
+    def small_groups(o: Tensor, s: Tensor) -> Tensor:
+        groups = o.float().view(-1, COLUMNS // 32, 32)
+        largest = groups.abs().amax(-1, keepdim=True)
+        return cast(groups / (largest / 448))
+
+    capture, _ = captured_bundle(Bundle([gated, narrow, small_groups]))
+    lines = [node.source.rpartition(": ")[2] for node in capture.report]
+    assert lines == [
+        "gate = torch.sigmoid(widened)",
+        "limited = scaled.clamp(-240, 240)",
+        "largest = groups.abs().amax(-1, keepdim=True)",
+    ]
