@@ -73,6 +73,32 @@ def test_exact_arithmetic(dtype: str, lens: str, cache: str, kind: str, load: st
     assert same(before, loading)
 
 
+@pytest.mark.parametrize("load", ["divide", "multiply"])
+@pytest.mark.parametrize("kind", ["tensor", "head"])
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("num_reqs", [5, 40], ids=["few", "many"])
+def test_fast_decode_rounds_by_itself(num_reqs: int, cache: str, kind: str, load: str) -> None:
+    """What `decode_fast.runs` may take once this has passed: the Triton kernel (few, FP8) and the Gluon one (many)."""
+    from vattn.backends.base import DeviceInfo
+    from vattn.ops.triton import decode_fast
+
+    config = make_config(
+        num_heads=8, num_kv_heads=2, head_size=128, block_size=16, dtype="bfloat16", lse=True, backend="TRITON_ATTN",
+        kv_cache_dtype="bfloat16" if cache == "auto" else cache, query_format="fp8_e4m3", query_scale=kind,
+    )  # fmt: skip
+    if decode_fast.refusals(config, DeviceInfo.of("cuda")):
+        pytest.skip("the fast decode path needs an sm_90 GPU")
+    before = random_paged_batch(config, [1] * num_reqs, [17 * i + 1 for i in range(num_reqs)], device="cuda")
+    query = values(before.args.query.shape, torch.bfloat16)
+    loading = before.with_backend("TRITON_ATTN")
+    before.args = before.args._replace(query=encode_query(query, before.args.q_scale, 2, load))
+    loading.config = config.replace(query_load=load)
+    loading.args = loading.args._replace(query=query, config=loading.config.encode())
+    for batch in (before, loading):
+        decode_fast.decode(batch.args, batch.config)
+    assert same(before, loading)
+
+
 class Layer(nn.Module):
     """A layer whose query comes from a projection alone."""
 

@@ -120,11 +120,12 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     if prefill_launch.accepts(args, config):
         prefill_launch.prefill(args, config)
         return True
-    if config.query_load != "plain":
-        # It multiplies queries as they lie in memory; rounding them first costs less than the general kernel.
-        from vattn.ops.triton.round_query import after_rounding, round_query
+    if config.query_load == "plain":
+        return False
+    # Rounding the query first costs less than the general kernel.
+    from vattn.ops.triton.round_query import after_rounding, round_query
 
-        if prefill_launch.accepts(args, after_rounding(config)):
-            prefill_launch.prefill(round_query(args, config), after_rounding(config))
-            return True
+    plain = after_rounding(config)
+    if decode_fast.accepts(args, plain) or prefill_launch.accepts(args, plain):
+        return run_fast_path(round_query(args, config), plain)
     return False

@@ -128,8 +128,9 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 @lru_cache(maxsize=4096)
 def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+    """Return whether nothing is refused, and the like of it has been run."""
+    # Rounding queries in their load is right in the interpreter and compiles, but has not run on a GPU yet.
+    return config.query_load == "plain" and not refusals(config, DeviceInfo.of(device))
 
 
 @dataclass(frozen=True)

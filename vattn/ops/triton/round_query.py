@@ -1,4 +1,4 @@
-"""Round a query ahead of a kernel that takes e4m3 queries alone: `query_load` as a kernel of its own."""
+"""Round a query ahead of a kernel that does not do it itself: `query_load` as a kernel of its own."""
 
 from __future__ import annotations
 
