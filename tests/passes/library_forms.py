@@ -319,18 +319,31 @@ def quantized_decomposed_forms() -> dict[str, Callable[..., Any]]:
     }
 
 
+LIBRARIES: dict[str, Callable[[], dict[str, Callable[..., Any]]]] = {
+    "torchao": torchao_forms,
+    "compressed_tensors": compressed_tensors_forms,
+    "torch": quantized_decomposed_forms,
+}
+
+
+def missing(library: str) -> str:
+    """Return why the forms of a library cannot be had, empty if they can."""
+    if importlib.util.find_spec(library) is None:
+        return f"{library} is not installed"
+    try:
+        LIBRARIES[library]()
+    except ImportError as error:
+        return f"{library} lacks what its forms need: {error}"
+    return ""
+
+
 def external() -> dict[str, Form]:
     """Return the forms of every other library that is installed."""
     found = {}
     plain = {"fake_quantize, tensor": static}
-    for library, forms in (
-        ("torchao", torchao_forms),
-        ("compressed_tensors", compressed_tensors_forms),
-        ("torch", quantized_decomposed_forms),
-    ):
-        if importlib.util.find_spec(library):
+    for library, forms in LIBRARIES.items():
+        if not missing(library):
             for name, function in forms().items():
-                found[f"{library}: {name}"] = Form(
-                    f"{library}: {name}", function, plain=plain.get(name), held_out=held_out(name)
-                )
+                title = f"{library}: {name}"
+                found[title] = Form(title, function, plain=plain.get(name), held_out=held_out(name))
     return found

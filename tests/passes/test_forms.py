@@ -121,6 +121,15 @@ def test_forms(names: tuple[str, ...]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("library", library_forms.LIBRARIES)
+def test_library(library: str) -> None:
+    """The forms of other libraries are among those that were judged."""
+    why = library_forms.missing(library)
+    if why:
+        pytest.skip(why)
+    assert any(name.startswith(f"{library}: ") for name in FORMS)
+
+
 @pytest.mark.slow
 def test_random_forms() -> None:
     seed, outcomes = int(os.environ.get("VATTN_FUZZ_SEED", "1")), {}
