@@ -264,6 +264,11 @@ def test_the_module() -> None:
     assert all(torch.equal(other.state_dict()[name], state[name]) for name in state)
 
 
+def test_slopes_that_are_a_parameter_are_copied_as_fp32() -> None:
+    layer = make_layer(alibi_slopes=nn.Parameter(SLOPES.clone())).to(torch.bfloat16)
+    assert layer.alibi_slopes.dtype == torch.float32 and not list(layer.parameters())
+
+
 def test_a_model_without_caches_needs_none_and_a_mixed_one_skips_them() -> None:
     model = nn.ModuleDict({"encoder": make_layer(prefix="e"), "decoder": vattn.Attention(4, 16, 0.25, prefix="d")})
     allocation = vattn.allocate_kv_cache(model, num_blocks=2, dtype=torch.float32)
