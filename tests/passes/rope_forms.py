@@ -162,6 +162,17 @@ def embedded(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor
     return tuple((x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
 
 
+def looked_up(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    """Whole tables and positions, which the op can take as they are."""
+    cos, sin = layer.cos[positions][:, None], layer.sin[positions][:, None]
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    return turn(query), turn(key)
+
+
 def rolled(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
     """rotate_half by rolling, its signs in the table."""
     cos, sin = (torch.cat((t, t), dim=-1) for t in gathered(layer, positions))
@@ -325,6 +336,7 @@ FORMS: dict[str, RopeForm] = {
     "partial, interleaved": RopeForm(partial_interleaved, "RoPE (interleaved, 12 of 32 columns)"),
     "query and key together": RopeForm(stacked_heads, "RoPE (neox, 32 of 32 columns)"),
     "one table for both": RopeForm(table_of_both, "RoPE (neox, 32 of 32 columns)"),
+    "tables looked up": RopeForm(looked_up, "RoPE (neox, 32 of 32 columns)"),
     "tables as embeddings": RopeForm(embedded, "RoPE (neox, 32 of 32 columns)"),
     "a biased projection": RopeForm(biased, "RoPE (neox, 32 of 32 columns)"),
     "RMSNorm ahead, as in Qwen": RopeForm(qwen_norm, "RMSNorm, RoPE (neox", exact=False),
@@ -388,6 +400,8 @@ class LayerWithRope(nn.Module):
         )
         self.register_buffer("angles", torch.rand(POSITIONS, WIDTH // 2) * 7)
         self.register_buffer("cos_sin", torch.cat((self.angles.cos(), self.angles.sin()), dim=-1))
+        self.register_buffer("cos", self.angles.cos())
+        self.register_buffer("sin", self.angles.sin())
         for name in ("q_weight", "k_weight"):
             self.register_buffer(name, (torch.rand(WIDTH) + 0.5).bfloat16())
         self.register_buffer("bias", torch.randn(columns).bfloat16())

@@ -179,7 +179,7 @@ def _fuse_rope(call: Node, graph: Graph, choice: str) -> tuple[str, str, str]:
         found = None if update is None else find_rope(update, call, order, choice)
         if found is None:
             return "", "", ""
-        text, line = str(found), source_line(call.kwargs["query"])  # type: ignore[arg-type]
+        text, line = str(found), source_line(found.update.kwargs["key"])  # type: ignore[arg-type]
         rewrite_rope(found, order)
         return text, FUSED, line
     except Refusal as refusal:

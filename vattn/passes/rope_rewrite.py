@@ -5,6 +5,7 @@ Everything that can fail happens before anything is changed: new nodes are made 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -126,19 +127,31 @@ def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node
     places = (found.cos, found.sin)
     looked_up = [_looked_up(node, tokens) if not part else None for node, part in places]
     if None not in looked_up:
-        (cos, positions), (sin, others) = looked_up  # type: ignore[misc]
+        (cos, positions, cos_part), (sin, others, sin_part) = looked_up  # type: ignore[misc]
         if positions is others:
             if value(positions).dim() != 1:
                 positions = builder.call(aten.reshape.default, positions, [tokens])
-            return cos, sin, positions
+            return _columns(builder, cos, cos_part), _columns(builder, sin, sin_part), positions
     cos, sin = (_table(builder, place, tokens) for place in places)
     return cos, sin, None
 
 
-def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node] | None:
-    """Return a table and the positions of which a node holds the rows, `None` if it holds something else."""
+def _columns(builder: Builder, table: Node, part: range | None) -> Node:
+    """Return some columns of a table, or all of them."""
+    return table if part is None else builder.call(aten.slice.Tensor, table, 1, part.start, part.stop)
+
+
+def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | None:
+    """Return a table and the positions of which a node holds the rows, or some columns of them; `None`: neither."""
     while name_of(node) in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
+    part, split = None, node.args[0] if node.target is operator.getitem else None
+    if isinstance(split, Node) and name_of(split) in ("split", "split_with_sizes"):
+        rows, at = split.args[0], node.args[1]
+        if not isinstance(rows, Node) or value(rows).dim() != 2 or split.args[2:] not in ((-1,), (1,)):
+            return None
+        ends = list(itertools.accumulate(int(piece.shape[1]) for piece in value(split)))
+        part, node = range(ends[at] - int(value(node).shape[1]), ends[at]), rows  # type: ignore[index]
     args: Any = node.args
     table, positions = args[0] if args else None, None
     if node.target is aten.index.Tensor and len(args[1]) == 1:
@@ -151,7 +164,7 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node] | None:
         return None
     count = value(tokens) if isinstance(tokens, Node) else tokens
     whole = value(positions).dtype in (torch.int32, torch.int64)
-    return (table, positions) if whole and same_size(value(positions).numel(), count) else None
+    return (table, positions, part) if whole and same_size(value(positions).numel(), count) else None
 
 
 def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:

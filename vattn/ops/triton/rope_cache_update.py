@@ -176,7 +176,7 @@ def _key_value_tile(
 
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows", "eps"],
-    do_not_specialize_on_alignment=["slot_mapping", "positions", "cos", "sin", "q_scale", "k_scale", "v_scale"],
+    do_not_specialize_on_alignment=["slot_mapping", "positions", "q_scale", "k_scale", "v_scale"],
 )
 def rope_update_kernel(
     query, key, value, cos, sin, positions, query_out, key_cache, value_cache, slot_mapping, q_weight, k_weight,
