@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import COLUMNS, Bundle, captured_bundle
+from harness import COLUMNS, WIDTH, Bundle, Capture, captured_bundle
 from torch import Tensor
 
+import vattn
 from vattn.passes.report import FUSED, NEAR_MISS
 
 E4M3 = torch.float8_e4m3fn
@@ -52,7 +54,16 @@ ODD: dict[str, Callable[..., Any]] = {
     "great maxima": token(lambda scale: scale.clamp(max=60.0)),
     "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
 }
+
+
+def in_two_layouts(o: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    groups = o.float().unflatten(-1, (-1, 64))
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / 448
+    return cast(groups / scales.unsqueeze(-1)).flatten(-2), scales, scales.t().contiguous()
+
+
 PLAIN: dict[str, Callable[..., Any]] = {
+    "scales in two layouts": in_two_layouts,
     "static": static(lambda x, s: x),
     "token": token(lambda scale: scale),
     "floor": token(lambda scale: scale, 3e-5),
@@ -74,6 +85,30 @@ def test_regions_that_differ_in_places() -> None:
     outcomes = {name: node.outcome for name, node in zip(forms, capture.report, strict=True)}
     assert {name for name in ODD if outcomes[name] != NEAR_MISS} == set()
     assert {name for name in PLAIN if outcomes[name] != FUSED} == set()
+
+
+def test_as_many_tokens_as_a_number_says() -> None:
+    """`output[:n]`, where n is an argument that varies."""
+    bundle = Bundle([token(lambda scale: scale)])
+
+    def first(n: int, *inputs: Tensor) -> Any:
+        form = bundle.forms[0]
+        query, key, value, starts, s = inputs
+        query, key, value = (x.view(x.shape[0], -1, WIDTH) for x in (query, key, value))
+        out = torch.empty_like(query)
+        args = (query, key, value, starts, starts, out, None, None, *[None] * 10, [], None, bundle.configs[0])
+        torch.ops.vattn.varlen_attention(*args)
+        return form(out.flatten(1)[:n], s)
+
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(first, backend=capture.backend)
+    for n in (3, 5, 7):
+        results = []
+        for capture.fused in (True, False):
+            results.append(bundle.run(functools.partial(target, n), [4, 4]))
+        assert all(torch.equal(a.float(), b.float()) and len(a) == n for a, b in zip(*results, strict=True))
+    assert {node.outcome for node in capture.report} == {FUSED}
 
 
 def test_a_near_miss_names_the_first_node_that_differs() -> None:
