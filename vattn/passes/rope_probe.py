@@ -176,7 +176,7 @@ class _Trial:
         if len(self.weights) > 1:
             raise Refusal("it depends on more than one weight", end, near=True)
         if len(self.scales) != int(self.is_fp8):
-            why = "its FP8 scale is a constant: make it a tensor" if self.is_fp8 else "it is scaled"
+            why = "its FP8 scale is a constant of the graph" if self.is_fp8 else "it is scaled"
             raise Refusal(why, end, near=True)
 
     def _sample(self, seed: int) -> tuple[dict[Node, Tensor], Tensor]:
