@@ -123,14 +123,22 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
-    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
+    num_reqs = args.seq_lens.shape[0]
+    is_decode = args.query.shape[0] == num_reqs > 0
+    return is_decode and runs(config, args.query.device) and _load_has_run(config, num_reqs)
+
+
+@lru_cache(maxsize=4096)
+def _load_has_run(config: AttentionConfig, num_reqs: int) -> bool:
+    """Return whether queries have been loaded like this on a GPU: rounded ones on FP8 caches, by the Triton kernel."""
+    on_fp8 = config.kv_cache_dtype in QUANTISED_CACHES and not choose_tuning(config, num_reqs).slots
+    return config.query_load == "plain" or on_fp8
 
 
 @lru_cache(maxsize=4096)
 def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused, and the like of it has been run."""
-    # Rounding queries in their load is right in the interpreter and compiles, but has not run on a GPU yet.
-    return config.query_load == "plain" and not refusals(config, DeviceInfo.of(device))
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
 
 
 @dataclass(frozen=True)
