@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor
 
 import vattn
 from benchmarks import fused_steps
+from vattn.passes import pipeline
 
 TINY = "--device cpu --layers 3 --hidden 64 --heads 4 --kv-heads 2 --head-size 16 --ffn 128 --context 20 40"
 
 
-def bench(activations: str = "static") -> fused_steps.Bench:
-    arguments = f"{TINY} --batches 3 --activations {activations}"
+def bench(layers: int = 3) -> fused_steps.Bench:
+    arguments = f"{TINY} --batches 3 --layers {layers}"
     return fused_steps.Bench(fused_steps.arguments().parse_args(arguments.split()))
 
 
@@ -84,3 +86,26 @@ def test_the_benchmark_runs_on_a_cpu(activations: str, tmp_path: Path) -> None:
     rows = [row for row in result["rows"] if "batch" in row]
     assert [row["batch"] for row in rows] == [1, 3] and all(row["bitwise_equal"] and row["finite"] for row in rows)
     assert path.exists() and path.with_suffix(".md").read_text().count("\n| ") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_the_passes_take_less_than_two_percent_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 layers, everything that can fuse."""
+    spent = []
+    run = pipeline.FusionPass.__call__
+
+    def timed(self: Any, graph: torch.fx.Graph) -> None:
+        start = time.perf_counter()
+        run(self, graph)
+        spent.append(time.perf_counter() - start)
+
+    monkeypatch.setattr(pipeline.FusionPass, "__call__", timed)
+    made = bench(layers=32)
+    target = vattn.compile(made.model, options=vattn.options(strict=True, rope="always"))
+    step = made.builder.build([1] * 3, made.lengths, made.tables)
+    with torch._inductor.config.patch(force_disable_caches=True), vattn.forward_context(step):
+        start = time.perf_counter()
+        target(*made._inputs(step))
+        total = time.perf_counter() - start
+    assert len(spent) == 1 and spent[0] < 0.02 * total, (spent, total)
