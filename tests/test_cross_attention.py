@@ -357,12 +357,15 @@ BAD_OPTIONS = {
     "decoder": ({"attn_type": "decoder"}, UnsupportedRequestError, "vattn.Attention"),
     "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "'encoder_decoder'"),
     "unknown type": ({"attn_type": "cross"}, ConfigError, "attn_type='cross'"),
+    "scales of another layer": (
+        {"quant_config": vattn.EncoderFP8Config(dynamic=True)}, ConfigError, "quant_config of type EncoderFP8Config"
+    ),
     "window of the model": ({"cache": {"sliding_window": 8}}, ConfigError, "sliding_window=8"),
     "window": ({"per_layer_sliding_window": 8}, UnknownOptionError, "per_layer_sliding_window"),
     "alibi": ({"alibi_slopes": [1.0] * HEADS}, UnknownOptionError, "alibi_slopes"),
     "ranges": ({"mm_prefix": "full"}, UnknownOptionError, "mm_prefix"),
     "chunks": ({"chunk_lookback": 1}, UnknownOptionError, "chunk_lookback"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "named"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())

@@ -165,6 +165,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
     "sharing": ({"kv_sharing_target_layer_name": "a"}, ConfigError, "no cache to share"),
     "ranges": ({"mm_prefix": "full"}, UnsupportedRequestError, "mm_prefix='full'"),
+    "kept rows": ({"fast_prefill": True}, UnsupportedRequestError, "fast_prefill=True"),
+    "no type": ({"attn_type": ""}, ConfigError, "attn_type=''"),
+    "cache of a dict": ({"cache_config": {}}, ConfigError, "cache_config of type dict"),
+    "scales of a dict": ({"quant_config": {"k_scale": 1.0}}, ConfigError, "quant_config of type dict"),
     "sqrt": ({"alibi_slopes": [1.0] * 4, "use_alibi_sqrt": True}, ConfigError, "alibi='sqrt'"),
     "sqrt alone": ({"use_alibi_sqrt": True}, ConfigError, "use_alibi_sqrt without alibi_slopes"),
     "unknown option": ({"window": 4}, UnknownOptionError, "per_layer_sliding_window"),
@@ -204,6 +208,8 @@ def test_bad_calls() -> None:
         layer(query[:4], key[:4], value[:4], metadata=step)
     with pytest.raises(DtypeError, match=r"float64 in layer 'bert\.0'"):
         layer(query.double(), key.double(), value.double(), metadata=step)
+    with pytest.raises(ShapeError, match="key is None"):
+        layer(query, None, None, metadata=step)
     with pytest.raises(DtypeError, match="value is bfloat16"):
         layer(query, key, value.bfloat16(), metadata=step)
     with pytest.raises(ShapeError, match="output_shape"):

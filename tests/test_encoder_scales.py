@@ -66,6 +66,7 @@ def test_spellings(name: str, tmp_path: Path) -> None:
 
 BAD_FILES: dict[str, tuple[Any, str]] = {
     "torn": ('{"a": {"q": 0.1, "k": 0.', "no whole JSON file"),
+    "too deep": ("[" * 200_000, "no whole JSON file"),
     "empty": ("", "no whole JSON file"),
     "not UTF-8": (b"\xff\xfe\x00", "no whole JSON file"),
     "a list": ([SCALES], "no scales by layer"),
@@ -312,6 +313,22 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 def test_bad_margins(margin: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="margin="):
         vattn.save_encoder_scales(nn.ModuleDict({"x": make_layer()}), tmp_path / "s.json", margin=margin)
+
+
+def test_a_margin_that_leaves_fp32_writes_nothing(tmp_path: Path) -> None:
+    model, path = nn.ModuleDict({"x": make_layer("x")}), write(tmp_path / "s.json", {"x": SCALES})
+    filled(model)
+    with pytest.raises(ScaleError, match=r"layer 'x' has scales .* with margin=1e\+300.*smaller margin"):
+        vattn.save_encoder_scales(model, path, margin=1e300)
+    assert vattn.read_encoder_scales(path) == {"x": SCALES} and os.listdir(tmp_path) == ["s.json"]
+
+
+def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"x": make_layer("x")})
+    filled(model)
+    vattn.save_encoder_scales(model, tmp_path / "s.json")
+    other = write(tmp_path / "other.json", {})
+    assert (tmp_path / "s.json").stat().st_mode == other.stat().st_mode
 
 
 def test_models_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -613,7 +613,44 @@ def test_the_decorator_takes_the_name_by_position_or_keyword(detached):
         attend(layer_name="layers.0")
 
 
+def test_the_decorator_finds_the_model_that_is_left_of_two(detached):
+    first, second = (Setup(HostMemoryConnector("1MiB")) for _ in range(2))
+
+    @maybe_transfer_kv_layer
+    def attend(x, layer_name):
+        return x
+
+    with pytest.raises(ConfigError, match=r"two models with connectors have a layer 'layers\.0'"):
+        attend(1, "layers.0")
+    first.transfer.detach()
+    first.transfer.detach()
+    keys = tuple(block_keys(range(8), BLOCK))
+    with second.transfer.step(saves=[TransferRequest("a", keys, (1,))]):
+        for name in second.transfer.page_bytes:
+            attend(1, name)
+    assert second.transfer.wait_for_saves() == {} and second.transfer.find(keys) == 1
+    second.transfer.detach()
+
+
+def test_detaching_twice_leaves_the_next_connector_alone(detached):
+    setup = Setup(HostMemoryConnector("1MiB"))
+    old, keys = setup.transfer, tuple(block_keys(range(8), BLOCK))
+    old.detach()
+    new = setup.transfer = KVTransfer(setup.model, setup.cache, HostMemoryConnector("1MiB"))
+    old.detach()
+    setup.run(torch.randn(8, 64), [8], [8], [[1]], saves=[TransferRequest("a", keys, (1,))])
+    assert new.wait_for_saves() == {} and new.find(keys) == 1
+    new.detach()
+
+
 def test_the_decorator_needs_the_parameter():
+    @maybe_transfer_kv_layer
+    def collect(*args, layer_name=None):
+        return args
+
+    assert collect([1], [2]) == ([1], [2]), "no position gives a name that stands behind *args"
+    with pytest.raises(SignatureError, match="has no parameter"):
+        maybe_transfer_kv_layer(lambda *layer_name: None)
     with pytest.raises(SignatureError, match=r"f\(x, name\) has no parameter 'layer_name'"):
 
         @maybe_transfer_kv_layer

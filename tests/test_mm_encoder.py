@@ -139,6 +139,9 @@ def test_bad_options() -> None:
         vattn.MMEncoderAttention(4, 16, num_kv_heads=3)
     with pytest.raises(ConfigError, match="head_size=0"):
         vattn.MMEncoderAttention(4, 0, 1.0)
+    for size in (0, -16, "16", 16.0):
+        with pytest.raises(ConfigError, match=f"head_size={size!r}"):
+            vattn.MMEncoderAttention(4, size)  # type: ignore[arg-type]
     with pytest.raises(UnknownOptionError, match="FAST"):
         vattn.MMEncoderAttention(4, 16, attn_backend="FAST")
     with pytest.raises(ConfigError, match=r"quant_config of type QuantConfig.*EncoderFP8Config"):
@@ -162,6 +165,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], str]]
     "start": (lambda: (ROWS, ROWS, ROWS, torch.tensor([1, 5]).int(), 5), MetadataError, "start at 0"),
     "too long": (lambda: (ROWS, ROWS, ROWS, offsets([2, 3]), 2), MetadataError, "a sequence of 3 tokens"),
     "int64": (lambda: (ROWS, ROWS, ROWS, offsets([5]).long(), 5), DtypeError, "cu_seqlens is int64"),
+    "no tensor": (lambda: (ROWS, ROWS, ROWS, [0, 5], 5), DtypeError, "cu_seqlens is list"),
+    "length of a text": (lambda: (ROWS, ROWS, ROWS, offsets([5]), "5"), DtypeError, "max_seqlen='5'"),
+    "length of a half": (lambda: (ROWS, ROWS, ROWS, offsets([5]), 5.5), DtypeError, "max_seqlen=5.5"),
+    "length of a float": (lambda: (ROWS, ROWS, ROWS, offsets([5]), torch.tensor(5.5)), DtypeError, "max_seqlen=tens"),
+    "two lengths": (lambda: (ROWS, ROWS, ROWS, offsets([5]), torch.tensor([5, 5])), DtypeError, "max_seqlen=tens"),
+    "no key": (lambda: (ROWS, None, ROWS), ShapeError, "key is None in layer 'v.0'"),
     "no sequence": (lambda: (ROWS, ROWS, ROWS, offsets([]), 5), ShapeError, r"cu_seqlens of shape \(1,\)"),
     "a batch": (lambda: (*[ROWS.expand(2, 5, 32)] * 3, offsets([10]), 10), ShapeError, "packed into one row"),
 }
@@ -186,6 +195,8 @@ def test_more_bad_calls() -> None:
         layer(ROWS, ROWS, ROWS, padded=True)
     with pytest.raises(MetadataError, match="ends at 6 for 5 tokens"):
         layer(ROWS, ROWS, ROWS, offsets([6]), 6, padded=True)
+    with pytest.raises(DtypeError, match="padded='no'"):
+        layer(ROWS, ROWS, ROWS, offsets([5]), 5, padded="no")  # type: ignore[arg-type]
     with pytest.raises(GradientError):
         layer(ROWS.clone().requires_grad_(), ROWS, ROWS)
     refused = vattn.MMEncoderAttention(2, 12)

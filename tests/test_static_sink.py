@@ -28,6 +28,7 @@ from vattn.backends.torch_sdpa import TorchSDPABackend
 from vattn.errors import (
     CacheError,
     ConfigError,
+    DtypeError,
     MetadataError,
     ScaleError,
     ShapeError,
@@ -449,6 +450,9 @@ BAD_OPTIONS = {
     "too few": ({"sink_key": make_sinks(sink_len=BLOCK)}, ShapeError, "sink_key has shape (8, 2, 16)"),
     "value of another width": ({"sink_value": make_sinks(24)}, ShapeError, "sink_value has shape (16, 2, 24)"),
     "flat": ({"sink_key": make_sinks().flatten(1)}, ShapeError, "sink_key has shape (16, 32)"),
+    "nested list": ({"sink_key": [[[1.0]]]}, DtypeError, "sink_key is list"),
+    "whole numbers": ({"sink_key": make_sinks().long()}, DtypeError, "sink_key is int64"),
+    "scales of a dict": ({"quant_config": {}}, ConfigError, "quant_config of type dict"),
     "chunks": ({"chunk_lookback": 1, "per_layer_sliding_window": 8}, UnsupportedRequestError, "chunk_lookback"),
     "misspelt": ({"sinks_len": 4}, UnknownOptionError, "Try: sink_len"),
     "calculated scales": ({"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}}, ScaleError, "calculate_kv_"),

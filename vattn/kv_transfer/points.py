@@ -61,14 +61,22 @@ def register(points: list[TransferPoint]) -> None:
         )
     for point in points:
         _by_address[point.kv_cache.data_ptr()] = point
-        by_name[point.layer_name] = None if point.layer_name in by_name else point
+    _name_points()
 
 
 def unregister(points: list[TransferPoint]) -> None:
-    """Forget these points."""
+    """Forget these points, and leave alone what another transfer has registered for the same caches since."""
     for point in points:
-        _by_address.pop(point.kv_cache.data_ptr(), None)
-        by_name.pop(point.layer_name, None)
+        address = point.kv_cache.data_ptr()
+        if _by_address.get(address) is point:
+            del _by_address[address]
+    _name_points()
+
+
+def _name_points() -> None:
+    by_name.clear()
+    for point in _by_address.values():
+        by_name[point.layer_name] = None if point.layer_name in by_name else point
 
 
 def find(kv_cache: Tensor, op: str) -> TransferPoint:

@@ -94,7 +94,7 @@ class KVTransfer:
         timeout: float = 30.0,
         namespace: str = "",
     ) -> None:
-        if not timeout > 0:
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ConfigError(f"timeout={timeout!r}", "seconds > 0", "timeout=30.0")
         if len(allocation.groups) > 1:
             raise CacheError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vattn.config import AttentionType, CacheConfig
 from vattn.layers.cached_attention import CachedAttention
-from vattn.layers.request import alibi_kind, check_extra, check_type, named_arguments
+from vattn.layers.request import alibi_kind, check_configs, check_extra, check_type, named_arguments
 from vattn.layers.scales import QuantConfig
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Attention(CachedAttention):
         layer = type(self)
         options = check_extra(layer.__name__, extra, named_arguments(layer))
         check_type(layer.__name__, attn_type, AttentionType.DECODER)
+        check_configs(layer.__name__, cache_config, quant_config)
         window = per_layer_sliding_window
         if window is None and cache_config is not None:
             window = cache_config.sliding_window

@@ -12,7 +12,7 @@ from vattn.config import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.layer_step import LayerStep, given
-from vattn.layers.request import check_extra, check_type, named_arguments
+from vattn.layers.request import check_configs, check_extra, check_type, named_arguments
 from vattn.layers.scales import QuantConfig
 from vattn.metadata import AttentionMetadata
 
@@ -85,6 +85,7 @@ class CrossAttention(CachedAttention):
         options = check_extra("CrossAttention", extra, named_arguments(CrossAttention), _OPTIONS)
         own = AttentionType.ENCODER_DECODER
         check_type("CrossAttention", own if attn_type is None else attn_type, own)
+        check_configs("CrossAttention", cache_config, quant_config)
         if cache_config is not None and cache_config.sliding_window is not None:
             raise ConfigError(
                 f"CacheConfig(sliding_window={cache_config.sliding_window}) for CrossAttention layer {prefix!r}",

@@ -17,6 +17,7 @@ from vattn.layers.layer_step import check_output_shape, split_heads
 from vattn.layers.packed_attention import PackedAttention
 from vattn.layers.request import (
     alibi_kind,
+    check_configs,
     check_extra,
     check_per_head,
     check_type,
@@ -52,8 +53,8 @@ class EncoderOnlyAttention(PackedAttention):
         attn_backend: name of a backend, never replaced by another; default: the first that accepts on the device.
         head_size_v: value width; default `head_size`.
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
-            `chunk_lookback` (int >= 0; chunks reach as far to the right), `batch_invariant` (bool). `mm_prefix` is
-            refused.
+            `chunk_lookback` (int >= 0; chunks reach as far to the right), `batch_invariant` (bool). `mm_prefix` and
+            `fast_prefill` are refused.
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: what the values alone decide. What dtype
@@ -94,9 +95,11 @@ class EncoderOnlyAttention(PackedAttention):
         **extra: Any,
     ) -> None:
         options = check_extra("EncoderOnlyAttention", extra, _NAMED_ARGUMENTS)
-        check_type("EncoderOnlyAttention", attn_type or AttentionType.ENCODER_ONLY, AttentionType.ENCODER_ONLY)
+        own = AttentionType.ENCODER_ONLY
+        check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
+        check_configs("EncoderOnlyAttention", cache_config, quant_config)
         super().__init__(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
-        _check_no_cache(prefix, kv_sharing_target_layer_name, options["mm_prefix"])
+        _check_no_cache(prefix, kv_sharing_target_layer_name, options)
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
         window = per_layer_sliding_window
         if window is None:
@@ -273,7 +276,14 @@ class EncoderOnlyAttention(PackedAttention):
 _NAMED_ARGUMENTS = [name for name in inspect.signature(EncoderOnlyAttention).parameters if name != "extra"]
 
 
-def _check_no_cache(prefix: str, target: str | None, mm_prefix: str) -> None:
+def _check_no_cache(prefix: str, target: str | None, options: dict[str, Any]) -> None:
+    mm_prefix, fast_prefill = options["mm_prefix"], options["fast_prefill"]
+    if fast_prefill is not False:
+        raise UnsupportedRequestError(
+            f"fast_prefill={fast_prefill!r} in EncoderOnlyAttention {prefix!r}",
+            "False: keys come from the rows of the query, so all of them are needed",
+            "leave it out",
+        )
     if target is not None:
         raise ConfigError(
             f"kv_sharing_target_layer_name={target!r} in EncoderOnlyAttention {prefix!r}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, flo
         data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise ScaleError(f"{where} cannot be read: {error.strerror}", "a JSON file", "check scale_path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScaleError(f"{where} is no whole JSON file: {error}", _FORMAT, "save the scales again") from error
     layers = data.get("layers") if isinstance(data, dict) else None
     nested = isinstance(layers, dict) and all(isinstance(entry, dict) for entry in layers.values())
@@ -174,7 +174,9 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
 
     Raises:
         ConfigError: no such layer, a layer without a prefix or with another's, or a margin below 1.
-        ScaleError: the history of some layer has not filled yet; nothing is written.
+        ScaleError: the history of some layer has not filled yet, or a scale times the margin leaves fp32; nothing is
+            written.
+        OSError: the file cannot be written; an older one is as it was.
     """
     if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
         raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
@@ -189,6 +191,13 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
             "run more inputs through the model, then save",
         )
     entries = {name: dict(zip(_TENSORS, _saved_scales(layer, margin), strict=True)) for name, layer in layers.items()}
+    for name, entry in entries.items():
+        if not all(_SMALLEST <= scale <= torch.finfo(torch.float32).max for scale in entry.values()):
+            raise ScaleError(
+                f"layer {name!r} has scales {entry} with margin={margin}",
+                "positive finite fp32 numbers",
+                "choose a smaller margin, or call reset_amax_history() and run more inputs",
+            )
     _write_whole(path, {"format": "vattn encoder scales", "margin": margin, "layers": entries})
 
 
@@ -225,15 +234,16 @@ def _saved_scales(layer: Any, margin: float) -> list[float]:
 def _write_whole(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     """Write JSON into a file that is either the old one or the whole new one, whatever happens in between."""
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # Made with the permissions of any new file: who serves a model is often not who calibrated it.
+        with open(temporary, "x", encoding="utf-8") as file:
             json.dump(data, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _flush_folder(target.parent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,15 +48,17 @@ def maybe_transfer_kv_layer(function: Function) -> Function:
         >>> attend(1, "layers.0"), attend(1, layer_name="layers.0")
         (2, 2)
     """
-    parameters = list(inspect.signature(function).parameters)
-    if "layer_name" not in parameters:
+    parameters = inspect.signature(function).parameters
+    layer_name = parameters.get("layer_name")
+    if layer_name is None or layer_name.kind in (layer_name.VAR_POSITIONAL, layer_name.VAR_KEYWORD):
         raise SignatureError(
             f"{getattr(function, '__name__', 'function')}({', '.join(parameters)}) has no parameter 'layer_name'",
             "a function that is told which layer it works for",
             "add a parameter layer_name",
         )
-    index = parameters.index("layer_name")
-    default = inspect.signature(function).parameters["layer_name"].default
+    # No position gives a parameter that stands behind *args.
+    index = sys.maxsize if layer_name.kind is layer_name.KEYWORD_ONLY else list(parameters).index("layer_name")
+    default = layer_name.default
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -132,8 +132,14 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
     """Return `[tokens, heads, width]` of a tensor that has two or three dimensions.
 
     Raises:
-        ShapeError: other sizes.
+        ShapeError: other sizes, or no tensor.
     """
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(
+            f"{name} is {None if tensor is None else type(tensor).__name__}",
+            f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
+            f"pass {name}",
+        )
     if tensor.dim() == 2 and tensor.shape[1] == heads * width:
         return tensor.unflatten(1, (heads, width))
     if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:

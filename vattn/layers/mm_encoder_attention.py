@@ -88,7 +88,7 @@ class MMEncoderAttention(PackedAttention):
             self._register_fp8(quant_config)
         fp8 = "none" if quant_config is None else "tensor"
         self._set_request(
-            head_size**-0.5 if scale is None else scale,
+            _default_scale(head_size) if scale is None else scale,
             "auto" if quant_config is None else _FP8,
             attn_type=AttentionType.ENCODER.value,
             kv_scale=fp8,
@@ -175,6 +175,12 @@ class MMEncoderAttention(PackedAttention):
 
     def _packed(self, name: str, tensor: Tensor, heads: int, batch: int, tokens: int) -> Tensor:
         """Return a view `[b * s, heads, head_size]`."""
+        if not isinstance(tensor, Tensor):
+            raise ShapeError(
+                f"{name} is {None if tensor is None else type(tensor).__name__} in layer {self.prefix!r}",
+                f"a tensor [{batch}, {tokens}, {heads * self.head_size}]",
+                f"pass {name}",
+            )
         wide = tensor.dim() == 3 and tensor.shape[2] == heads * self.head_size
         split = tensor.dim() == 4 and tensor.shape[2] == heads and tensor.shape[3] == self.head_size
         if not (wide or split) or tensor.shape[0] != batch or tensor.shape[1] != tokens:
@@ -206,22 +212,36 @@ class MMEncoderAttention(PackedAttention):
             if batch == 0:
                 return torch.zeros(2, dtype=torch.int32, device=query.device)
             return torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
+        self._check_types(cu_seqlens, max_seqlen, padded)
         if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             raise ShapeError(
                 f"cu_seqlens of shape {tuple(cu_seqlens.shape)} for {batch} rows of a batch in layer {self.prefix!r}",
                 "[sequences + 1] with one or more sequences, all of them packed into one row",
                 "reshape query, key and value to [1, b * s, ...]",
             )
-        if cu_seqlens.dtype != torch.int32 or isinstance(max_seqlen, bool):
-            raise DtypeError(
-                f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} and max_seqlen {type(max_seqlen).__name__} in layer "
-                f"{self.prefix!r}",
-                "int32, and an int or a tensor of one value",
-                "make the offsets with dtype=torch.int32, once for all layers",
-            )
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             check_cu_seqlens(cu_seqlens, tokens, max_seqlen, padded=padded)
         return cu_seqlens
+
+    def _check_types(self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, padded: bool) -> None:
+        """Refuse offsets and lengths of other types; a float or a text would be rounded or read as true in silence."""
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            came = dtype_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise DtypeError(
+                f"cu_seqlens is {came} in layer {self.prefix!r}",
+                "an int32 tensor",
+                "make the offsets with dtype=torch.int32, once for all layers",
+            )
+        if isinstance(max_seqlen, Tensor):
+            right = max_seqlen.numel() == 1 and max_seqlen.dtype in (torch.int32, torch.int64)
+        else:
+            right = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
+        if not right or not isinstance(padded, bool):
+            raise DtypeError(
+                f"max_seqlen={max_seqlen!r} and padded={padded!r} in layer {self.prefix!r}",
+                "an int or an integer tensor of one value; True or False",
+                "pass the longest length, or more",
+            )
 
     def _fp8_arguments(
         self, packed: list[Tensor], starts: Tensor, output: Tensor, masked: bool, op_config: str
@@ -254,3 +274,8 @@ class MMEncoderAttention(PackedAttention):
         else:
             fp8 = ", fp8=dynamic" if self.quant_config.dynamic else ", fp8=static"
         return f"{self._heads_repr()}{fp8}, {self._backend_repr()}"
+
+
+def _default_scale(head_size: int) -> float:
+    """Return `head_size ** -0.5`; 1 for what is no head size, which the config refuses by its name."""
+    return head_size**-0.5 if isinstance(head_size, int) and head_size > 0 else 1.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
-from vattn.config import AttentionConfig, AttentionType
+from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -22,7 +22,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import dtype_name
-from vattn.layers.scales import ScaleSource, make_scale
+from vattn.layers.scales import QuantConfig, ScaleSource, make_scale
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, shape_of_storage
 
 EXTRA_OPTIONS: dict[str, Any] = {
@@ -103,6 +103,20 @@ def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -
         raise UnsupportedRequestError(
             f"attn_type={kind.value!r} in {layer}", repr(own.value), f"use vattn.{_LAYERS[kind]}"
         )
+
+
+def check_configs(layer: str, cache_config: object, quant_config: object) -> None:
+    """Refuse what is no configuration of a layer; `None` is the default one."""
+    for name, config, kind in (
+        ("cache_config", cache_config, CacheConfig),
+        ("quant_config", quant_config, QuantConfig),
+    ):
+        if config is not None and not isinstance(config, kind):
+            raise ConfigError(
+                f"{name} of type {type(config).__name__} in {layer}",
+                f"vattn.{kind.__name__} or None",
+                f"pass {kind.__name__}(...)",
+            )
 
 
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vattn.errors import CacheError, ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
-from vattn.formats import MODEL_DTYPES
+from vattn.errors import (
+    CacheError,
+    ConfigError,
+    DtypeError,
+    MetadataError,
+    ScaleError,
+    ShapeError,
+    UnsupportedRequestError,
+)
+from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.layers.attention import Attention
 from vattn.layers.layer_step import LayerStep
 from vattn.metadata import AttentionMetadata, plan_key, with_sinks
@@ -39,6 +47,7 @@ class StaticSinkAttention(Attention):
         ConfigError, ShapeError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction, as
             `Attention`; an unaligned `sink_len`; sinks of another shape; `calculate_kv_scales`, which would decide
             scales after the sinks are stored.
+        DtypeError: sinks that are no tensor of floats.
 
     Masks count sinks as the tokens before the request's first: a window of W shows the last W of both together, so it
     leaves the sinks behind as the request grows. ALiBi and ranges keep their distances. A request of length 0 stays
@@ -115,6 +124,9 @@ class StaticSinkAttention(Attention):
         if sinks is None:
             # Loud if nobody loads them: binding a cache refuses NaN.
             return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
+        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+            came = dtype_name(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise DtypeError(f"{name} is {came} in layer {self.prefix!r}", "a tensor of floats", f"convert {name}")
         if tuple(sinks.shape) != shape:
             raise ShapeError(
                 f"{name} has shape {tuple(sinks.shape)} in layer {self.prefix!r}",
