@@ -23,6 +23,7 @@ ROUNDED = (
     "in another: convert to float32 first"
 )
 _STIRRING = moves.MOVES - {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "clone", "alias", "detach"}
+_LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
 
@@ -78,7 +79,7 @@ class _Candidate:
     way: Quantiser
     scale: int | float | None
     factor: float = 1.0
-    block_scales: dict[int, str] | None = field(default=None)
+    block_scales: dict[int, frozenset[str]] | None = field(default=None)
 
 
 class Asked:
@@ -195,11 +196,10 @@ class Asked:
             return False
         if scales is not None:
             held = candidate.block_scales
-            indices = range(len(self.nodes)) if held is None else held
-            found = {index: self._layout(self.nodes[index], scales, sample) for index in indices}
-            candidate.block_scales = {
-                index: layout for index, layout in found.items() if layout and (held is None or held[index] == layout)
-            }
+            if held is None:
+                held = dict.fromkeys(range(len(self.nodes)), frozenset(_LAYOUTS))
+            found = {index: ways & self._layouts(self.nodes[index], scales, sample) for index, ways in held.items()}
+            candidate.block_scales = {index: ways for index, ways in found.items() if ways}
         else:
             candidate.block_scales = {}
         return True
@@ -211,11 +211,11 @@ class Asked:
             return codes
         return codes.flatten()[place // step]
 
-    def _layout(self, node: Node, scales: Tensor, sample: Sample) -> str:
-        """Return how a node holds computed scales, empty if it does not."""
+    def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
+        """Return how a node may hold computed scales, empty if it does not."""
         got = sample.values[node]
-        if not isinstance(got, Tensor):
-            return ""
+        if not isinstance(got, Tensor) or got.numel() > sample.rows.numel() / 8:
+            return frozenset()
         layouts = {"plain": scales, "transposed": scales.t()}
         if scales.dtype == torch.float8_e4m3fn:
             layouts["swizzled"] = quantization.swizzle_block_scales(scales)
@@ -224,7 +224,7 @@ class Asked:
             columns = sample.rows.shape[1]
             group = columns // scales.shape[1]
             layouts["moved"] = scales[place // columns, place % columns // group]
-        return next((name for name, wanted in layouts.items() if _holds(got, wanted)), "")
+        return frozenset(name for name, wanted in layouts.items() if _holds(got, wanted))
 
     def _equals_codes(self, node: Node, sample: Sample) -> bool:
         a, b = sample.values[node], sample.values[self.quantised]
@@ -238,7 +238,7 @@ class Asked:
         moved = not moves.is_whole(place, sample.rows.numel(), 2 if fmt.container is torch.uint8 else 1)
         if moved and fmt.container is torch.uint8:
             raise Refusal("the packed codes are sliced or transposed before they are packed", self.quantised, near=True)
-        scales = tuple((found.block_scales or {}).items())
+        scales = tuple((i, next(filter(ways.__contains__, _LAYOUTS))) for i, ways in (found.block_scales or {}).items())
         return Match(
             fmt.name, found.way.arithmetic, found.way.min_scale, found.scale, codes, scales, found.factor, moved
         )
