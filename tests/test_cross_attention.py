@@ -34,6 +34,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import OUTPUT_FORMATS
+from vattn.passes.report import clear_fusion_report
 
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -540,6 +541,7 @@ def test_aot_inductor_equals_eager(tmp_path):
 
 def test_output_quantisation_fuses_after_cross_attention():
     torch._dynamo.reset()
+    clear_fusion_report()
     model = Decoder(quantise=True).eval()
     bind(model)
     step, inputs = next(decoder_steps(make_builder(layers=model)))

@@ -37,6 +37,7 @@ from vattn.errors import (
 )
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.cache_layout import key_value_views
+from vattn.passes.report import clear_fusion_report
 
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -572,6 +573,7 @@ class Block(nn.Module):
 
 def test_exports_and_fuses():
     torch._dynamo.reset()
+    clear_fusion_report()
     model = Block().eval()
     bind(model)
     builder = make_builder(layers=model)

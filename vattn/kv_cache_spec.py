@@ -280,7 +280,7 @@ class SlidingWindowSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.sliding_window, int) or self.sliding_window < 1:
+        if isinstance(self.sliding_window, bool) or not isinstance(self.sliding_window, int) or self.sliding_window < 1:
             raise ConfigError(
                 f"sliding_window={self.sliding_window!r}", "an int >= 1", "use FullAttentionSpec for none"
             )
@@ -351,6 +351,10 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
     def content_bytes(self) -> int:
         """0."""
         return 0
+
+    def storage_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return `(num_blocks, 0)`: blocks without content."""
+        return num_blocks, 0
 
     def max_blocks(self, max_seq_len: int, max_new_tokens: int = 1, max_encoder_len: int | None = None) -> int:
         """Return 0."""
