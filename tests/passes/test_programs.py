@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vattn.passes.report import FUSED
 
+PARTS = 10
 STEPS = ([3, 4], [1, 1], [5, 1, 2], [16])
 
 
@@ -104,18 +105,19 @@ def test_a_few_programs(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_programs() -> None:
-    """Five hundred programs, or VATTN_PROGRAMS of them: at least 95 % of those that are supported fuse."""
-    count, start = int(os.environ.get("VATTN_PROGRAMS", "500")), int(os.environ.get("VATTN_FUZZ_SEED", "1")) << 20
-    forms = list({form.name: form for form in map(program, range(start, start + 2 * count)) if valid(form)}.values())
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_programs(part: int) -> None:
+    """Fifty programs of five hundred: at least 95 % of those that are supported fuse."""
+    start = (int(os.environ.get("VATTN_FUZZ_SEED", "1")) * PARTS + part) << 20
+    forms = list({form.name: form for form in map(program, range(start, start + 100)) if valid(form)}.values())[:50]
     everything_wrong, meant, fused = [], 0, 0
-    for first in range(0, count, 16):
-        wrong, more, of_them = judge(forms[first : min(first + 16, count)])
+    for first in range(0, len(forms), 17):
+        wrong, more, of_them = judge(forms[first : first + 17])
         everything_wrong += wrong
         meant, fused = meant + more, fused + of_them
-    print(f"{min(count, len(forms))} programs, {meant} supported, {fused} of them fused")
+    print(f"{len(forms)} programs, {meant} supported, {fused} of them fused")
     assert not everything_wrong, "\n".join(everything_wrong)
-    assert meant > count / 4 and fused >= 0.95 * meant
+    assert meant > len(forms) / 5 and fused >= 0.95 * meant
 
 
 @pytest.mark.slow
