@@ -222,8 +222,8 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     programs = min(num_reqs * config.num_heads * parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, num_warps=16 // parts if few else 1,
-        launch_pdl=True, **common,
+        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=tuning.overlap,
+        num_warps=16 // parts if few else 1, launch_pdl=True, **common,
     )  # fmt: skip
     if not finished:
         from vattn.ops.triton.launch import _launch_finish

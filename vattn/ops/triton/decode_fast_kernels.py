@@ -465,10 +465,16 @@ def reduce_kernel(
     schedule, sinks, v_scale, output_scale, output, block_scale, lse, partial_output, partial_stats, output_stride,
     scale_stride, group_stride, max_items, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr,
-    OUTPUT: tl.constexpr, GROUPS: tl.constexpr,
+    OUTPUT: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head)."""
+    """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head).
+
+    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done.
+    """
     tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
+        # What that kernel wrote (a schedule, scales) is there once the main kernel is done, and not before.
+        tl.extra.cuda.gdc_wait()
     num_splits = tl.load(schedule + 1)
     PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
     splits = schedule + (max_items + 1) * SPLIT_FIELDS
@@ -487,7 +493,7 @@ def reduce_kernel(
         sink = float("-inf")
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        # The schedule is older than the main kernel, so only what follows has to wait for that.
+        # Without overlap all this is older than the main kernel, and only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
         scale = load_scale(output_scale)
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
