@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -68,7 +69,7 @@ def check_plan(
     for row, ranges in tiles.items():
         ranges.sort()
         assert all((b[0] - ranges[0][0]) % unit == 0 for b in ranges), "chunks are whole units"
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "chunks meet"
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges)), "chunks meet"
         if len(ranges) > 1:
             assert sorted(slots[row]) == split_of.pop(row)
         else:
