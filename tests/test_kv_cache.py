@@ -335,8 +335,13 @@ def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
+def test_a_list_is_no_model():
+    with pytest.raises(ConfigError, match="model of type list"):
+        allocate_kv_cache([nn.Linear(2, 2)], num_blocks=4)
+
+
 def test_no_layer_found():
-    with pytest.raises(CacheError, match="Sequential contains no attention layer"):
+    with pytest.raises(CacheError, match="Sequential contains no attention layer that has a KV cache"):
         allocate_kv_cache(nn.Sequential(nn.Linear(2, 2)), num_blocks=4)
 
 

@@ -458,6 +458,12 @@ def test_a_model_that_raises_ends_its_transfers(detached):
     setup.transfer.detach()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, detached):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made: "):
+        Setup(FileConnector(tmp_path / "file"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other key", "other model", "no checksum", "gone"])
 def test_a_damaged_file_is_a_miss_and_changes_nothing(damage, tmp_path, detached):
     setup = Setup(FileConnector(tmp_path))

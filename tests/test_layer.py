@@ -193,6 +193,15 @@ def test_an_argument_wins_over_the_context():
     assert torch.equal(out, make_layer()(*inputs, metadata=make_step([3, 2])))
 
 
+@pytest.mark.parametrize("wrong", [3, [], {"seq_lens": 1}])
+def test_what_is_no_metadata_is_refused(wrong):
+    layer = make_layer()
+    with pytest.raises(MetadataError, match="metadata of type"), vattn.forward_context(wrong):
+        pass
+    with pytest.raises(MetadataError, match="metadata of type"):
+        layer(*make_inputs(8), metadata=wrong)
+
+
 def test_forward_context_nests_and_is_restored_on_exceptions():
     outer, inner = make_step([5]), make_step([3, 2])
     with vattn.forward_context(outer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError, ShapeError
+from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -287,10 +287,31 @@ def test_a_step_without_a_cache_has_no_cached_tokens_and_no_slots() -> None:
         builder.build([2], slot_mapping=[1, 2])
 
 
+@pytest.mark.parametrize(
+    "lengths, tables, named",
+    [
+        (3, [[1]], "query_lens is 3"),
+        ([3], [1], "block_tables has 1 in the place of"),
+        ([3], [None], "block_tables has None in the place of"),
+        ([3], ["12"], "block_tables has '12' in the place of"),
+        ([3], [["1"]], r"block_tables is \['1'\]"),
+        ([3], [[1.0]], "block_tables is torch.float32"),
+    ],
+)
+def test_what_is_no_list_of_ints_is_refused(lengths: object, tables: object, named: str) -> None:
+    with pytest.raises(MetadataError, match=named):
+        make_builder().build(lengths, [3], tables)
+
+
+def test_builder_layers_by_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers='model'"):
+        AttentionMetadataBuilder(2, 8, 16, layers="model")
+
+
 def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
     layer = vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK))
     vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
     before = layer.kv_cache.clone()
-    with pytest.raises(ShapeError, match=r"block_table has shape \(2, 0\)"):
+    with pytest.raises(MetadataError, match="without block tables"):
         layer(*(torch.randn(3, 16) for _ in range(3)), metadata=make_builder().build([3]))
     assert torch.equal(layer.kv_cache, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,9 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m vattn", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_doctor(commands.add_parser("doctor", help="what vattn can use on this machine"))
-    _add_explain(commands.add_parser("explain", help="which backend a request gets, and why the others refuse"))
-    _add_explain_fusion(commands.add_parser("explain-fusion", help="what the compiler passes make of your model"))
+    # Abbreviated options are refused, so that a misspelt one is never taken for another.
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    _add_doctor(add("doctor", help="what vattn can use on this machine"))
+    _add_explain(add("explain", help="which backend a request gets, and why the others refuse"))
+    _add_explain_fusion(add("explain-fusion", help="what the compiler passes make of your model"))
     commands.add_parser("demo", help="a small compiled model answers prompts on the paged cache", add_help=False)
     if arguments[:1] == ["demo"]:
         from vattn.demo.main import main as demo
@@ -106,6 +109,8 @@ def _device(name: str | None) -> DeviceInfo:
         return DeviceInfo("cuda", (int(name[3:-1]), int(name[-1])), "GPU")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise DeviceError(f"no usable GPU for device {name!r}", "cpu, or a GPU by its architecture", "--device sm_90")
+    if name.startswith("sm"):
+        raise DeviceError(f"device {name!r}", "an architecture such as sm_90", "correct it")
     return DeviceInfo.of(name)
 
 

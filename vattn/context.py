@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vattn.errors import MetadataError
 from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.metadata import AttentionMetadata
 
@@ -19,12 +20,21 @@ current: AttentionMetadata | None = None
 def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     """Make `metadata` what layers use while the block runs; `None` is a profiling run. Nests; restored on exceptions.
 
+    Raises:
+        MetadataError: `metadata` is something else than a step's metadata.
+
     Example:
         >>> import vattn
         >>> with vattn.forward_context(None):
         ...     pass
     """
     global current
+    if metadata is not None and not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__}",
+            "AttentionMetadata, or None for a profiling run",
+            "pass what builder.build returned",
+        )
     before, parts = current, _set_parts(current, metadata)
     current = metadata
     try:

@@ -17,7 +17,7 @@ from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 
 OPTIONAL_PACKAGES: dict[str, str] = {
     "triton": "TRITON_ATTN; comes with CUDA builds of torch",
-    "flashinfer-python": "no backend uses it yet",
+    "flashinfer-python": "FLASHINFER; needs nvcc",
     "safetensors": "weights of the demo",
     "transformers": "comparison with Hugging Face models in the tests",
 }

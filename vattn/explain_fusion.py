@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the subcommand's arguments."""
     parser.add_argument("target", metavar="module:function", help="returns (model, args) or (model, args, metadata)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--strict", action="store_true", help="exit status 1 unless every attention node is fused")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit status 1 unless there is attention and all of it is fused"
+    )
     parser.add_argument("--dot", metavar="FILE", help="write the graphs before and after the passes for Graphviz")
 
 
@@ -35,10 +37,16 @@ def main(options: argparse.Namespace) -> int:
         print(f"vattn: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report.as_dict(), indent=1) if options.json else report)
+    if not report:
+        print(
+            "vattn: no attention was compiled. A layer without metadata makes a profiling call: return "
+            "(model, args, metadata), with a step of the model's builder",
+            file=sys.stderr,
+        )
     if options.dot:
         with open(options.dot, "w", encoding="utf-8") as file:
             file.write("\n".join(pictures))
-    return 1 if options.strict and report.count("fused") < len(report) else 0
+    return 1 if options.strict and (not report or report.count("fused") < len(report)) else 0
 
 
 def load(target: str) -> Callable[[], Sequence[Any]]:
@@ -80,6 +88,12 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
         raise ConfigError(
             f"the function returned {type(made).__name__}", "(model, args) or (model, args, metadata)", "see --help"
+        )
+    if not isinstance(made[1], (tuple, list)):
+        raise ConfigError(
+            f"the function returned args of type {type(made[1]).__name__}",
+            "a tuple or list of the model's arguments",
+            "return (model, (x,), metadata)",
         )
     model, args, metadata = made[0], tuple(made[1]), made[2] if len(made) == 3 else None
     clear_fusion_report()

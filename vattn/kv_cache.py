@@ -257,6 +257,8 @@ def allocate_kv_cache(
         KV cache: 4 blocks of 16 tokens = 64 tokens, 16.00 KiB on cpu (4.00 KiB a block over 1 layers)
           1 x FullAttentionSpec float32 NHD, 2 KV heads of 16, 16.00 KiB each
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model of type {type(model).__name__}", "a torch.nn.Module", "nn.ModuleList holds layers")
     if (num_blocks is None) == (memory is None):
         raise ConfigError(
             f"num_blocks={num_blocks!r} and memory={memory!r}",
@@ -265,7 +267,8 @@ def allocate_kv_cache(
         )
     dtype = _model_dtype(model) if dtype is None else dtype
     if dtype not in MODEL_DTYPES.values():
-        raise DtypeError(f"model dtype {dtype}", ", ".join(MODEL_DTYPES), "pass dtype=torch.bfloat16")
+        allowed = ", ".join(map(str, MODEL_DTYPES.values()))
+        raise DtypeError(f"model dtype {dtype!r}", allowed, "pass dtype=torch.bfloat16")
     device = _model_device(model) if device is None else _device(device)
     modules = find_layers(model)
     found = {name: m.get_kv_cache_spec(dtype) for name, m in modules.items()}
@@ -369,8 +372,8 @@ def find_layers(model: nn.Module) -> dict[str, KVCacheLayer]:
         found[name] = cast(KVCacheLayer, module)
     if not found:
         raise CacheError(
-            f"{type(model).__name__} contains no attention layer of vattn",
-            "a module with vattn.Attention layers in it",
+            f"{type(model).__name__} contains no attention layer that has a KV cache",
+            "a module with vattn.Attention layers in it; encoder layers have no cache and need no allocation",
             "build the model with vattn.Attention, or swap its attention first",
         )
     return found

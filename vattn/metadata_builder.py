@@ -110,6 +110,8 @@ class AttentionMetadataBuilder:
     def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
         """Return one config per kind of schedule that the layers need; learn their backends and the cache size too."""
         found: dict[str, AttentionConfig] = {}
+        if isinstance(layers, str):
+            raise ConfigError(f"layers={layers!r}", "a model, layers or configs", "pass the model itself")
         for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
             config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
             if config is None:

@@ -219,7 +219,12 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
 
 def read_integers(name: str, values: Lengths) -> Tensor:
     """Return host integers as int64 `[n]`; refuse anything else."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
+    try:
+        tensor = (
+            values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
+        )
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise MetadataError(f"{name} is {values!r:.80}", "a flat sequence of ints", "pass a list of ints") from error
     if tensor.device.type != "cpu":
         raise MetadataError(
             f"{name} is on {tensor.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
@@ -241,6 +246,13 @@ def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Te
                 f"pass {name}.cpu()",
             )
         return tables.long()
+    misfits = [row for row in tables if not hasattr(row, "__len__") or isinstance(row, str)]
+    if misfits:
+        raise MetadataError(
+            f"{name} has {misfits[0]!r} in the place of a request's block ids",
+            "one list of block ids per request",
+            f"pass {name}=[[...], [...]]",
+        )
     widths = torch.tensor([len(row) for row in tables], dtype=torch.int64)
     needed = (seq_lens + (block_size - 1)) // block_size
     short = widths < needed

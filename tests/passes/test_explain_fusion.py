@@ -27,6 +27,14 @@ def missing() -> tuple[Any, ...]:
     return model, inputs_of(7), step_of(model, [3, 4])
 
 
+def without_metadata() -> tuple[Any, ...]:
+    return Attend(static), inputs_of(7)
+
+
+def without_a_tuple() -> tuple[Any, ...]:
+    return Attend(static), inputs_of(7)[0]
+
+
 def query() -> tuple[Any, ...]:
     return Written(PER_TENSOR["divide"]), (inputs(),)
 
@@ -63,7 +71,21 @@ def test_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
     assert node["outcome"] == "near miss" and "forms.py" in node["source"] and "o + 1" in node["source"]
 
 
-@pytest.mark.parametrize("target", ["no_colon", "no_such_module:f", f"{__name__}:no_such", f"{__name__}:wrong"])
+def test_a_profiling_call_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain-fusion", f"{__name__}:without_metadata", "--strict"]) == 1
+    assert "return (model, args, metadata)" in capsys.readouterr().err
+
+
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain-fusion", f"{__name__}:fusing", "--stric"])
+    assert "unrecognized arguments: --stric" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["no_colon", "no_such_module:f", f"{__name__}:no_such", f"{__name__}:wrong", f"{__name__}:without_a_tuple"],
+)
 def test_wrong_targets(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain-fusion", target]) == 2
     assert capsys.readouterr().err.startswith("vattn: ")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vattn.errors import MissingPackageError, TransferError
+from vattn.errors import ConfigError, MissingPackageError, TransferError
 from vattn.kv_transfer.connector import TransferRequest
 
 
@@ -47,7 +47,14 @@ class FileConnector:
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
         """Make the folder of this fingerprint."""
         self._page_bytes, self._fingerprint = dict(page_bytes), fingerprint
-        (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"folder {str(self.folder)!r} cannot be made: {error.strerror}",
+                "a folder to write to",
+                "check the path",
+            ) from error
 
     def path(self, key: str) -> Path:
         """Return the file of a block."""

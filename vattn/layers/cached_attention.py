@@ -100,6 +100,12 @@ class CachedAttention(BoundCache):
         if self.kv_cache_group is not None:
             return self.kv_cache_group.part(metadata, context.current)
         metadata = context.current if metadata is None else metadata
+        if metadata is not None and not isinstance(metadata, AttentionMetadata):
+            raise MetadataError(
+                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
+                "AttentionMetadata, or None for a profiling call",
+                "pass what builder.build returned",
+            )
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(
                 f"metadata with groups in layer {self.prefix!r}, whose cache has none",
@@ -134,6 +140,12 @@ class CachedAttention(BoundCache):
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         """Return what this layer reads of a step."""
+        if not torch.compiler.is_compiling() and metadata.block_table.shape[1:] == (0,):
+            raise MetadataError(
+                f"metadata without block tables in layer {self.prefix!r}, which has a KV cache",
+                "a table with a column per block",
+                "pass block_tables to builder.build",
+            )
         return LayerStep.of(metadata, self._plan_key)
 
     def _op_config(self, step: LayerStep) -> str:

@@ -7,9 +7,11 @@ number, no mutation. It ends at the quantised tensor; what depends on that comes
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.fx import Graph, Node
 
 from vattn.config import AttentionConfig
 from vattn.ops.schemas import ATTENTION_OPS
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 _RUNNABLE_NAMESPACES = ("aten", "prims", "vattn", "quantized_decomposed", "torchao", "compressed_tensors")
 _GEMMS = frozenset(
@@ -246,12 +250,17 @@ def _expanded(size: Any) -> Any:
 
 
 def source_line(node: Node | None) -> str:
-    """Return `file:line: code` of the user's line that made a node, empty if it left no trace."""
+    """Return `file:line: code` of the user's line that made a node, empty if it left no trace.
+
+    A line of this package is told only where no code outside of it made the call.
+    """
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and set(line.strip()) - set("^~ ")]
+    frames = []
     for position in range(len(lines) - 1, -1, -1):
         if lines[position].startswith('File "'):
             file, _, rest = lines[position][len('File "') :].partition('", line ')
             code = lines[position + 1] if position + 1 < len(lines) else ""
-            return f"{file}:{rest.split(',')[0]}: {code}"
-    return ""
+            frames.append((file, f"{file}:{rest.split(',')[0]}: {code}"))
+    outside = [line for file, line in frames if not file.startswith(_PACKAGE)]
+    return (outside or [line for _, line in frames] or [""])[0]

@@ -194,6 +194,11 @@ def strict_error(misses: list[NodeReport]) -> FusionError:
         def __init__(self, plain: FusionError) -> None:
             ShortenTraceback.__init__(self, str(plain), first_useful_frame=None)
 
+        @property
+        def got(self) -> str:
+            # Dynamo appends advice about its own errors to the first argument.
+            return plain.got
+
     listed = "\n  ".join(map(str, misses))
     plain = FusionError(
         f"strict fusion: not every attention node is fused\n  {listed}\n",
