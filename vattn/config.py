@@ -8,13 +8,12 @@ cached.
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from vattn.errors import ConfigError
+from vattn import canonical
+from vattn.canonical import check as _check
 from vattn.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
@@ -27,8 +26,7 @@ from vattn.formats import (
 
 CONFIG_VERSION = 1
 
-NOTE_MARK = " # "
-"""What follows it in a config string is a note of the compiler passes; it asks for nothing and `parse` skips it."""
+_HEAD = f"vattn{CONFIG_VERSION}"
 
 
 class AttentionType(str, Enum):
@@ -47,11 +45,6 @@ CAUSALITIES = ("causal", "bidirectional", "per_request")
 ALIBI_KINDS = ("none", "linear", "sqrt")
 MM_PREFIX_KINDS = ("none", "full", "clamped")
 KV_CACHE_LAYOUTS = ("NHD", "HND")
-
-
-def _check(condition: bool, got: str, allowed: str, fix: str) -> None:
-    if not condition:
-        raise ConfigError(got, allowed, fix)
 
 
 def _check_window(window: int | None) -> None:
@@ -134,8 +127,7 @@ class AttentionConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _canonical(field.name, str(field.type), getattr(self, field.name)))
+        canonical.make_canonical(self)
         self._check_sizes()
         self._check_names()
         self._check_mask()
@@ -283,12 +275,7 @@ class AttentionConfig:
 
     def encode(self) -> str:
         """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        parts = [f"vattn{CONFIG_VERSION}"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
-        return " ".join(parts)
+        return canonical.encode(_HEAD, self)
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -298,59 +285,7 @@ class AttentionConfig:
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        head, *pairs = text.partition(NOTE_MARK)[0].split(" ")
-        _check(
-            head == f"vattn{CONFIG_VERSION}",
-            f"config string starts with {head!r}",
-            f"vattn{CONFIG_VERSION}",
-            "compile or export again with this version of vattn",
-        )
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(AttentionConfig)}
-        values: dict[str, object] = {}
-        for pair in pairs:
-            name, _, value = pair.partition("=")
-            _check(name in kinds, f"config field {name!r}", ", ".join(kinds), "check the spelling")
-            values[name] = _parse_value(kinds[name], value)
-        try:
-            return AttentionConfig(**values)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise ConfigError(f"config string {text!r}: {error}", "a string made by encode()") from None
-
-
-def _canonical(name: str, kind: str, value: object) -> object:
-    """Return a field's value as exactly its declared type, so that equal configs have equal strings."""
-    base = kind.split(" ")[0]
-    if value is None and kind.endswith("None"):
-        return None
-    if base == "str" and isinstance(value, str):
-        value = value.value if isinstance(value, Enum) else value
-        fits = bool(value) and not any(character.isspace() for character in value)
-    elif base == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        value = float(value)
-        fits = math.isfinite(value)
-    elif base == "int" and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value, fits = int(value), True
-    else:
-        fits = type(value).__name__ == base
-    _check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", f"pass {name} as {kind}")
-    return value
-
-
-def _parse_value(kind: str, text: str) -> object:
-    if text == "None":
-        return None
-    try:
-        if kind.startswith("int"):
-            return int(text)
-        if kind.startswith("float"):
-            return float(text)
-        if kind == "bool":
-            return {"True": True, "False": False}[text]
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"config value {text!r}", f"a value of type {kind}", "pass a string made by encode()"
-        ) from None
-    return text
+        return canonical.parse(_HEAD, AttentionConfig, text)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vattn.config import NOTE_MARK, _canonical, _check, _parse_value
-from vattn.errors import ConfigError
+from vattn import canonical
+from vattn.canonical import check as _check
 from vattn.formats import OUTPUT_ARITHMETICS
 
 ROPE_VERSION = 1
+_HEAD = f"rope{ROPE_VERSION}"
 
 ROPE_STYLES = ("neox", "interleaved")
 """Which columns turn together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J, complex numbers)."""
@@ -49,8 +49,7 @@ class RopeConfig:
     query_arithmetic: str = "divide"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _canonical(field.name, str(field.type), getattr(self, field.name)))
+        canonical.make_canonical(self)
         _check(
             self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
             f"rotary_dim={self.rotary_dim}",
@@ -69,12 +68,7 @@ class RopeConfig:
 
     def encode(self) -> str:
         """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        parts = [f"rope{ROPE_VERSION}"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
-        return " ".join(parts)
+        return canonical.encode(_HEAD, self)
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -84,22 +78,4 @@ class RopeConfig:
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        head, *pairs = text.partition(NOTE_MARK)[0].split(" ")
-        _check(
-            head == f"rope{ROPE_VERSION}",
-            f"rope string starts with {head!r}",
-            f"rope{ROPE_VERSION}",
-            "compile or export again with this version of vattn",
-        )
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(RopeConfig)}
-        values: dict[str, object] = {}
-        for pair in pairs:
-            name, _, value = pair.partition("=")
-            _check(name in kinds, f"rope field {name!r}", ", ".join(kinds), "check the spelling")
-            values[name] = _parse_value(kinds[name], value)
-        try:
-            return RopeConfig(**values)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise ConfigError(
-                f"rope string {text!r}: {error}", "a string made by encode()", "use RopeConfig.encode"
-            ) from None
+        return canonical.parse(_HEAD, RopeConfig, text)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vattn.config import NOTE_MARK
+from vattn.canonical import NOTE_MARK
 from vattn.errors import FusionError
 
 logger = logging.getLogger("vattn")

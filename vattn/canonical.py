@@ -1,0 +1,101 @@
+"""Frozen dataclasses as one canonical string, equal for equal objects: how static settings travel in an op's arguments.
+
+A string is a head with a version, then `name=value` of every field that differs from its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from enum import Enum
+from typing import Any, TypeVar
+
+from vattn.errors import ConfigError
+
+NOTE_MARK = " # "
+"""What follows it in a config string is a note of the compiler passes; it asks for nothing and `parse` skips it."""
+
+_T = TypeVar("_T")
+
+
+def check(condition: bool, got: str, allowed: str, fix: str) -> None:
+    """Raise ConfigError unless a condition holds."""
+    if not condition:
+        raise ConfigError(got, allowed, fix)
+
+
+def make_canonical(settings: Any) -> None:
+    """Give every field of a dataclass being made a value of exactly its declared type, or refuse it."""
+    for field in dataclasses.fields(settings):
+        value = _canonical(field.name, str(field.type), getattr(settings, field.name))
+        object.__setattr__(settings, field.name, value)
+
+
+def encode(head: str, settings: Any) -> str:
+    """Return the canonical string of a dataclass."""
+    parts = [head]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
+    return " ".join(parts)
+
+
+def parse(head: str, kind: type[_T], text: str) -> _T:
+    """Read what `encode` wrote, without a note behind it.
+
+    Raises:
+        ConfigError: another head, an unknown field or a value out of range.
+    """
+    came, *pairs = text.partition(NOTE_MARK)[0].split(" ")
+    check(
+        came == head, f"config string starts with {came!r}", head, "compile or export again with this version of vattn"
+    )
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, object] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        check(name in kinds, f"config field {name!r}", ", ".join(kinds), "check the spelling")
+        values[name] = _parse_value(kinds[name], value)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(
+            f"config string {text!r}: {error}", "a string made by encode()", f"use {kind.__name__}.encode"
+        ) from None
+
+
+def _canonical(name: str, kind: str, value: object) -> object:
+    base = kind.split(" ")[0]
+    if value is None and kind.endswith("None"):
+        return None
+    if base == "str" and isinstance(value, str):
+        value = value.value if isinstance(value, Enum) else value
+        fits = bool(value) and not any(character.isspace() for character in value)
+    elif base == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = float(value)
+        fits = math.isfinite(value)
+    elif base == "int" and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value, fits = int(value), True
+    else:
+        fits = type(value).__name__ == base
+    check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", f"pass {name} as {kind}")
+    return value
+
+
+def _parse_value(kind: str, text: str) -> object:
+    if text == "None":
+        return None
+    try:
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+        if kind == "bool":
+            return {"True": True, "False": False}[text]
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"config value {text!r}", f"a value of type {kind}", "pass a string made by encode()"
+        ) from None
+    return text
