@@ -54,6 +54,8 @@ class Replay:
         if name in _REDUCTIONS:
             return self._first(node, name)
         sources = [source for source in node.all_input_nodes if source in self.inside or source in self.made]
+        if not sources and op_name(node.target) == "convert_element_type":
+            sources = node.all_input_nodes  # codes that are cast once more
         whole = [source for source in sources if same_shape(value(source).shape, value(node).shape)]
         if not sources:
             raise Refusal(f"{node.name} cannot be repeated on codes", node, near=True)
