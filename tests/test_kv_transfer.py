@@ -458,6 +458,12 @@ def test_a_model_that_raises_ends_its_transfers(detached):
     setup.transfer.detach()
 
 
+@pytest.mark.parametrize("wrong", ["host", HostMemoryConnector, object()])
+def test_what_is_no_connector_is_refused(wrong, detached):
+    with pytest.raises(ConfigError, match=r"without attach|is a class"):
+        Setup(wrong)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path, detached):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made: "):

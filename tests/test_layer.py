@@ -202,6 +202,12 @@ def test_what_is_no_metadata_is_refused(wrong):
         layer(*make_inputs(8), metadata=wrong)
 
 
+def test_metadata_by_position_is_refused():
+    layer = make_layer()
+    with pytest.raises(ShapeError, match="metadata in the place of output_shape"):
+        layer(*make_inputs(8), make_step())
+
+
 def test_forward_context_nests_and_is_restored_on_exceptions():
     outer, inner = make_step([5]), make_step([3, 2])
     with vattn.forward_context(outer):

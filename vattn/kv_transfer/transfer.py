@@ -23,6 +23,15 @@ from vattn.kv_transfer.pages import page_bytes
 from vattn.kv_transfer.points import TransferPoint
 
 logger = logging.getLogger("vattn")
+_METHODS = (
+    "attach",
+    "find",
+    "wait_for_layer_load",
+    "blocks_to_save",
+    "page_buffer",
+    "save_kv_layer",
+    "finish",
+)
 
 
 @dataclass
@@ -96,6 +105,13 @@ class KVTransfer:
     ) -> None:
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ConfigError(f"timeout={timeout!r}", "seconds > 0", "timeout=30.0")
+        missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
+        if missing or isinstance(connector, type):
+            raise ConfigError(
+                f"connector {connector!r} " + (f"without {', '.join(missing)}" if missing else "is a class"),
+                "an object with the methods of KVConnector",
+                "HostMemoryConnector('1GiB')",
+            )
         if len(allocation.groups) > 1:
             raise CacheError(
                 f"KV transfer for a cache of {len(allocation.groups)} groups",

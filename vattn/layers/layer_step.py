@@ -153,6 +153,8 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
 
 def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:
     """Refuse an output shape that does not hold the output's elements."""
+    if isinstance(shape, AttentionMetadata):
+        raise ShapeError("metadata in the place of output_shape", "a shape, or None", "pass it as metadata=step")
     size = 1
     for length in shape:
         size *= length
