@@ -122,7 +122,7 @@ class Asked:
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
         seen: list[Sample] = []
-        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed):
+        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.stirs):
             if len(seen) < _SAMPLES_TO_EXPLAIN:
                 seen.append(sample)
             if left is None:

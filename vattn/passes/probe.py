@@ -280,13 +280,20 @@ class Sample:
 
 
 def samples(
-    region: Region, nodes: list[Node], inputs: Inputs, dtype: str, wide: frozenset[Node], thorough: bool = False
+    region: Region,
+    nodes: list[Node],
+    inputs: Inputs,
+    dtype: str,
+    wide: frozenset[Node],
+    thorough: bool = False,
+    few: bool = False,
 ) -> Iterator[Sample]:
     """Run a region on all probe inputs.
 
     Args:
         wide: nodes in bf16 or fp16 that stay in fp32.
         thorough: show it every value of the model dtype under every scale.
+        few: show it those a few tokens at a time.
     """
     scales = (
         (*PROBE_SCALES, *EXTREME_SCALES) if inputs.roots else (PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3])
@@ -299,7 +306,7 @@ def samples(
     for turn, scale in enumerate((exact * _TURNS)[: max(_TURNS, len(exact))]):
         yield from (sample(x, scale) for x in probe_outputs(region.output, dtype, scale, turn))
     for scale in exact if thorough else exact[1:2] or exact:
-        yield from (sample(x, scale) for x in every_output(region.output, dtype))
+        yield from (sample(x, scale) for x in every_output(region.output, dtype, few))
 
 
 def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:

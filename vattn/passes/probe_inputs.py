@@ -70,14 +70,17 @@ def probe_outputs(output: Node, config_dtype: str, scale: float, turn: int) -> I
             yield _part(rows, part, count).view(count, int(heads), int(width))
 
 
-def every_output(output: Node, config_dtype: str) -> Iterator[Tensor]:
+def every_output(output: Node, config_dtype: str, few: bool = False) -> Iterator[Tensor]:
     """Yield attention outputs that hold every value of a 16-bit model dtype, in order and not, and all powers of two.
 
     For fp32 they hold every bf16 value and as many random bit patterns.
+
+    Args:
+        few: a few tokens at a time, for a region that may read some of them alone.
     """
     tokens, heads, width = value(output).shape
     rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
-    count = tokens if isinstance(tokens, int) else len(rows)
+    count = tokens if isinstance(tokens, int) else TOKEN_COUNTS[1] if few else len(rows)
     for part in range(-(-len(rows) // count)):
         yield _part(rows, part, count).view(count, int(heads), int(width))
 
