@@ -576,3 +576,10 @@ def test_swap_between_devices():
     back = torch.zeros_like(host)
     swap_blocks(device, back, torch.tensor([(0, 5), (3, 1)], device="cuda"), config)
     assert torch.equal(back[:, [1, 5]], host[:, [1, 5]]) and not back[:, [0, 2, 3, 4]].any()
+
+
+@pytest.mark.parametrize("length", [-5, "5", 2.5, True])
+def test_lengths_that_are_none_are_refused(length: object) -> None:
+    spec = FullAttentionSpec(num_kv_heads=2, head_size=16, kv_cache_dtype="float32", block_size=16)
+    with pytest.raises(ConfigError, match="an int from 0 up"):
+        spec.max_blocks(length)

@@ -400,7 +400,13 @@ def _unequal(name: str, values: Sequence[object]) -> CacheError:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return `count / size`, rounded up."""
+    """Return a count of tokens / `size`, rounded up.
+
+    Raises:
+        ConfigError: the count is no int from 0 up.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"{count!r} tokens", "an int from 0 up", "pass lengths in tokens")
     return -(-count // size)
 
 
