@@ -214,11 +214,13 @@ class Asked:
     def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
         """Return how a node may hold computed scales, empty if it does not."""
         got = sample.values[node]
-        if not isinstance(got, Tensor) or got.numel() > sample.rows.numel() / 8:
-            return frozenset()
         layouts = {"plain": scales, "transposed": scales.t()}
         if scales.dtype == torch.float8_e4m3fn:
+            # Padded to 128 rows: of few tokens more than there are values.
             layouts["swizzled"] = quantization.swizzle_block_scales(scales)
+        most = max(sample.rows.numel() / 8, *(wanted.numel() for wanted in layouts.values()))
+        if not isinstance(got, Tensor) or got.numel() > most:
+            return frozenset()
         place = self.places(sample).get(node)
         if isinstance(place, Tensor) and place.shape == got.shape:
             columns = sample.rows.shape[1]
