@@ -211,7 +211,8 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
         for _ in range(2):
             device(x, states)
         torch.cuda.synchronize()
-        graph, shares = torch.cuda.CUDAGraph(), []
+        graph = torch.cuda.CUDAGraph()
+        shares: list[Tensor] = []
         device.last.register_forward_hook(lambda layer, given, out: shares.append(out))
         with torch.cuda.graph(graph):
             out = device(x, states)
