@@ -193,7 +193,7 @@ def registry(monkeypatch):
         )
 
     monkeypatch.setattr(selector, "_BACKENDS", {})
-    monkeypatch.setattr(selector, "_PRIORITY", {"cuda": ("NARROW", "WIDE"), "cpu": ("WIDE",)})
+    monkeypatch.setattr(selector, "PRIORITY", {"cuda": ("NARROW", "WIDE"), "cpu": ("WIDE",)})
     monkeypatch.setattr(selector, "_load_builtin", lambda: None)
     selector._decide.cache_clear()
     selector._log_once.cache_clear()
@@ -314,3 +314,21 @@ def test_padded_head_sizes_are_declared() -> None:
     decoder = selector.explain(make_config(head_size=80, backend="TRITON_ATTN"), sm_90)
     assert decoder.notes == ("head_size 80 is computed as 128 (columns of zeros in the kernel, not in memory)",)
     assert selector.explain(make_config(head_size=80), "cpu").notes == ()
+
+
+def test_every_listed_backend_exists_and_lists_name_no_other() -> None:
+    assert set(selector.BUILTIN) <= set(selector.backend_names())
+    for names in selector.PRIORITY.values():
+        assert set(names) <= set(selector.BUILTIN)
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("capability", "key"), [((7, 5), "cuda"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_100")]
+)
+def test_a_gpu_takes_the_list_of_the_newest_architecture_that_is_not_newer(monkeypatch, capability, key):
+    lists = {name: (name,) for name in ("cpu", "cuda", "sm_80", "sm_90", "sm_100")}
+    monkeypatch.setattr(selector, "PRIORITY", lists)
+    monkeypatch.setattr(selector, "_BACKENDS", dict.fromkeys(["TORCH_SDPA", *lists]))
+    assert selector.priority(DeviceInfo("cuda", capability, "G"))[0] == key
+    assert selector.priority(CPU)[:2] == ("cpu", "TORCH_SDPA")

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vattn.backends import selector
-from vattn.backends.base import FEATURES, Backend, DeviceInfo, Package
-from vattn.config import AttentionConfig
+from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Package
+from vattn.backends.recorded_runs import runs_of
+from vattn.config import AttentionConfig, AttentionType
 from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 
 OPTIONAL_PACKAGES: dict[str, str] = {
@@ -194,8 +195,11 @@ def support_table() -> str:
     lines = [
         "# What each backend accepts",
         "",
-        "Generated from the backends' capabilities by `python -m vattn doctor --support-table`; a test compares.",
-        "A request outside it is refused with the reason; `vattn.explain(...)` answers for one request.",
+        "Generated from the backends' capabilities and from recorded runs by `python -m vattn doctor --support-table`;",
+        "a test compares. A request outside it is refused with the reason; `vattn.explain(...)` answers for one request.",
+        "",
+        "`yes`: accepted, and right in a recorded run on a GPU, or on a CPU with every change. `interpreter`: right in",
+        "Triton's interpreter with every change, no recorded run on a GPU. `untested`: accepted, but it never ran.",
         "",
         "| | " + " | ".join(backend.name for backend in backends) + " |",
         "|---" * (len(backends) + 1) + "|",
@@ -206,8 +210,14 @@ def support_table() -> str:
 
     def flags(title: str, field: str, names: Iterable[str]) -> None:
         for name in names:
-            row(f"{title} `{name}`", ("yes" if name in getattr(c, field) else "no" for c in can))
+            part = name if field == "features" else f"{PART_NAMES[field]}={name}"
+            cells = (
+                _cell(b.name, c, part) if name in getattr(c, field) else "no"
+                for b, c in zip(backends, can, strict=True)
+            )
+            row(f"{title} `{name}`", cells)
 
+    row("ran on a GPU", ("; ".join(map(str, runs_of(backend.name))) or "untested" for backend in backends))
     row("devices", (", ".join(c.devices) for c in can))
     row("package", ("torch alone" if c.package is None else _requirement(c.package) for c in can))
     row(
@@ -219,7 +229,7 @@ def support_table() -> str:
     row("dtypes", (", ".join(c.dtypes) for c in can))
     row("head sizes", (str(c.head_sizes) for c in can))
     row("block sizes", (str(c.block_sizes) for c in can))
-    row("attention types", (", ".join(c.attn_types) for c in can))
+    flags("attention type", "attn_types", tuple(kind.value for kind in AttentionType))
     flags("feature", "features", FEATURES)
     flags("KV cache", "kv_cache_dtypes", KV_FORMATS)
     flags("query", "query_formats", QUERY_FORMATS)
@@ -228,6 +238,23 @@ def support_table() -> str:
     for backend in backends:
         lines += _limits(backend)
     return "\n".join(lines) + "\n"
+
+
+PART_NAMES = {
+    "attn_types": "attn_type",
+    "kv_cache_dtypes": "kv_cache_dtype",
+    "query_formats": "query_format",
+    "query_loads": "query_load",
+    "output_formats": "output_format",
+}
+"""Field of `Capabilities` -> field of the config whose values it lists."""
+
+
+def _cell(backend: str, can: Capabilities, part: str) -> str:
+    """Return what the support table says of a part of requests that a backend accepts."""
+    if "cpu" in can.devices or any(part in run.cells for run in runs_of(backend)):
+        return "yes"
+    return "interpreter" if "interpreter" in can.devices else "untested"
 
 
 def _limits(backend: Backend) -> list[str]:

@@ -109,18 +109,43 @@ def run_and_compare(batch: Batch, expected: tuple[Tensor, Tensor] | None = None)
     Raises:
         Mismatch: the result differs from the reference, or an input was written to.
     """
-    device = batch.args.query.device
-    reasons = refusal(batch.config, device)
+    result = run_on_backend(batch)
+    if result is None:
+        return False
+    compare(result, *(result.expected() if expected is None else expected))
+    return True
+
+
+def run_on_backend(batch: Batch) -> Batch | None:
+    """Run a batch and return it on the CPU, `None` if the backend refuses it as it should.
+
+    Raises:
+        Mismatch: an input was written to.
+    """
+    reasons = refusal(batch.config, batch.args.query.device)
     if reasons:
         check_refused(batch.args, reasons)
-        return False
+        return None
     inputs = tuple(name for name in batch.args._fields if name not in OUTPUTS)
     before = snapshot(batch.args, inputs)
     call(batch.args)
     check_unchanged(before, batch.args)
-    result = on_cpu(batch)
-    compare(result, *(result.expected() if expected is None else expected))
-    return True
+    return on_cpu(batch)
+
+
+def largest_error(result: Batch, out: Tensor) -> float:
+    """Return the largest relative L2 error of one row of one head, what a quantised output stands for included."""
+    config, args = result.config, result.args
+    fmt = OUTPUT_FORMATS[config.output_format]
+    got = args.output.float()
+    if fmt.container is not None:
+        scale = args.output_scale
+        if fmt.name == "fp8_static" and config.output_arithmetic == "multiply":
+            scale = scale.reciprocal()
+        got = dequantise_output(args.output, fmt, args.output_block_scale, scale)
+    size = out.norm(dim=-1)
+    error = (got - out).norm(dim=-1) / torch.where(size > 0, size, 1)
+    return float(error.max()) if error.numel() else 0.0
 
 
 def compare(

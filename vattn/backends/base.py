@@ -65,6 +65,17 @@ def requested_features(config: AttentionConfig) -> frozenset[str]:
     return frozenset(name for name, wanted in asked.items() if wanted)
 
 
+_PART_FIELDS = ("dtype", "kv_cache_dtype", "query_format", "query_load", "output_format", "attn_type", "causality")
+
+
+def request_parts(config: AttentionConfig) -> frozenset[str]:
+    """Return what a request consists of: its features, and `field=value` for every format and kind.
+
+    Exclusions are sets of these names, and so are the cells of recorded runs.
+    """
+    return requested_features(config) | {f"{name}={getattr(config, name)}" for name in _PART_FIELDS}
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """The device that a request is for.
@@ -243,6 +254,19 @@ class Backend:
         package = self.capabilities.package
         return None if package is None else package.problem()
 
+    def running(self) -> tuple[str, str] | None:
+        """Return the package that runs the attention in this process and its version; `None` if it is not installed.
+
+        Recorded runs hold for one version of one package.
+        """
+        package = self.capabilities.package
+        if package is None:
+            return "torch", torch.__version__.split("+")[0]
+        try:
+            return package.distribution, importlib.metadata.version(package.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why this backend refuses a request, with what came and what is allowed; empty if it accepts."""
         problem = self.problem()
@@ -299,18 +323,7 @@ class Backend:
     def _feature_reasons(self, config: AttentionConfig) -> list[str]:
         asked = requested_features(config)
         found = [f"{name} is not implemented" for name in FEATURES if name in asked - self.capabilities.features]
-        present = asked | {
-            f"{name}={getattr(config, name)}"
-            for name in (
-                "dtype",
-                "kv_cache_dtype",
-                "query_format",
-                "query_load",
-                "output_format",
-                "attn_type",
-                "causality",
-            )
-        }
+        present = request_parts(config)
         found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
         return found
 

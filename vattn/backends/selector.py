@@ -6,23 +6,41 @@ reason against it, and logs its choice once per distinct request.
 
 from __future__ import annotations
 
+import importlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
-from vattn.backends.base import Backend, DeviceInfo
+from vattn.backends.base import Backend, DeviceInfo, request_parts
+from vattn.backends.recorded_runs import runs_of, verdict
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, UnknownOptionError, UnsupportedRequestError
 
 logger = logging.getLogger("vattn")
 
-_BACKENDS: dict[str, Backend] = {}
-_PRIORITY: dict[str, tuple[str, ...]] = {
-    "cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
-    "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"),
+BUILTIN: dict[str, str] = {
+    "TORCH_SDPA": "torch_sdpa:TorchSDPABackend",
+    "TRITON_ATTN": "triton_attn:TritonAttentionBackend",
+    "FLASH_ATTN": "flash_attn:FlashAttentionBackend",
+    "FLASHINFER": "flashinfer:FlashInferBackend",
 }
+"""Where the backends of vattn are: name -> module under `vattn.backends`, class."""
+
+PRIORITY: dict[str, tuple[str, ...]] = {
+    "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"),
+    "cuda": ("TRITON_ATTN", "TORCH_SDPA", "FLASH_ATTN", "FLASHINFER"),
+    "sm_80": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
+    "sm_90": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
+    "sm_100": ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN", "TORCH_SDPA"),
+}
+"""Which backend is asked first, by device type and, on CUDA, by the newest architecture that is not newer than the GPU.
+
+Backends that no list names come after it, in the order of `BUILTIN`, then of registration.
+"""
+
+_BACKENDS: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
@@ -45,13 +63,9 @@ def forget_decisions() -> None:
 
 def _load_builtin() -> None:
     if "TORCH_SDPA" not in _BACKENDS:
-        from vattn.backends.flash_attn import FlashAttentionBackend
-        from vattn.backends.flashinfer import FlashInferBackend
-        from vattn.backends.torch_sdpa import TorchSDPABackend
-        from vattn.backends.triton_attn import TritonAttentionBackend
-
-        for backend in (TorchSDPABackend(), TritonAttentionBackend(), FlashAttentionBackend(), FlashInferBackend()):
-            _BACKENDS.setdefault(backend.name, backend)
+        for name, where in BUILTIN.items():
+            module, _, kind = where.partition(":")
+            _BACKENDS.setdefault(name, getattr(importlib.import_module(f"vattn.backends.{module}"), kind)())
 
 
 def backend_names() -> tuple[str, ...]:
@@ -72,10 +86,19 @@ def get_backend(name: str) -> Backend:
     return _BACKENDS[name]
 
 
-def _candidates(device: DeviceInfo) -> tuple[str, ...]:
+def priority(device: DeviceInfo) -> tuple[str, ...]:
+    """Return the names of all backends in the order in which they are asked on a device."""
     names = backend_names()
-    first = [name for name in _PRIORITY.get(device.type, ()) if name in names]
+    first = [name for name in PRIORITY.get(_priority_key(device), ()) if name in names]
     return tuple(first) + tuple(name for name in names if name not in first)
+
+
+def _priority_key(device: DeviceInfo) -> str:
+    if device.type != "cuda":
+        return device.type
+    listed = [(int(key[3:-1]), int(key[-1])) for key in PRIORITY if key.startswith("sm_")]
+    older = [capability for capability in listed if capability <= device.capability]
+    return "sm_{}{}".format(*max(older)) if older else "cuda"
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,8 @@ class Explanation:
         chosen: name of the backend, `None` if every one refuses.
         refusals: reasons of each backend that was asked, empty for one that accepts.
         notes: what the chosen backend does to run the request, such as padding.
+        tested: for each backend that accepts on a GPU, the recorded run that covers the request, or that it is
+            untested and why (`vattn.backends.recorded_runs`). On a CPU the tests of every change run.
     """
 
     config: AttentionConfig
@@ -95,12 +120,14 @@ class Explanation:
     chosen: str | None
     refusals: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
+    tested: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"request: {self.config.encode()}", f"device : {self.device}", f"chosen : {self.chosen or 'none'}"]
         width = max(map(len, self.refusals), default=0)
         for name, reasons in self.refusals.items():
-            lines.append(f"  {name:<{width}} : {'; '.join(reasons) if reasons else 'accepts'}")
+            accepts = "; ".join(["accepts", *([self.tested[name]] if name in self.tested else [])])
+            lines.append(f"  {name:<{width}} : {'; '.join(reasons) if reasons else accepts}")
         lines += [f"note   : {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -108,13 +135,19 @@ class Explanation:
 @lru_cache(maxsize=4096)
 def _decide(config: AttentionConfig, device: DeviceInfo) -> Explanation:
     if config.backend == "auto":
-        names = _candidates(device)
+        names = priority(device)
     else:
         names = (get_backend(config.backend).name,)
     refusals = {name: tuple(_BACKENDS[name].reasons(config, device)) for name in names}
     chosen = next((name for name in names if not refusals[name]), None)
     notes = () if chosen is None else tuple(_BACKENDS[chosen].notes(config))
-    return Explanation(config, device, chosen, refusals, notes)
+    accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
+    tested = {name: _tested(_BACKENDS[name], config, device) for name in accepting}
+    return Explanation(config, device, chosen, refusals, notes, tested)
+
+
+def _tested(backend: Backend, config: AttentionConfig, device: DeviceInfo) -> str:
+    return verdict(runs_of(backend.name), backend.running(), device.capability, request_parts(config))
 
 
 def explain(config: AttentionConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:

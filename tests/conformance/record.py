@@ -1,0 +1,220 @@
+"""Record what a backend was seen to do right on a GPU, as data that `explain` and the support table read.
+
+    python -m tests.conformance.record --backend FLASHINFER --seconds 60 --out FOLDER  # on the GPU: rows, then fuzz
+    python -m tests.conformance.record --merge FOLDER/*.json  # then commit vattn/backends/runs
+
+Runs of one backend with the same versions on the same GPU become one record. What differs from the reference is in the
+record's errors, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from tests.conformance.cases import batch_of_row
+from tests.conformance.compare import compare, compare_cache_update, largest_error, run_on_backend
+from tests.conformance.fuzz import failure_of, fuzz_seed
+from tests.conformance.requests import PAIRS, Request, Size, draw_request
+from tests.conformance.rows import ROWS
+from tests.support import Batch
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo, request_parts
+from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, write_runs
+from vattn.config import AttentionConfig
+
+LARGE = Size(seq_len=700, reqs=8, wide_heads=0.3)
+"""Sequences that span many blocks and tiles."""
+
+MOST_ERRORS = 20
+"""Lines of errors that a record keeps."""
+
+
+class Recorder:
+    """Run requests on one backend and keep what was right.
+
+    Args:
+        backend: name of the backend.
+        device: where it runs.
+    """
+
+    def __init__(self, backend: str, device: str) -> None:
+        self.backend, self.device = backend, device
+        self.requests = self.accepted = self.failed = 0
+        self.cells: dict[str, float | None] = {}
+        self.errors: list[str] = []
+
+    def attempt(self, batch: Batch, line: str) -> None:
+        """Run one batch; `line` says how to repeat it."""
+        self.requests += 1
+        error: list[float | None] = []
+        problem = failure_of(lambda: error.append(_error_of(batch)))
+        if problem is not None:
+            self.accepted += 1
+            self.failed += 1
+            self.errors.append(f"{problem.splitlines()[0][:200]} [{line}]")
+        elif error[0] is not None:
+            self.accepted += 1
+            plain = batch.config.output_format == "none"
+            for part in request_parts(batch.config):
+                counts = plain or part.startswith("output_format=")
+                self.cells[part] = _larger(self.cells.get(part), error[0] if counts else None)
+
+    def record(self) -> RunRecord:
+        """Return what was seen so far."""
+        running = selector.get_backend(self.backend).running()
+        info = DeviceInfo.of(self.device)
+        return RunRecord(
+            package=running[0] if running else "",
+            version=running[1] if running else "",
+            device=info.name,
+            capability=info.capability,
+            torch=torch.__version__,
+            triton=_version("triton"),
+            date=datetime.date.today().isoformat(),
+            requests=self.requests,
+            accepted=self.accepted,
+            failed=self.failed,
+            cells=self.cells,
+            errors=tuple(self.errors[:MOST_ERRORS]),
+        )
+
+
+def _larger(first: float | None, second: float | None) -> float | None:
+    return max((error for error in (first, second) if error is not None), default=None)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _error_of(batch: Batch) -> float | None:
+    """Run and compare a batch; return its largest error, `None` if it was refused as it should be."""
+    result = run_on_backend(batch)
+    if result is None:
+        return None
+    expected = result.expected()
+    compare(result, *expected)
+    return largest_error(result, expected[0])
+
+
+def record_rows(recorder: Recorder) -> None:
+    """Run every hand-picked row."""
+    for name, row in ROWS.items():
+        batch = batch_of_row(row, recorder.backend, device=recorder.device, seed=len(name))
+        recorder.attempt(batch, f"row {name}")
+
+
+def record_fuzz(recorder: Recorder, seconds: float, most: int, part: str = "0") -> None:
+    """Run random requests that the backend accepts, and every twentieth that it refuses, until time or count is up."""
+    until, reasons = time.monotonic() + seconds, selector.get_backend(recorder.backend).reasons
+    info = DeviceInfo.of(recorder.device)
+    for index, request in enumerate(_requests(recorder.backend, part)):
+        if time.monotonic() > until or recorder.requests >= most:
+            return
+        if reasons(request.config, info) and index % 20:
+            continue
+        recorder.attempt(request.batch(recorder.device), request.line(recorder.device))
+        if request.config.block_size and not reasons(request.config, info):
+            _attempt_cache_update(recorder, request)
+
+
+def _requests(backend: str, part: str) -> Iterator[Request]:
+    rng = random.Random(f"record {fuzz_seed()} {backend} {part}")
+    for index in range(1 << 40):
+        yield draw_request(rng, backend, PAIRS[index % len(PAIRS)] if index % 3 == 0 else (), LARGE)
+
+
+def _attempt_cache_update(recorder: Recorder, request: Request) -> None:
+    config: AttentionConfig = request.config
+    problem = failure_of(lambda: compare_cache_update(request.cache_update(recorder.device), config))
+    if problem is not None:
+        recorder.failed += 1
+        recorder.errors.append(f"cache update: {problem.splitlines()[0][:200]} [{request.line(recorder.device)}]")
+
+
+def merged(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Join records of the same versions and GPU: counts add up, of two errors of a cell the larger stays."""
+    joined: dict[tuple[object, ...], RunRecord] = {}
+    for new in records:
+        key = (new.package, new.version, new.device, new.torch, new.triton)
+        old = joined.get(key)
+        if old is None:
+            joined[key] = new
+            continue
+        names = {**old.cells, **new.cells}
+        cells = {name: _larger(old.cells.get(name), new.cells.get(name)) for name in names}
+        joined[key] = dataclasses.replace(
+            new,
+            requests=old.requests + new.requests,
+            accepted=old.accepted + new.accepted,
+            failed=old.failed + new.failed,
+            cells=cells,
+            errors=tuple(dict.fromkeys(old.errors + new.errors))[:MOST_ERRORS],
+        )
+    return list(joined.values())
+
+
+def merge_files(paths: Iterable[Path]) -> list[Path]:
+    """Write the records of files named `BACKEND.json` or `BACKEND-anything.json` in the place of those there are."""
+    found: dict[str, list[RunRecord]] = {}
+    for path in paths:
+        found.setdefault(path.stem.split("-")[0], []).extend(read_runs(path))
+    written = []
+    for backend, records in found.items():
+        new = merged(records)
+        target = FOLDER / f"{backend}.json"
+        versions = {(run.package, run.version, run.device) for run in new}
+        kept = [run for run in (read_runs(target) if target.is_file() else ()) if _identity(run) not in versions]
+        write_runs(target, [*kept, *new])
+        written.append(target)
+    return written
+
+
+def _identity(run: RunRecord) -> tuple[str, str, str]:
+    return run.package, run.version, run.device
+
+
+def main() -> None:
+    """Record, or merge what was recorded."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance.record")
+    parser.add_argument("--backend")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60, help="for random requests after the rows")
+    parser.add_argument("--most", type=int, default=1_000_000, help="requests in all, rows included")
+    parser.add_argument("--part", default="0", help="another part draws other requests; part 0 runs the rows too")
+    parser.add_argument("--out", type=Path, help="folder for the record; default: print what was found alone")
+    parser.add_argument("--merge", type=Path, nargs="+", help="files to merge into vattn/backends/runs")
+    given = parser.parse_args()
+    if given.merge:
+        print(*merge_files(given.merge), sep="\n")
+        return
+    recorder = Recorder(given.backend, given.device)
+    problem = selector.get_backend(given.backend).problem()
+    if problem is not None:
+        parser.exit(1, f"{given.backend}: {problem}\n")
+    started = time.monotonic()
+    if given.part == "0":
+        record_rows(recorder)
+    record_fuzz(recorder, given.seconds - (time.monotonic() - started), given.most, given.part)
+    run = recorder.record()
+    print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
+    for line in recorder.errors:
+        print("  ", line)
+    if given.out:
+        write_runs(given.out / f"{given.backend}-{given.part}.json", [run])
+
+
+if __name__ == "__main__":
+    main()
