@@ -152,10 +152,13 @@ def test_fused_equals_unfused_compiled(way: str, cache: str, lens: str) -> None:
     table = torch.randint(64, (len(seq_lens), 64), generator=torch.Generator().manual_seed(6)).int().cuda()
     results = []
     with torch.no_grad():
-        for options in ({}, vattn.options()):
+        # Inductor pads odd row counts of a GEMM where that was faster when tried out, which changes its bits.
+        unfused = {"shape_padding": False}
+        for options in (unfused, vattn.options(unfused)):
             torch._dynamo.reset()
             got, (code,) = run_and_get_code(torch.compile(layer, options=options), x, starts, lengths, table)
             results.append(got)
-            assert ("query_load=" in code) == bool(options)
-            assert ("triton_poi" in code or "triton_per" in code) != bool(options)  # the quantiser's kernel
+            fused = options is not unfused
+            assert ("query_load=" in code) == fused
+            assert ("float8e4nv" in code) != fused  # the quantiser's kernel
     assert torch.equal(*results)

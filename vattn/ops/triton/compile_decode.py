@@ -42,6 +42,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.uint8: "u8",
     torch.int16: "i16",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _COMPLAINTS = re.compile(r"warning|serializ|unknown constraint|C75\d\d", re.IGNORECASE)
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -58,7 +59,8 @@ def configs() -> Iterator[AttentionConfig]:
         yield base.replace(**formats, output_format="fp8_group64", output_arithmetic="approximate_divide")
         yield base.replace(**formats, output_format="nvfp4")
         load = "multiply" if "dtype" in formats else "approximate_divide"
-        yield base.replace(**formats, query_format="fp8_e4m3", query_scale="head", query_load=load)
+        for query_load in ("plain", load):
+            yield base.replace(**formats, query_format="fp8_e4m3", query_scale="head", query_load=query_load)
         yield base.replace(**formats, num_heads=128)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
@@ -88,7 +90,8 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
     rows = (num_reqs, config.num_heads, config.head_size)
     scale = empty(config.num_kv_heads) if quantised else None
     q_scale = None if config.query_scale == "none" else empty(config.num_kv_heads)
-    lengths, query = empty(num_reqs, dtype=torch.int32), empty(*rows, dtype=dtype)
+    lengths = empty(num_reqs, dtype=torch.int32)
+    query = empty(*rows, dtype=torch.float8_e4m3fn if config.takes_fp8_query else dtype)
     output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(query, config.head_size_v, dtype)
     args = AttentionArgs(
         query, torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),

@@ -110,6 +110,16 @@ def decode_low_byte(pairs):
 
 
 @triton.jit
+def unpack_query(codes):
+    """Turn e4m3 codes into fp16.
+
+    By assembly that counts as impure, behind which the compiler does not look: operands of a dot that it sees coming
+    from 8-bit loads get a layout in which the keys, which are multiplied in 16 bits, cannot be read by ldmatrix.
+    """
+    return tl.inline_asm_elementwise(UNPACK_KEYS, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
+
+
+@triton.jit
 def load_query(
     query, rows, columns, row_mask, step, LOAD: tl.constexpr, SHRINK: tl.constexpr, NATIVE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -122,6 +132,8 @@ def load_query(
     if LOAD != "plain":
         codes = quantise_dynamic(loaded.to(tl.float32), step[:, None, None], LOAD)
         loaded = decode(codes, "fp8_e4m3", tl.float16, NATIVE)
+    elif NATIVE and loaded.dtype == tl.float8e4nv:
+        loaded = unpack_query(loaded.to(tl.uint8, bitcast=True))
     if SHRINK:
         return (loaded.to(tl.float32) * FP16_QUERY_SHRINK).to(DTYPE)
     else:
