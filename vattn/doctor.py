@@ -196,7 +196,7 @@ def support_table() -> str:
         "# What each backend accepts",
         "",
         "Generated from the backends' capabilities and from recorded runs by `python -m vattn doctor --support-table`;",
-        "a test compares. A request outside it is refused with the reason; `vattn.explain(...)` answers for one request.",
+        "a test compares. A request outside it is refused with the reason; `vattn.explain(...)` answers for one.",
         "",
         "`yes`: accepted, and right in a recorded run on a GPU, or on a CPU with every change. `interpreter`: right in",
         "Triton's interpreter with every change, no recorded run on a GPU. `untested`: accepted, but it never ran.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,26 @@ from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 
 def batch_of_row(row: Row, backend: str, *, device: str = "cpu", seed: int = 0) -> Batch:
     """Return a random batch for a row on a backend."""
-    config = make_config(**{"block_size": 8, **row.changes, "backend": backend})
+    config = make_config(**fitted({"block_size": 8, **row.changes, "backend": backend}, row.changes))
     return make_batch(config, row.lens, row.padding, row.table, device=device, seed=seed)
+
+
+def fitted(values: dict[str, Any], fixed: Collection[str] = ()) -> dict[str, Any]:
+    """Return arguments of `make_config` with model dtype, head and block sizes that the named backend runs.
+
+    A row is about what it names: `fixed` fields stay, others become the smallest the backend has, not below what they
+    were.
+    """
+    can = selector.get_backend(values["backend"]).capabilities
+    values = dict(values)
+    if "dtype" not in fixed and values.get("dtype", "float32") not in can.dtypes:
+        values["dtype"] = can.dtypes[-1]
+    sizes = {"head_size": (16, can.head_sizes), "head_size_v": (16, can.head_sizes), "block_size": (8, can.block_sizes)}
+    for name, (default, allowed) in sizes.items():
+        wanted = values.get(name, default)
+        if name not in fixed and (name in values or name == "head_size") and wanted and wanted not in allowed:
+            values[name] = next((size for size in range(wanted, 1025) if size in allowed), wanted)
+    return values
 
 
 def make_batch(

@@ -70,10 +70,11 @@ def run_fuzz(
     pairs: Sequence[tuple[str, ...]] = PAIRS,
     attempts: int = 40,
     part: int = 0,
+    accepts: Callable[[AttentionConfig], bool] | None = None,
 ) -> Counter[str]:
     """Run random requests; each of the pairs of features is required by one of every `len(pairs)` of them.
 
-    Every part draws requests of its own.
+    Every part draws requests of its own; `accepts` as in `draw_request`.
 
     Returns:
         How many were run (`"requests"`) and accepted (`"accepted"`), and how many accepted ones had each pair `"a+b"`.
@@ -86,7 +87,7 @@ def run_fuzz(
     required = list(pairs)
     rng.shuffle(required)
     for example in range(examples):
-        request = draw_request(rng, backend, required[example % len(required)], size)
+        request = draw_request(rng, backend, required[example % len(required)], size, accepts)
         problem = failure_of(lambda: count(request, check_request(request, device), counts))  # noqa: B023
         if problem:
             small = shrink(request, device, attempts)

@@ -15,7 +15,7 @@ import datetime
 import importlib.metadata
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import compare, compare_cache_update, largest_error, run_on_backend
 from tests.conformance.fuzz import failure_of, fuzz_seed
-from tests.conformance.requests import PAIRS, Request, Size, draw_request
+from tests.conformance.requests import PAIRS, PLAIN, Request, Size, config_with, draw_request
 from tests.conformance.rows import ROWS
 from tests.support import Batch
 from vattn.backends import selector
@@ -109,31 +109,26 @@ def _error_of(batch: Batch) -> float | None:
     return largest_error(result, expected[0])
 
 
-def record_rows(recorder: Recorder) -> None:
-    """Run every hand-picked row."""
-    for name, row in ROWS.items():
+def record_rows(recorder: Recorder, part: int, parts: int) -> None:
+    """Run this part's share of the hand-picked rows."""
+    for name, row in list(ROWS.items())[part::parts]:
         batch = batch_of_row(row, recorder.backend, device=recorder.device, seed=len(name))
         recorder.attempt(batch, f"row {name}")
 
 
-def record_fuzz(recorder: Recorder, seconds: float, most: int, part: str = "0") -> None:
-    """Run random requests that the backend accepts, and every twentieth that it refuses, until time or count is up."""
+def record_fuzz(recorder: Recorder, seconds: float, most: int, part: int) -> None:
+    """Run random requests, most of which the backend accepts, until time or count is up."""
     until, reasons = time.monotonic() + seconds, selector.get_backend(recorder.backend).reasons
     info = DeviceInfo.of(recorder.device)
-    for index, request in enumerate(_requests(recorder.backend, part)):
-        if time.monotonic() > until or recorder.requests >= most:
-            return
-        if reasons(request.config, info) and index % 20:
-            continue
+    rng = random.Random(f"record {fuzz_seed()} {recorder.backend} {part}")
+    base = PLAIN.replace(backend=recorder.backend)
+    pairs = [(), (), *(pair for pair in PAIRS if not reasons(config_with(frozenset(pair), base), info))]
+    while time.monotonic() < until and recorder.requests < most:
+        required = rng.choice(pairs)
+        request = draw_request(rng, recorder.backend, required, LARGE, lambda config: not reasons(config, info))
         recorder.attempt(request.batch(recorder.device), request.line(recorder.device))
         if request.config.block_size and not reasons(request.config, info):
             _attempt_cache_update(recorder, request)
-
-
-def _requests(backend: str, part: str) -> Iterator[Request]:
-    rng = random.Random(f"record {fuzz_seed()} {backend} {part}")
-    for index in range(1 << 40):
-        yield draw_request(rng, backend, PAIRS[index % len(PAIRS)] if index % 3 == 0 else (), LARGE)
 
 
 def _attempt_cache_update(recorder: Recorder, request: Request) -> None:
@@ -191,9 +186,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.record")
     parser.add_argument("--backend")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=60, help="for random requests after the rows")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="rows first, then random requests until so many are over"
+    )
     parser.add_argument("--most", type=int, default=1_000_000, help="requests in all, rows included")
-    parser.add_argument("--part", default="0", help="another part draws other requests; part 0 runs the rows too")
+    parser.add_argument("--part", default="0/1", help="0/3 to 2/3: a third of the rows, and requests of its own")
     parser.add_argument("--out", type=Path, help="folder for the record; default: print what was found alone")
     parser.add_argument("--merge", type=Path, nargs="+", help="files to merge into vattn/backends/runs")
     given = parser.parse_args()
@@ -204,16 +201,16 @@ def main() -> None:
     problem = selector.get_backend(given.backend).problem()
     if problem is not None:
         parser.exit(1, f"{given.backend}: {problem}\n")
+    part, parts = map(int, given.part.split("/"))
     started = time.monotonic()
-    if given.part == "0":
-        record_rows(recorder)
-    record_fuzz(recorder, given.seconds - (time.monotonic() - started), given.most, given.part)
+    record_rows(recorder, part, parts)
+    record_fuzz(recorder, given.seconds - (time.monotonic() - started), given.most, part)
     run = recorder.record()
     print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
     for line in recorder.errors:
         print("  ", line)
     if given.out:
-        write_runs(given.out / f"{given.backend}-{given.part}.json", [run])
+        write_runs(given.out / f"{given.backend}-{part}.json", [run])
 
 
 if __name__ == "__main__":

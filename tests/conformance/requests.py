@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch
+from vattn.backends import selector
 from vattn.backends.base import FEATURES, DeviceInfo, requested_features
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
@@ -115,10 +116,16 @@ def config_with(features: frozenset[str], base: AttentionConfig) -> AttentionCon
     return base.replace(**changes)
 
 
-def draw_features(rng: random.Random, required: tuple[str, ...] = ()) -> frozenset[str]:
-    """Return a random set of features that a config can ask for, the required ones among them."""
+def draw_features(
+    rng: random.Random, required: tuple[str, ...] = (), known: Container[str] = FEATURES
+) -> frozenset[str]:
+    """Return a random set of features that a config can ask for, the required ones among them, unknown ones seldom."""
     chosen = list(required)
-    others = [name for name in FEATURES if name not in required and rng.random() < _SELDOM.get(name, 0.25)]
+    others = [
+        name
+        for name in FEATURES
+        if name not in required and rng.random() < min(_SELDOM.get(name, 0.25), 1 if name in known else 0.015)
+    ]
     rng.shuffle(others)
     for name in others:
         if not any({name, other} == both for other in chosen for both in _EXCLUSIVE):
@@ -126,27 +133,38 @@ def draw_features(rng: random.Random, required: tuple[str, ...] = ()) -> frozens
     return frozenset(chosen)
 
 
+T = TypeVar("T")
+
+
+def _pick(rng: random.Random, values: Iterable[T], allowed: Container[T]) -> T:
+    """Return one of the values, one of the allowed ones nearly always, if there are any."""
+    values = list(values)
+    fitting = [value for value in values if value in allowed]
+    return rng.choice(fitting if fitting and rng.random() >= 0.015 else values)
+
+
 def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size: Size) -> AttentionConfig:
+    can = selector.get_backend(backend).capabilities
     kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
     widths: Any = MEDIUM if rng.random() >= size.wide_heads else (80, 96, 128, 192, 256, 512)
-    head_size = rng.choice(widths)
+    head_size = _pick(rng, widths, can.head_sizes)
     if rng.random() < 0.015:
         head_size = rng.choice((4, 12, 20, 1032))
-    kv_format = rng.choice(list(KV_FORMATS))
-    query = rng.choice(QUERY_FORMATS)
+    kv_format = _pick(rng, KV_FORMATS, can.kv_cache_dtypes)
+    query = _pick(rng, QUERY_FORMATS, can.query_formats)
     return AttentionConfig(
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_size=head_size,
         head_size_v=head_size,
         scale=rng.choice((head_size**-0.5, 0.5 * head_size**-0.5, -0.1)),
-        dtype=rng.choice(("float32", "float32", "bfloat16", "float16")),
+        dtype=_pick(rng, ("float32", "float32", "bfloat16", "float16"), can.dtypes),
         kv_cache_dtype=kv_format,
         kv_scale="tensor" if KV_FORMATS[kv_format].quantised else "none",
         query_format=query,
         query_scale="none" if query == "none" else "tensor",
-        query_load="plain" if query == "none" else rng.choice(("plain", "divide", "multiply")),
-        block_size=rng.choice((8, 8, 16, 24, 56, 256)) if rng.random() >= 0.015 else rng.choice((12, 264)),
+        query_load="plain" if query == "none" else _pick(rng, ("plain", "divide", "multiply"), can.query_loads),
+        block_size=_pick(rng, (8, 8, 16, 24, 56, 256, 12, 264), can.block_sizes),
         attn_type=rng.choice(("encoder", "encoder_only")) if "contiguous_kv" in features else "decoder",
         backend=backend,
     )
@@ -171,7 +189,8 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
     config = config.replace(**changes)
     columns = config.num_heads * config.head_size_v
     formats = [f.name for f in OUTPUT_FORMATS.values() if f.group_size <= 0 or columns % f.group_size == 0]
-    output = OUTPUT_FORMATS["none" if rng.random() < 0.4 else rng.choice(formats)]
+    can = selector.get_backend(config.backend).capabilities
+    output = OUTPUT_FORMATS["none" if rng.random() < 0.4 else _pick(rng, formats, can.output_formats)]
     changes = {"output_format": output.name}
     if output.container is torch.float8_e4m3fn:
         changes["output_arithmetic"] = rng.choice(("divide", "divide", "multiply"))
@@ -179,10 +198,23 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
     return config.replace(**changes)
 
 
-def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (), size: Size = SMALL) -> Request:
-    """Return a random request for a backend that asks for the required features at least."""
-    features = draw_features(rng, required)
-    config = _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
+def draw_request(
+    rng: random.Random,
+    backend: str,
+    required: tuple[str, ...] = (),
+    size: Size = SMALL,
+    accepts: Callable[[AttentionConfig], bool] | None = None,
+) -> Request:
+    """Return a random request for a backend that asks for the required features at least.
+
+    Formats, sizes and features are drawn from the backend's capabilities but for a few. Where many combinations are
+    excluded, `accepts` makes nine of ten requests acceptable ones, as far as a few draws find them.
+    """
+    wanted = accepts is not None and rng.random() < 0.9
+    for _ in range(40):
+        config = _draw_config(rng, backend, required, size)
+        if not wanted or accepts is None or accepts(config):
+            break
     lens = tuple(_draw_lens(rng, size.seq_len) for _ in range(rng.randint(1, size.reqs)))
     paged = config.block_size > 0
     return Request(
@@ -192,6 +224,11 @@ def draw_request(rng: random.Random, backend: str, required: tuple[str, ...] = (
         table=rng.choices(("fit", "narrow", "broken"), (8, 1, 1))[0] if paged else "fit",
         seed=rng.randrange(1 << 30),
     )
+
+
+def _draw_config(rng: random.Random, backend: str, required: tuple[str, ...], size: Size) -> AttentionConfig:
+    features = draw_features(rng, required, selector.get_backend(backend).capabilities.features)
+    return _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
 
 
 def _draw_lens(rng: random.Random, longest: int) -> tuple[int, int]:

@@ -270,8 +270,11 @@ class Backend:
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why this backend refuses a request, with what came and what is allowed; empty if it accepts."""
         problem = self.problem()
-        found = [] if problem is None else [problem]
-        return found + self._device_reasons(config, device) + self._name_reasons(config) + self._feature_reasons(config)
+        return ([] if problem is None else [problem]) + self.limits(config, device)
+
+    def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return the reasons that remain once everything is installed: what the capabilities refuse."""
+        return self._device_reasons(config, device) + self._name_reasons(config) + self._feature_reasons(config)
 
     def _device_reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         can = self.capabilities
