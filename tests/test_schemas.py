@@ -19,6 +19,7 @@ from vattn.formats import OUTPUT_FORMATS
 from vattn.ops import arguments, schemas
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.rope_config import RopeConfig
 
 ARGUMENTS: dict[str, Any] = {
@@ -28,6 +29,8 @@ ARGUMENTS: dict[str, Any] = {
     "varlen_attention": VarlenAttentionArgs,
     "plan": PlanArgs,
     "merge_attn_states": MergeArgs,
+    "mla_kv_cache_update": MLACacheUpdateArgs,
+    "mla_attention": MLAAttentionArgs,
 }
 WRITTEN = {
     "kv_cache_update": {"kv_cache"},
@@ -36,6 +39,8 @@ WRITTEN = {
     "varlen_attention": {"output", "output_block_scale", "lse", "workspace"},
     "plan": {"schedule"},
     "merge_attn_states": {"output", "output_lse"},
+    "mla_kv_cache_update": {"kv_cache"},
+    "mla_attention": {"output", "output_block_scale", "lse", "workspace"},
 }
 KINDS = {"Tensor": Tensor, "Optional[Tensor]": Tensor | None, "List[Tensor]": list[Tensor], "str": str}
 

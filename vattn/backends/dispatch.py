@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vattn.backends import selector
 from vattn.backends.base import Backend, DeviceInfo
+from vattn.backends.mla import MLABackend
 from vattn.config import AttentionConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.ops import checks
+from vattn.mla_config import HEAD as MLA_HEAD
+from vattn.mla_config import MLAConfig
+from vattn.ops import checks, mla_checks
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -25,8 +28,16 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.passes.report import read_note
 from vattn.rope_config import RopeConfig
+
+
+@lru_cache(maxsize=4096)
+def _resolve_latent(text: str, device: torch.device) -> tuple[MLABackend, MLAConfig]:
+    config = MLAConfig.parse(text)
+    read_note(text)
+    return cast(MLABackend, selector.choose(config, DeviceInfo.of(device))), config
 
 
 @lru_cache(maxsize=4096)
@@ -77,9 +88,25 @@ def varlen_attention(*arguments: Any) -> None:
     backend.varlen_attention(args, config)
 
 
+def mla_kv_cache_update(*arguments: Any) -> None:
+    args = MLACacheUpdateArgs(*arguments)
+    backend, config = _resolve_latent(args.config, args.kv_c.device)
+    mla_checks.check_mla_kv_cache_update(args, config)
+    backend.mla_kv_cache_update(args, config)
+
+
+def mla_attention(*arguments: Any) -> None:
+    args = MLAAttentionArgs(*arguments)
+    args = args._replace(plan=_present(args.plan))
+    backend, config = _resolve_latent(args.config, args.query.device)
+    mla_checks.check_mla_attention(args, config)
+    backend.mla_attention(args, config)
+
+
 def plan(*arguments: Any) -> None:
     args = PlanArgs(*arguments)
-    backend, config = _resolve(args.config, args.seq_lens.device)
+    resolve: Any = _resolve_latent if args.config.startswith(MLA_HEAD) else _resolve
+    backend, config = resolve(args.config, args.seq_lens.device)
     checks.check_plan(args, config)
     backend.plan(args, config)
 

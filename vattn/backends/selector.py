@@ -10,13 +10,16 @@ import importlib
 import logging
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from vattn.backends.base import Backend, DeviceInfo, request_parts
+from vattn.backends.mla import MLA_PRIORITY, mla_backends
 from vattn.backends.recorded_runs import runs_of, verdict
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, UnknownOptionError, UnsupportedRequestError
+from vattn.mla_config import MLAConfig
 
 logger = logging.getLogger("vattn")
 
@@ -115,7 +118,7 @@ class Explanation:
             untested and why (`vattn.backends.recorded_runs`). On a CPU the tests of every change run.
     """
 
-    config: AttentionConfig
+    config: AttentionConfig | MLAConfig
     device: DeviceInfo
     chosen: str | None
     refusals: dict[str, tuple[str, ...]]
@@ -132,8 +135,22 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _decide_latent(config: Any, device: DeviceInfo) -> Explanation:
+    known = mla_backends()
+    names = MLA_PRIORITY[device.type] if config.backend == "auto" else (config.backend,)
+    if names[0] not in known:
+        raise UnknownOptionError(
+            f"attn_backend {config.backend!r} of latent attention", ", ".join(("auto", *known)), "choose one of these"
+        )
+    refusals = {name: tuple(known[name].reasons(config, device)) for name in names}
+    chosen = next((name for name in names if not refusals[name]), None)
+    return Explanation(config, device, chosen, refusals, () if chosen is None else tuple(known[chosen].notes(config)))
+
+
 @lru_cache(maxsize=4096)
-def _decide(config: AttentionConfig, device: DeviceInfo) -> Explanation:
+def _decide(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> Explanation:
+    if isinstance(config, MLAConfig):
+        return _decide_latent(config, device)
     if config.backend == "auto":
         names = priority(device)
     else:
@@ -150,7 +167,7 @@ def _tested(backend: Backend, config: AttentionConfig, device: DeviceInfo) -> st
     return verdict(runs_of(backend.name), backend.running(), device.capability, request_parts(config))
 
 
-def explain(config: AttentionConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:
+def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:
     """Tell which backend a request gets on a device and why the others refuse; raises nothing for a refusal.
 
     Example:
@@ -168,7 +185,7 @@ def _log_once(chosen: str, request: str, device: DeviceInfo) -> None:
     logger.info("attention backend %s on %s for %s", chosen, device, request)
 
 
-def choose(config: AttentionConfig, device: torch.device | str | DeviceInfo) -> Backend:
+def choose(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo) -> Backend:
     """Return the backend for a request.
 
     Raises:
@@ -185,4 +202,4 @@ def choose(config: AttentionConfig, device: torch.device | str | DeviceInfo) -> 
         )
     if config.backend == "auto":
         _log_once(explanation.chosen, config.encode(), explanation.device)
-    return _BACKENDS[explanation.chosen]
+    return mla_backends()[explanation.chosen] if isinstance(config, MLAConfig) else _BACKENDS[explanation.chosen]

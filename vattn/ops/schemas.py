@@ -44,6 +44,15 @@ MUTATING_OPS: dict[str, str] = {
         + _OPTIONAL_INPUTS
         + "Tensor[] plan, Tensor(d!)? workspace, str config) -> ()"
     ),
+    "mla_kv_cache_update": (
+        "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? k_scale, str config) -> ()"
+    ),
+    "mla_attention": (
+        "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+        "Tensor kv_b_weight, Tensor? kv_b_scale, Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
+        "Tensor? output_scale, Tensor? k_scale, Tensor? topk_indices, Tensor? local_seq_lens, Tensor[] plan, "
+        "Tensor(d!)? workspace, str config) -> ()"
+    ),
     "plan": "(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) schedule, str config) -> ()",
     "merge_attn_states": (
         "(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "

@@ -1,0 +1,95 @@
+"""What a backend of latent attention is, and those there are; `vattn.backends.selector` chooses among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from vattn.backends.base import Backend, Capabilities, Sizes
+from vattn.formats import OUTPUT_FORMATS
+from vattn.mla_config import MLAConfig
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+
+MLA_FEATURES: tuple[str, ...] = ("lse", "sparse", "context_parallel")
+"""What a latent attention can ask for beyond the plain one, one name each."""
+
+ANY_SIZE = Sizes(step=1, low=1, high=1 << 16)
+
+
+@dataclass(frozen=True)
+class MLACapabilities(Capabilities):
+    """Everything a latent attention backend can do, as data. `head_sizes` are the columns of a cached row, L + R.
+
+    Attributes:
+        num_heads: allowed numbers of query heads.
+        latent_sizes, rope_sizes: allowed `kv_lora_rank` and `qk_rope_head_dim`.
+        weight_formats: allowed names of `vattn.mla_config.WEIGHT_FORMATS`.
+    """
+
+    num_heads: Sizes = ANY_SIZE
+    latent_sizes: Sizes = ANY_SIZE
+    rope_sizes: Sizes = ANY_SIZE
+    weight_formats: tuple[str, ...] = ("none",)
+
+
+class MLABackend(Backend):
+    """Run the latent attention requests that its capabilities accept."""
+
+    capabilities: MLACapabilities
+
+    def _name_reasons(self, config: Any) -> list[str]:
+        can = self.capabilities
+        names = {
+            "dtype": can.dtypes,
+            "kv_cache_dtype": can.kv_cache_dtypes,
+            "weight_format": can.weight_formats,
+            "output_format": can.output_formats,
+        }
+        found = [
+            f"{name} {getattr(config, name)} (runs {', '.join(allowed)})"
+            for name, allowed in names.items()
+            if getattr(config, name) not in allowed
+        ]
+        plain = config.kv_cache_dtype in ("float16", "bfloat16", "float32")
+        if plain and config.kv_cache_dtype != config.dtype and "mixed_cache" not in can.features:
+            found.append(f"kv_cache_dtype {config.kv_cache_dtype} in a {config.dtype} model (stores the model dtype)")
+        sizes = {
+            "num_heads": can.num_heads,
+            "kv_lora_rank": can.latent_sizes,
+            "qk_rope_head_dim": can.rope_sizes,
+            "head_size": can.head_sizes,
+            "block_size": can.block_sizes,
+        }
+        found += [
+            f"{name} {getattr(config, name)} (runs {allowed})"
+            for name, allowed in sizes.items()
+            if getattr(config, name) not in allowed
+        ]
+        arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
+        if arithmetic and not can.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
+            found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
+        return found
+
+    def _feature_reasons(self, config: Any) -> list[str]:
+        asked = {name for name in MLA_FEATURES if getattr(config, name)}
+        return [f"{name} is not implemented" for name in MLA_FEATURES if name in asked - self.capabilities.features]
+
+    def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_attention`. Arguments are checked already."""
+        raise NotImplementedError
+
+    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_kv_cache_update`. Arguments are checked already."""
+        raise NotImplementedError
+
+
+MLA_PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("TORCH_MLA",), "cpu": ("TORCH_MLA",)}
+
+
+@lru_cache(maxsize=1)
+def mla_backends() -> dict[str, MLABackend]:
+    """Return every backend of latent attention by name."""
+    from vattn.backends.mla_torch import TorchMLABackend
+
+    return {backend.name: backend for backend in (TorchMLABackend(),)}
