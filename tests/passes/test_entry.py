@@ -153,7 +153,7 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         for capability in ((9, 0), (10, 0)):
-            patch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+            patch.setattr(torch.cuda, "get_device_capability", lambda index=0, found=capability: found)
             keys.add(key())
     assert len(keys) == len(changes) + 3 and key() == plain
 
@@ -187,6 +187,26 @@ def test_enable_nests_and_restores() -> None:
         assert getattr(config, SLOT) is None
     assert getattr(config, SLOT) is None
     vattn.disable()
+
+
+def test_disable_leaves_alone_what_others_put_into_the_slot() -> None:
+    config, mine = torch._inductor.config, Counting()
+    with config.patch({SLOT: mine}):
+        vattn.enable()
+    assert getattr(config, SLOT) is None  # as the end of the patch left it
+    vattn.disable()
+    assert getattr(config, SLOT) is None
+    vattn.enable()
+    vattn.disable()
+    assert getattr(config, SLOT) is None
+    with config.patch({SLOT: None}):
+        vattn.enable()
+        setattr(config, SLOT, mine)
+        vattn.disable()
+        assert getattr(config, SLOT) is mine
+        setattr(config, SLOT, vattn.options()[SLOT])
+        vattn.disable()
+        assert getattr(config, SLOT) == vattn.options()[SLOT]
 
 
 def test_equal_options_share_graphs() -> None:

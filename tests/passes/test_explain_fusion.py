@@ -95,3 +95,13 @@ def test_a_target_that_is_no_function() -> None:
     with pytest.raises(ConfigError, match="is no function"):
         explain_fusion.load(f"{__name__}:not_callable")
     assert torch.is_tensor(explain_fusion.load(f"{__name__}:fusing")()[1][0])
+
+
+def test_explain_asks_for_what_the_query_pass_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["explain", "--device", "cpu", "--query-format", "fp8_e4m3", "--query-load"]
+    assert main([*asked, "divide"]) == 0
+    assert "query_load=divide" in capsys.readouterr().out
+    assert main([*asked, "approximate_divide", "--backend", "TORCH_SDPA"]) == 1
+    assert "query_load approximate_divide (runs plain, divide, multiply)" in capsys.readouterr().out
+    assert main(["explain", "--device", "cpu", "--query-load", "divide"]) == 2
+    assert "query_format" in capsys.readouterr().err

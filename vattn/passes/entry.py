@@ -14,9 +14,6 @@ from vattn.formats import OUTPUT_FORMATS
 SLOT = "post_grad_custom_pre_pass"
 _OPTIONS = ("strict", "output_formats", "rope")
 
-_before: list[Any] = []
-"""What the slot of Inductor's configuration held before `enable()`; at most one entry."""
-
 
 def _inner(current: Any) -> tuple[Callable[..., None], ...]:
     """Return the passes in a slot, without ours, to run before ours.
@@ -60,8 +57,8 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, 
 class Enabled:
     """What `enable()` returns: leaving it as a context manager restores what was there before."""
 
-    def __init__(self, before: Any, saved: list[Any]) -> None:
-        self._before, self._saved = before, saved
+    def __init__(self, before: Any) -> None:
+        self._before = before
 
     def __enter__(self) -> Enabled:
         return self
@@ -72,7 +69,6 @@ class Enabled:
         from torch._inductor import config
 
         setattr(config, SLOT, self._before)
-        _before[:] = self._saved
 
 
 def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
@@ -100,19 +96,29 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None,
     """
     from torch._inductor import config
 
-    current, saved = getattr(config, SLOT), list(_before)
-    setattr(config, SLOT, _new_pass(current, strict, output_formats, rope))
-    if not _before:
-        _before.append(current)
-    return Enabled(current, saved)
+    current = getattr(config, SLOT)
+    new = _new_pass(current, strict, output_formats, rope)
+    new.replaced = _enabled_over(current) or (current,)
+    setattr(config, SLOT, new)
+    return Enabled(current)
 
 
 def disable() -> None:
-    """Undo every `enable()`: Inductor's configuration is as it was before the first one. Compiled code stays."""
+    """Undo every `enable()` of this thread: Inductor's slot holds what it held before the first one.
+
+    What others have put into the slot since, or put back, stays there; so does compiled code.
+    """
     from torch._inductor import config
 
-    if _before:
-        setattr(config, SLOT, _before.pop())
+    for before in _enabled_over(getattr(config, SLOT)):
+        setattr(config, SLOT, before)
+
+
+def _enabled_over(current: Any) -> tuple[Any, ...]:
+    """Return what a slot held before the first `enable()`, as a tuple of one; empty: none of its passes is there."""
+    from vattn.passes.pipeline import FusionPass
+
+    return current.replaced if isinstance(current, FusionPass) else ()
 
 
 def options(

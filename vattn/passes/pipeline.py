@@ -50,12 +50,16 @@ class FusionPass(CustomGraphPass):
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
         rope: one of `ROPE_CHOICES`; with `"always"`, `strict` asks for RoPE too.
+
+    Attributes:
+        replaced: of a pass that `enable()` put into Inductor's configuration, what `disable()` puts back; else empty.
     """
 
     def __init__(
         self, strict: bool, output_formats: tuple[str, ...], inner: tuple[InnerPass, ...], rope: str = "auto"
     ) -> None:
         self.strict, self.output_formats, self.inner, self.rope = strict, output_formats, inner, rope
+        self.replaced: tuple[Any, ...] = ()
 
     def __call__(self, graph: Graph) -> None:
         """Fuse what can be fused in a post-grad graph, in place, and report it.
