@@ -1,0 +1,208 @@
+"""The transformers integration: every family equals its own eager attention, everything else is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import relative_l2
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import FAMILIES, make_model
+from vattn.integrations.transformers import PackedModel, disable, enable
+
+BLOCK = 16
+TOLERANCE = 1e-4
+"""Relative L2 of fp32 logits: sums in another order, through two layers."""
+
+PROMPTS = [list(range(3, 44)), [7, 5, 90, 11, 13, 2, 64]]
+
+
+def eager_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens])).logits[0]
+
+
+class Runner:
+    """Steps over requests that own fixed blocks."""
+
+    def __init__(self, packed: PackedModel, forward: Any = None) -> None:
+        self.forward = packed if forward is None else forward
+        self.builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=128, block_size=BLOCK, layers=packed)
+        self.tables = [list(range(1, 9)), list(range(9, 17))]
+
+    def step(self, parts: list[tuple[list[int], int]]) -> list[torch.Tensor]:
+        """Run new tokens of each request behind what it has cached; return the logits of all of them."""
+        query_lens = [len(tokens) for tokens, _ in parts]
+        metadata = self.builder.build(
+            query_lens, [n + c for n, (_, c) in zip(query_lens, parts, strict=True)], self.tables[: len(parts)]
+        )
+        ids = torch.tensor([token for tokens, _ in parts for token in tokens])
+        with torch.no_grad(), vattn.forward_context(metadata):
+            return list(self.forward(ids, metadata.positions).split(query_lens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_equals_its_eager_attention(name: str) -> None:
+    """Prefill, chunked prefill, decode and mixed steps, of two requests packed behind each other."""
+    model = make_model(name)
+    expected = [eager_logits(model, tokens) for tokens in PROMPTS]
+    runner = Runner(enable(model, num_blocks=17))
+    long, short = PROMPTS
+    got: list[list[torch.Tensor]] = [[], []]
+    for parts in (
+        [(long[:20], 0), (short[:3], 0)],
+        [(long[20:33], 20), (short[3:4], 3)],
+        [(long[33:34], 33), (short[4:5], 4)],
+        [(long[34:], 34), (short[5:], 5)],
+    ):
+        for request, rows in enumerate(runner.step(parts)):
+            got[request].append(rows)
+    for rows, want in zip(got, expected, strict=True):
+        assert relative_l2(torch.cat(rows), want) < TOLERANCE
+    disable(model)
+    assert relative_l2(eager_logits(model, long), expected[0]) == 0
+
+
+COMPILED = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")),
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_whole_models_compile_into_one_graph(name: str) -> None:
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[0])
+    packed = enable(model, num_blocks=17)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    runner = Runner(packed, vattn.compile(packed))
+    long, short = PROMPTS
+    steps = ([(long[:20], 0), (short[:3], 0)], [(long[20:33], 20), (short[3:4], 3)], [(long[33:], 33)])
+    got = [runner.step(parts)[0] for parts in steps]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert relative_l2(torch.cat(got), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "bloom"])
+def test_fp8_caches(name: str) -> None:
+    """Dequantised keys and values differ by up to 2**-4 each; a layer left unquantised would be equal."""
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[0])
+    config = vattn.CacheConfig(cache_dtype="fp8")
+    packed = enable(model, cache_config=config, quant_config=vattn.QuantConfig(0.02, 0.02), num_blocks=17)
+    runner = Runner(packed)
+    got = torch.cat([runner.step([(PROMPTS[0][:30], 0)])[0], runner.step([(PROMPTS[0][30:], 30)])[0]])
+    assert 1e-3 < relative_l2(got, expected) < 0.15
+
+
+def test_scales_of_a_checkpoint_are_used() -> None:
+    model = make_model("llama")
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.register_buffer("k_scale", torch.tensor([0.03]))
+            module.register_buffer("v_scale", torch.tensor(0.05))
+    packed = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), num_blocks=17)
+    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
+    assert len(layers) == 2 and all(layer.k_scale.item() == pytest.approx(0.03) for layer in layers)
+    assert layers[0].v_scale.item() == pytest.approx(0.05)
+    plain = make_model("llama")
+    with pytest.raises(vattn.errors.ScaleError):
+        enable(plain, cache_config=vattn.CacheConfig(cache_dtype="fp8"))
+    assert "vattn" not in dict(plain.named_modules()) and plain.config._attn_implementation == "eager"
+
+
+def test_calls_outside_of_a_step_say_what_to_call() -> None:
+    model = make_model("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    packed = enable(model, num_blocks=17)
+    for call in (lambda: model.generate(ids, max_new_tokens=4), lambda: model(ids)):
+        with pytest.raises(vattn.errors.MetadataError, match=r"vattn\.Generator.*disable\(model\)"):
+            call()
+    disable(packed)
+    disable(packed)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert not any("vattn" in name for name in model.state_dict())
+
+
+def test_padded_batches_are_refused() -> None:
+    model = make_model("llama")
+    runner = Runner(enable(model, num_blocks=17))
+    step = runner.builder.build([3, 3], [3, 3], runner.tables)
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
+    with torch.no_grad(), vattn.forward_context(step):
+        with pytest.raises(vattn.errors.ShapeError, match="packed"):
+            model(ids)
+        with pytest.raises(vattn.errors.MetadataError, match="attention_mask"):
+            model(ids[:1], attention_mask=mask[:1])
+    model.model.layers[0].self_attn.scaling = 0.3
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match=r"scaling=0\.3"):
+        runner.step([([1, 2, 3], 0)])
+
+
+REFUSED = {
+    "mamba": ({}, "takes no position_ids"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "fails on packed tokens"),
+    "llama4_text": (
+        {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16},
+        "a mask by",
+    ),
+    "gemma3_text": ({"use_bidirectional_attention": True, "head_dim": 16}, "a mask by"),
+    "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
+    "recurrent_gemma": ({}, "layers of RecurrentGemmaForCausalLM call attention|fails on packed tokens"),
+    "biogpt": ({}, "padding mask"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_expressed_is_refused_and_left_alone(model_type: str) -> None:
+    import transformers
+
+    from tests.hf_families import BASE
+
+    changes, reason = REFUSED[model_type]
+    config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    before = model.config._attn_implementation, set(dict(model.named_modules()))
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match=reason):
+        enable(model)
+    assert before == (model.config._attn_implementation, set(dict(model.named_modules())))
+
+
+class Mixing(torch.nn.Module):
+    """Adds to every token a little of the one before it, as a convolution would."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.3 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_tokens_that_meet_outside_of_attention_are_found() -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match="outside of attention"):
+        enable(model)
+
+
+def test_wrong_arguments() -> None:
+    model = make_model("llama")
+    with pytest.raises(vattn.errors.ConfigError, match="a model of transformers"):
+        enable(torch.nn.Linear(2, 2))
+    with pytest.raises(vattn.errors.ConfigError, match="eval"):
+        enable(model.train())
+    with pytest.raises(vattn.errors.ConfigError, match="with its head"):
+        enable(model.eval().model)
+    enable(model)
+    with pytest.raises(vattn.errors.ConfigError, match="disable"):
+        enable(model)
+    with pytest.raises(vattn.errors.CacheNotBoundError, match="no KV cache"):
+        Runner(PackedModel(model))

@@ -1,0 +1,318 @@
+"""Put a Hugging Face model on vattn: `enable(model)` swaps attention, masks and the cache, and keeps the model's code.
+
+The model then runs steps of packed tokens, `[1, T]` and no padding between requests, under `vattn.forward_context`.
+What a model does is found out by running it once on a few tokens: which modules attend, with which heads, scale,
+window, soft cap and sinks, under which mask, and whether tokens meet anywhere else. What vattn cannot express is
+refused there, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn import context
+from vattn.config import CacheConfig
+from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
+from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
+from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
+from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
+from vattn.layers import Attention, QuantConfig
+
+try:
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError as error:
+    raise MissingPackageError(
+        "vattn.integrations.transformers without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
+    ) from error
+
+NAME = "vattn"
+"""Name of our attention and mask functions among those of transformers."""
+
+REPLACED = "vattn_replaced"
+"""Same for models whose attention modules get another forward, and which want a tensor for a mask."""
+
+
+class PackedCache(transformers.Cache):
+    """Stand where transformers expects a cache, and hold nothing: the attention layers own the paged cache.
+
+    Keys and values pass through, so that attention gets those of the step's tokens alone. Masks are not asked for the
+    packing of the step, which its metadata describes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they came."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0; where tokens sit is in `position_ids`."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the size of a mask over the step's tokens."""
+        return query_length, 0
+
+
+class PackedModel(nn.Module):
+    """A causal language model over packed tokens, as `vattn.Generator` and `CUDAGraphRunner` call it.
+
+    Args:
+        model: what `enable` was called with.
+
+    Example: see `enable`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.cache = PackedCache()
+        # Models with ALiBi know no positions.
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
+        """Return logits; the step's metadata is that of `vattn.forward_context`.
+
+        Args:
+            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position.
+            logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
+
+        Returns:
+            `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
+        """
+        options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
+        if logits_indices is not None:
+            options["logits_to_keep"] = logits_indices
+        out = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=False, **options)
+        return out.logits[0]
+
+
+def enable(
+    model: Any,
+    *,
+    cache_config: CacheConfig | None = None,
+    quant_config: QuantConfig | None = None,
+    attn_backend: str | None = None,
+    batch_invariant: bool = False,
+    num_blocks: int | None = None,
+    memory: int | str | None = None,
+) -> PackedModel:
+    """Put the attention of a transformers model on vattn, in place.
+
+    Args:
+        model: a causal language model of transformers 5 in eval mode, on its device and in its dtype.
+        cache_config, quant_config, attn_backend, batch_invariant: of every `vattn.Attention`. A layer's own window
+            comes from the model. Scales that a checkpoint left on the attention modules (`k_scale`, `v_scale`) are used
+            where `quant_config` gives none.
+        num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
+
+    Returns:
+        The model as a function of packed tokens. The model itself has changed too: every attention module has a
+        `vattn.Attention` named `vattn`, and calls outside of `vattn.forward_context`, `model.generate()` among them,
+        raise an error that says what to call.
+
+    Raises:
+        ConfigError: no transformers model, one in training mode, or one that is enabled already.
+        UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
+            not know, layers without attention; the text says which.
+        ScaleError, ...: as `vattn.Attention`.
+
+    Example:
+        >>> import torch, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> packed = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> builder = vattn.AttentionMetadataBuilder(4, 16, max_seq_len=64, layers=packed)
+        >>> step = builder.build(query_lens=[3, 2], seq_lens=[3, 2], block_tables=[[1], [2]])
+        >>> with torch.no_grad(), vattn.forward_context(step):
+        ...     packed(torch.arange(5), step.positions, torch.tensor([2, 4])).shape
+        torch.Size([2, 64])
+    """
+    _check_model(model)
+    calls = observe(model, PackedCache())
+    layers = {
+        name: _layer(call, name, cache_config, quant_config, attn_backend, batch_invariant)
+        for name, call in calls.items()
+    }
+    for name, layer in layers.items():
+        module = calls[name].module
+        module.add_module(NAME, layer.to(next(module.parameters()).device))
+    model.__dict__["_vattn_before"] = model.config._attn_implementation
+    replaced = bool(replaced_modules(model))
+    _register()
+    replace_forwards(model, attend)
+    set_attention(model, REPLACED if replaced else NAME)
+    packed = PackedModel(model)
+    if num_blocks is not None or memory is not None:
+        allocate(packed, num_blocks=num_blocks, memory=memory)
+    return packed
+
+
+def allocate(model: nn.Module, **options: Any) -> KVCacheAllocation:
+    """Allocate the paged cache of an enabled model in its own dtype; see `vattn.allocate_kv_cache`."""
+    inner: Any = getattr(model, "model", model) if isinstance(model, PackedModel) else model
+    return allocate_kv_cache(model, dtype=inner.dtype, **options)
+
+
+def disable(model: nn.Module) -> None:
+    """Take a model off vattn: its attention, masks and cache are transformers' again, its paged cache is dropped.
+
+    Args:
+        model: what `enable` was called with, or what it returned. A model that is not enabled stays as it is.
+    """
+    inner: Any = model.model if isinstance(model, PackedModel) else model
+    before = inner.__dict__.pop("_vattn_before", None)
+    if before is None:
+        return
+    restore_forwards(inner)
+    for module in list(inner.modules()):
+        module._modules.pop(NAME, None)
+    set_attention(inner, before)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Run the layer that `enable` made for a module; transformers' attention interface.
+
+    Args:
+        module: the attention module.
+        query, key, value: `[1, heads, T, head_size]`, of the step's tokens.
+        attention_mask: `None`, or without elements; the layer knows its mask.
+        **options: what the model passes; refused where it differs from what `enable` saw.
+
+    Returns:
+        `[1, T, heads, head_size]`, and no weights.
+    """
+    layer = module._modules.get(NAME)
+    if layer is None:
+        raise ConfigError(
+            f"{type(module).__name__} without a vattn layer",
+            "models that enable() was called with",
+            "call enable(model)",
+        )
+    if context.current is None:
+        raise _no_step()
+    if query.shape[0] != 1:
+        raise ShapeError(
+            f"a batch of {query.shape[0]} rows of tokens",
+            "one row of packed tokens, [1, T]",
+            "put the tokens of all requests behind each other, and build a step for them",
+        )
+    if attention_mask is not None and attention_mask.shape != (0,):
+        raise _masked()
+    layer.check_options(options)  # type: ignore[operator]
+    rows = [t[0].transpose(0, 1).contiguous() for t in (query, key, value)]
+    out = layer(*rows)
+    return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None  # type: ignore[union-attr]
+
+
+def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
+    """Return no mask, since the layers know theirs; transformers' mask interface."""
+    if context.current is None:
+        raise _no_step()
+    if attention_mask is not None:
+        raise _masked()
+
+
+def empty_mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Return a mask without elements, for models that convert it."""
+    no_mask(attention_mask)
+    return torch.empty(0, dtype=torch.bool)
+
+
+def _masked() -> MetadataError:
+    return MetadataError(
+        "an attention_mask in a step of packed tokens",
+        "none: the step's metadata says which tokens see each other",
+        "leave attention_mask out; padding is told by slot_mapping",
+    )
+
+
+def _no_step() -> MetadataError:
+    return MetadataError(
+        "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
+        "steps of packed tokens",
+        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) first",
+    )
+
+
+def _register() -> None:
+    for name, mask in ((NAME, no_mask), (REPLACED, empty_mask)):
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+
+
+class ModelAttention(Attention):
+    """`Attention` of one module of a transformers model, which knows how the model calls it."""
+
+    _expected: dict[str, Any]
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse a call whose arguments differ from those that the layer was made for."""
+        for name, expected in self._expected.items():
+            if options.get(name) != expected:
+                raise UnsupportedRequestError(
+                    f"{name}={options.get(name)!r} in layer {self.prefix!r}",
+                    f"{expected!r}, as the layer was made",
+                    "call disable(model) and enable(model) again after changing the model",
+                )
+
+
+def _layer(
+    call: AttentionCall,
+    name: str,
+    cache_config: CacheConfig | None,
+    quant_config: QuantConfig | None,
+    attn_backend: str | None,
+    batch_invariant: bool,
+) -> ModelAttention:
+    extra: dict[str, Any] = {"sinks": call.sinks} if call.sinks is not None else {}
+    if batch_invariant:
+        extra["batch_invariant"] = True
+    layer = ModelAttention(
+        call.num_heads,
+        call.head_size,
+        call.scale,
+        call.num_kv_heads,
+        alibi_slopes=call.alibi_slopes,
+        cache_config=cache_config,
+        quant_config=quant_config or call.checkpoint_scales(cache_config),
+        logits_soft_cap=call.soft_cap,
+        per_layer_sliding_window=call.window,
+        prefix=name,
+        attn_backend=attn_backend,
+        head_size_v=call.head_size_v,
+        **extra,
+    )
+    layer._expected = call.expected_options()
+    return layer
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ConfigError(
+            f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
+        )
+    if model.training:
+        raise ConfigError("enable() of a model in training mode", "a model in eval mode", "call model.eval() first")
+    if "_vattn_before" in model.__dict__:
+        raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
+    if not callable(getattr(model, "prepare_inputs_for_generation", None)) or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"enable() of {type(model).__name__}",
+            "a causal language model with its head",
+            "load it with transformers.AutoModelForCausalLM",
+        )
