@@ -171,11 +171,13 @@ class CUDAGraphRunner:
         names = self.builder.backends | {selector.choose(config, self.builder.device).name for config in configs}
         for name in sorted(names):
             can = selector.get_backend(name).capabilities.cuda_graphs
+            if can == "manual" and name in self.builder.host_planned:
+                continue
             if can != "full":
                 raise UnsupportedRequestError(
                     f"backend {name} cannot be captured in a CUDA graph: its capabilities say cuda_graphs={can!r}",
-                    "backends with cuda_graphs='full'",
-                    "choose another attn_backend, or run the function without CUDAGraphRunner",
+                    "backends with cuda_graphs='full', or 'manual' with a builder that plans for all their layers",
+                    "give the builder the model's layers, choose another attn_backend, or run without CUDAGraphRunner",
                 )
 
     def _prepare(self, batch_size: int) -> CaptureCost | None:

@@ -58,6 +58,8 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         [[64], [112]]
     """
 
+    _one_table = False
+
     def __init__(self, *capacity: Any, layers: nn.Module, **options: Any) -> None:
         super().__init__(*capacity, layers=layers, **options)
         self.groups = _groups_of(layers)

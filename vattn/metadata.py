@@ -92,7 +92,8 @@ class AttentionMetadata:
         logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
             ones of each request, then any as padding. `None`: all rows.
         logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.
-        plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself.
+        plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
+            schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
         max_query_len, max_seq_len: over the real requests.
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
@@ -273,6 +274,11 @@ def with_sinks(seq_lens: Tensor, sink_len: int) -> Tensor:
 def plan_key(backend_key: str, sink_len: int) -> str:
     """Return the key in `AttentionMetadata.plans` of a kind of layer: its backend's, apart for lengths with sinks."""
     return f"{backend_key} sink_len={sink_len}" if sink_len else backend_key
+
+
+def host_plan_key(key: str) -> str:
+    """Return the key in `AttentionMetadata.plans` of the host's half of the schedule that `key` names."""
+    return f"{key} (host)"
 
 
 def check_seq_lens(query_lens: Tensor, seq_lens: Tensor) -> None:

@@ -13,7 +13,8 @@ from vattn.config import AttentionConfig
 from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
 from vattn.logits_rows import read_num_logits, write_logits_indices
-from vattn.metadata import AttentionMetadata, CaptureKey, plan_key, with_sinks
+from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
+from vattn.ops.arguments import HostPlanArgs
 from vattn.step_buffers import StepBuffers
 from vattn.step_input import Lengths, Limits, Step, read_step
 
@@ -57,6 +58,9 @@ class AttentionMetadataBuilder:
         >>> step.num_prefills, step.num_decodes
         (1, 1)
     """
+
+    _one_table = True
+    """Whether all layers read their blocks from the same table."""
 
     def __init__(
         self,
@@ -129,13 +133,26 @@ class AttentionMetadataBuilder:
                 self._sink_layers.append(layer)
             # The schedule of cross attention would need other lengths; no backend has one.
             planned = config.attn_type != "encoder_decoder"
+            # A plan made on the host holds the pages of one block table.
+            planned = planned and not (backend.host_plan_size(config) and (sink_len or not self._one_table))
             if planned and backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
                 key = plan_key(backend.plan_key(config), sink_len)
                 self._sink_lens[key] = sink_len
                 found.setdefault(key, config)
             if self.num_blocks is None and isinstance(layer, nn.Module):
                 self.num_blocks = _blocks_of(layer, config)
+        if self.num_blocks is None:
+            # Without it a block id could not be told from one outside of the cache.
+            found = {key: config for key, config in found.items() if not self._host_plan_size(config)}
         return found
+
+    def _host_plan_size(self, config: AttentionConfig) -> int:
+        return selector.choose(config, self.device).host_plan_size(config)
+
+    @property
+    def host_planned(self) -> frozenset[str]:
+        """Names of the backends that this builder plans for on the host."""
+        return frozenset(selector.choose(self._configs[key], self.device).name for key in self._host_plans)
 
     def _allocate(self) -> None:
         self._buffers = StepBuffers(self._limits, self.device, pinned=False)
@@ -143,6 +160,8 @@ class AttentionMetadataBuilder:
         self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
         self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
         self._plans = {key: self._new_plan(key) for key in self._configs}
+        sizes = {key: self._host_plan_size(config) for key, config in self._configs.items()}
+        self._host_plans = {key: torch.zeros(size, dtype=torch.int64) for key, size in sizes.items() if size}
         self._staging = [self._buffers]
         self._copied: list[torch.cuda.Event | None] = [None]
         if self.device.type == "cuda":
@@ -234,7 +253,7 @@ class AttentionMetadataBuilder:
         for layer in self._sink_layers:
             layer.write_changed_sinks()
         self._write(step, padded_reqs, padded_tokens)
-        self._derive(metadata)
+        self._derive(metadata, step)
         metadata.mark_dynamic()
         return metadata
 
@@ -264,7 +283,7 @@ class AttentionMetadataBuilder:
         metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: num_reqs + 1])
         metadata.logits_indices = _alias(self._logits_indices[:padded])
 
-    def _derive(self, metadata: AttentionMetadata) -> None:
+    def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
         """Fill what the device computes from what was copied there."""
         if metadata.cross_slot_mapping is not None:
             assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
@@ -275,13 +294,36 @@ class AttentionMetadataBuilder:
         if metadata.logits_indices is not None:
             assert metadata.logits_start_loc is not None
             write_logits_indices(metadata.query_start_loc, metadata.logits_start_loc, metadata.logits_indices)
-        for key, schedule in metadata.plans.items():
+        for key in self._configs if metadata.plans else ():
+            schedule = metadata.plans[key]
+            if key in self._host_plans:
+                self._plan_on_host(key, metadata, step)
+                continue
             lengths = with_sinks(metadata.seq_lens, self._sink_lens[key])
             torch.ops.vattn.plan(metadata.query_start_loc, lengths, schedule, self._configs[key].encode())
 
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
         metadata.check(self.block_size, self.num_blocks)
+
+    def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
+        """Have a backend plan a step; one that changes what the layers ask for is left to their calls."""
+        host_plan, config = self._host_plans[key], self._configs[key]
+        if metadata.causal is not True or metadata.tree_bias is not None or metadata.mm_ranges is not None:
+            host_plan.zero_()
+            return
+        args = HostPlanArgs(
+            query_lens=step.query_lens,
+            kv_lens=step.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            num_tokens=metadata.slot_mapping.shape[0],
+            num_blocks=self.num_blocks or 0,
+            schedule=metadata.plans[key],
+            host_plan=host_plan,
+        )
+        selector.choose(config, self.device).plan_on_host(args, config)
 
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
@@ -293,6 +335,8 @@ class AttentionMetadataBuilder:
         queries, lengths = step.query_lens, step.seq_lens
         decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
         decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
+            if key in self._host_plans:
+                plans[host_plan_key(key)] = self._host_plans[key]
         real_tokens = step.positions.shape[0]
         return AttentionMetadata(
             query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),

@@ -54,7 +54,8 @@ def make_batch(
 
     A backend that is not `garbage_safe` gets finite values everywhere and no table that is broken or too narrow.
     """
-    safe = selector.get_backend(config.backend).capabilities.garbage_safe
+    can = selector.get_backend(config.backend).capabilities
+    safe = can.garbage_safe
     query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
     common = {"seed": seed, "device": device, "num_padding_tokens": padding[0], "num_padding_reqs": padding[1]}
     if config.block_size == 0:
@@ -63,6 +64,8 @@ def make_batch(
     width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" and safe else None
     batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
     if table == "broken" and safe:
+    if can.tree_masks_only and batch.args.bias is not None:
+        batch.args.bias.masked_fill_(batch.args.bias.isfinite(), 0)
         break_table(batch, seed)
     batch = _with_reciprocal(batch)
     return batch if safe else finite(batch)

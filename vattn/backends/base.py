@@ -13,8 +13,15 @@ import torch
 
 from vattn.config import AttentionConfig
 from vattn.errors import DeviceError
-from vattn.formats import OUTPUT_FORMATS
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
+from vattn.ops.arguments import (
+    AttentionArgs,
+    CacheUpdateArgs,
+    HostPlanArgs,
+    PlanArgs,
+    RopeUpdateArgs,
+    VarlenAttentionArgs,
+)
 from vattn.rope_config import RopeConfig
 
 FEATURES: tuple[str, ...] = (
@@ -217,6 +224,7 @@ class Capabilities:
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
+        tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
     """
 
     devices: tuple[str, ...]
@@ -239,6 +247,7 @@ class Capabilities:
     cuda_graphs: str = "full"
     garbage_safe: bool = True
 
+    tree_masks_only: bool = False
 
 class Backend:
     """Run the attention requests that its capabilities accept.
@@ -352,6 +361,14 @@ class Backend:
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`. Arguments are checked already."""
+    def host_plan_size(self, config: AttentionConfig) -> int:
+        """Return how many int64 `plan_on_host` writes beside the schedule; 0: the device plans, by `plan`."""
+        return 0
+
+    def plan_on_host(self, args: HostPlanArgs, config: AttentionConfig) -> None:
+        """Fill `args.schedule` and `args.host_plan` from lengths on the host, outside of any graph, without a sync."""
+        raise NotImplementedError
+
         raise NotImplementedError
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:

@@ -1,8 +1,14 @@
-"""FLASHINFER: attention by FlashInfer's prefill wrappers; the cache is written by our own kernel.
+"""FLASHINFER: attention by FlashInfer's prefill wrappers, decodes too; the cache is written by our own kernel.
 
-FlashInfer plans on the host, so every call reads the lengths: one sync, and no CUDA graphs. Values in memory that no
-request owns must be finite, block ids that name no block are read as the nearest one, and a sequence longer than its
-row of the block table ends with it. Sinks join the result afterwards, through the log-sum-exp.
+FlashInfer plans on the host. `AttentionMetadataBuilder(layers=...)` plans once a step, without a sync, and the calls
+read the plan: so they are captured in a CUDA graph and replayed with other lengths (`cuda_graphs="manual"`). Calls
+without a plan (no builder, cross attention, trees, a step that changes the layers' causality, hybrid caches) read the
+lengths, which is a sync and no work for a graph.
+
+Values in memory that no request owns must be finite, block ids that name no block are read as the nearest one, and a
+sequence longer than its row of the block table ends with it. Sinks join the result afterwards, through the
+log-sum-exp. A tree goes in as a mask, so its biases are 0 or -inf. FlashInfer's XQA kernels are left out: on an FP8
+cache they round the query and the weights to e4m3, 3.5e-2 off a request for a 16-bit query, and give no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,17 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Backend, Capabilities, Exclusion, Package, Sizes
+from vattn.backends.base import Backend, Capabilities, DeviceInfo, Exclusion, Package, Sizes
 from vattn.config import AttentionConfig
-from vattn.errors import GraphContractError
+from vattn.errors import GraphContractError, MissingPackageError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops import flashinfer_plan
+from vattn.ops.arguments import AttentionArgs, HostPlanArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.binary_rows import TritonCacheUpdate, put_right, rows_that_ask
 from vattn.ops.cache_layout import key_value_views
+from vattn.ops.flashinfer_plan import kernel_family, plan_options, plan_text, workspace
 
-_WORKSPACE_BYTES = 128 << 20
 
-
-class FlashInferBackend(Backend):
+class FlashInferBackend(TritonCacheUpdate, Backend):
     """Run what FlashInfer's batch prefill kernels can run; they take decodes too."""
 
     name = "FLASHINFER"
@@ -42,17 +49,20 @@ class FlashInferBackend(Backend):
         head_sizes=Sizes(values=(64, 128, 256)),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(
-            "bidirectional sliding_window logits_soft_cap sinks kv_scale_per_head lse hnd_layout contiguous_kv".split()
+            "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head lse hnd_layout "
+            "contiguous_kv".split()
         ),
         exclusions=(
             Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach to the left alone"),
             Exclusion(
                 frozenset({"kv_cache_dtype=fp8_e4m3", "contiguous_kv"}), "FP8 keys and values outside a paged cache"
             ),
+            Exclusion(frozenset({"tree_bias", "contiguous_kv"}), "trees over keys and values outside a paged cache"),
         ),
         minimum_capability=(8, 0),
         package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
-        cuda_graphs="never",
+        cuda_graphs="manual",
+        tree_masks_only=True,
         garbage_safe=False,
     )
 
@@ -60,96 +70,156 @@ class FlashInferBackend(Backend):
         """Return why FlashInfer cannot be used in this process, `None` if it can."""
         return super().problem() or _compiler_problem()
 
+    def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return what the capabilities refuse, and a kernel that is neither built nor can be."""
+        found = super().limits(config, device)
+        if found or device.type != "cuda" or self.problem() is not None or _can_compile():
+            return found
+        missing = [family for family in _families(config, device) if not is_built(config, family)]
+        return [f"its {family} kernel for this request is not built ({_INSTALL})" for family in missing]
+
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the size of a schedule; `()` for what is planned by its calls alone."""
+        if config.block_size == 0 or config.tree_bias or config.causality == "per_request":
+            return ()
+        return (flashinfer_plan.sections(num_tokens, num_reqs, table_width).size,)
+
+    def plan_key(self, config: AttentionConfig) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return f"{self.name} {plan_text(config)}"
+
+    def host_plan_size(self, config: AttentionConfig) -> int:
+        """Return the size of the host plan: the number that this process knows it by."""
+        return flashinfer_plan.NUMBERS if self.plan_shape(config, 2, 2, 1) else 0
+
+    def plan_on_host(self, args: HostPlanArgs, config: AttentionConfig) -> None:
+        """Plan a step for all layers like `config`."""
+        with torch.cuda.device(args.schedule.device):
+            _building(config, lambda: flashinfer_plan.plan(args, config))
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        """Refuse: the lengths are on the device."""
+        raise UnsupportedRequestError(
+            "vattn::plan on FLASHINFER, which plans from lengths on the host",
+            "steps of AttentionMetadataBuilder(layers=...)",
+            "build the metadata with the layers, or call attention without a plan",
+        )
+
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        starts, lengths = _host(args.query, args.query_start_loc, args.seq_lens)
-        width = args.block_table.shape[1]
-        lengths = lengths.clamp(0, width * config.block_size)
         key, value = key_value_views(args.kv_cache, config)
         if config.kv_cache_layout == "HND":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-        pages = (lengths + config.block_size - 1) // config.block_size
-        # Its kernels for Hopper read no FP8 keys under a 16-bit query.
-        family = "fa2" if KV_FORMATS[config.kv_cache_dtype].quantised else "auto"
-        wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout, family)
-
-        def plan() -> None:
-            wrapper.plan(
-                qo_indptr=starts,
-                paged_kv_indptr=_offsets(pages),
-                paged_kv_indices=_used_blocks(args.block_table, pages, key.shape[0]),
-                paged_kv_last_page_len=(lengths - (pages - 1).clamp(min=0) * config.block_size).to(torch.int32),
-                page_size=config.block_size,
-                **_plan_options(config, key.dtype),
-            )
-
-        def run(query: Tensor, output: Tensor) -> Tensor:
-            result: Tensor = wrapper.run(query, (key, value), out=output, return_lse=True)[1]
-            return result
-
-        _attend(args, config, int(starts[-1]), bool(lengths.any()), plan, run)
+        cache = key, value
+        with torch.cuda.device(args.query.device):
+            plan = flashinfer_plan.find(args.plan, config, args.query.shape[0], args.block_table)
+            if plan is not None:
+                _attend_planned(args, config, plan, cache)
+            else:
+                _attend_paged(args, config, cache)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
         starts, kv_starts = _host(args.query, args.query_start_loc, args.kv_start_loc)
         wrapper = _packed_wrapper(args.query.device)
 
-        def plan() -> None:
-            wrapper.plan(qo_indptr=starts, kv_indptr=kv_starts, **_plan_options(config, args.key.dtype))
-
         def run(query: Tensor, output: Tensor) -> Tensor:
+            options = plan_options(config, args.key.dtype)
+            _building(config, lambda: wrapper.plan(qo_indptr=starts, kv_indptr=kv_starts, **options))
             result: Tensor = wrapper.run(query, args.key, args.value, out=output, return_lse=True)[1]
             return result
 
-        _attend(args, config, int(starts[-1]), bool(kv_starts.any()), plan, run)
+        _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
 
-    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
-        """Run `vattn::kv_cache_update` by the Triton kernel, which every format has."""
-        from vattn.ops.triton.launch import update_kv_cache
 
-        update_kv_cache(args, config)
+_INSTALL = "install the CUDA toolkit with nvcc, and set CUDA_HOME, or install the package flashinfer-jit-cache"
+
+
+_USUAL_HOME = "/usr/local/cuda"
+
+
+def _can_compile() -> bool:
+    """Return whether there is an nvcc where FlashInfer looks for one."""
+    if shutil.which("nvcc"):
+        return True
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _USUAL_HOME)
+    return any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes)
 
 
 def _compiler_problem() -> str | None:
     """FlashInfer compiles its kernels on first use, unless they came with a package."""
-    if importlib.util.find_spec("flashinfer_jit_cache") or shutil.which("nvcc"):
+    if importlib.util.find_spec("flashinfer_jit_cache") or _can_compile():
         return None
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home and (Path(home) / "bin" / "nvcc").exists():
-        return None
-    return (
-        "FlashInfer compiles its kernels on first use and no nvcc was found (install the CUDA toolkit and set "
-        "CUDA_HOME, or install the package flashinfer-jit-cache)"
+    return f"FlashInfer compiles its kernels on first use and no nvcc was found ({_INSTALL})"
+
+
+def _families(config: AttentionConfig, device: DeviceInfo) -> tuple[str, ...]:
+    """Return the kernels that the steps of a config may run on."""
+    plain = not (KV_FORMATS[config.kv_cache_dtype].quantised or config.tree_bias)
+    return ("fa2", "fa3") if plain and device.capability[0] == 9 else ("fa2",)
+
+
+def is_built(config: AttentionConfig, family: str) -> bool:
+    """Return whether FlashInfer has the library of a kernel, or would compile it on first use.
+
+    Args:
+        family: `"fa2"` or `"fa3"`, FlashInfer's name of the kernels.
+    """
+    from flashinfer.jit.attention import modules
+
+    dtype, width = MODEL_DTYPES[config.dtype], config.head_size
+    kv_dtype = KV_FORMATS[config.kv_cache_dtype].value_dtype
+    window, cap = config.sliding_window is not None, config.logits_soft_cap is not None
+    spec = modules.gen_batch_prefill_module(
+        family, dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
     )
+    return bool(spec.is_compiled)
 
 
-@lru_cache(maxsize=8)
-def _workspace(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+def _building(config: AttentionConfig, plan: Any) -> None:
+    """Plan, which compiles a kernel that FlashInfer has not built yet; say what to do where it cannot.
+
+    Raises:
+        MissingPackageError: the compiler failed or is missing.
+    """
+    try:
+        plan()
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _is_of_the_build(error):
+            raise
+        raise MissingPackageError(
+            f"FlashInfer could not build its kernel for {plan_text(config)}: {str(error).strip().splitlines()[-1]}",
+            "a kernel that came prebuilt, or a working nvcc and ninja",
+            _INSTALL,
+        ) from error
 
 
-@lru_cache(maxsize=8)
+def _is_of_the_build(error: Exception) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("ninja", "nvcc", "cuda_home", "jit cache", "could not find cuda"))
+
+
+@lru_cache(maxsize=16)
 def _paged_wrapper(device: torch.device, layout: str, family: str) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    return BatchPrefillWithPagedKVCacheWrapper(_workspace(device), layout, backend=family)
+    return BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend=family)
 
 
 @lru_cache(maxsize=8)
 def _packed_wrapper(device: torch.device) -> Any:
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-    return BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
+    return BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD")
 
 
 def _host(query: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Copy small int32 tensors to the host in one sync."""
     if torch.cuda.is_current_stream_capturing():
         raise GraphContractError(
-            f"FLASHINFER in a CUDA-graph capture on {query.device}",
-            "a backend whose capabilities say cuda_graphs='full'",
-            "ask for attn_backend='TRITON_ATTN', or run this step without a graph",
+            f"FLASHINFER in a CUDA-graph capture on {query.device}, without a plan",
+            "a step that AttentionMetadataBuilder(layers=...) planned, or a backend with cuda_graphs='full'",
+            "give the builder the model's layers, ask for attn_backend='TRITON_ATTN', or run without a graph",
         )
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
     return list(packed.split([tensor.numel() for tensor in tensors]))
@@ -168,70 +238,144 @@ def _used_blocks(table: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
     return table.reshape(-1)[index].clamp(0, max(num_blocks - 1, 0))
 
 
-def _plan_options(config: AttentionConfig, kv_dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "num_qo_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim_qk": config.head_size,
-        "causal": config.causality == "causal",
-        "sm_scale": config.scale,
-        "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
-        "logits_soft_cap": config.logits_soft_cap or 0.0,
-        "q_data_type": MODEL_DTYPES[config.dtype],
-        "kv_data_type": kv_dtype,
-        "o_data_type": MODEL_DTYPES[config.dtype],
-    }
+def _attend_paged(args: AttentionArgs, config: AttentionConfig, cache: tuple[Tensor, ...]) -> None:
+    """Run a call that has no plan."""
+    starts, lengths = _host(args.query, args.query_start_loc, args.seq_lens)
+    size, num_reqs = config.block_size, lengths.shape[0]
+    lengths = lengths.clamp(0, args.block_table.shape[1] * size)
+    pages = (lengths + size - 1) // size
+    last = lengths - (pages - 1).clamp(min=0) * size
+    options = plan_options(config, cache[0].dtype)
+    if config.tree_bias:
+        options |= {"custom_mask": _tree_mask(args, config, starts, lengths), "window_left": -1}
+        # FlashInfer places the masks by the pages and their fill, also those of requests without a key.
+        last = torch.where(pages > 0, last, size)
+    family = kernel_family(config, args.query.shape[0], num_reqs, args.query.device)
+    wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout, family)
+
+    def run(query: Tensor, output: Tensor) -> Tensor:
+        num_blocks = args.kv_cache.shape[1]
+        _building(
+            config,
+            lambda: wrapper.plan(
+                qo_indptr=starts,
+                paged_kv_indptr=_offsets(pages),
+                paged_kv_indices=_used_blocks(args.block_table, pages, num_blocks),
+                paged_kv_last_page_len=last.to(torch.int32),
+                page_size=size,
+                **options,
+            ),
+        )
+        result: Tensor = wrapper.run(query, cache, out=output, return_lse=True)[1]
+        return result
+
+    _attend(args, config, int(starts[-1]), args.seq_lens, bool(lengths.any()), run)
+
+
+def _tree_mask(args: AttentionArgs, config: AttentionConfig, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return bool, one element per row and key of each request, request after request: what it sees.
+
+    Args:
+        starts, lengths: on the host.
+
+    Raises:
+        UnsupportedRequestError: a bias that is neither 0 nor -inf.
+    """
+    bias, tree_id = args.bias, args.tree_id
+    assert bias is not None and tree_id is not None  # the checks of the op
+    if not bool(((bias == 0) | (bias == -torch.inf)).all()):
+        raise UnsupportedRequestError(
+            "a tree_bias of other values than 0 and -inf on FLASHINFER",
+            "0 (seen) and -inf (hidden)",
+            "give the tree as a mask, or ask for attn_backend='TRITON_ATTN'",
+        )
+    device, trees, size = bias.device, bias.shape[0], bias.shape[1]
+    query_lens, areas = starts.diff().long(), starts.diff().long() * lengths.long()
+    total, first = int(areas.sum()), areas.cumsum(0) - areas
+    queries, keys, areas, first = (t.to(device) for t in (query_lens, lengths.long(), areas, first))
+    request = torch.repeat_interleave(torch.arange(len(keys), device=device), areas, output_size=total)
+    place = torch.arange(total, device=device) - first[request]
+    keys, context = keys[request], (keys - queries)[request]
+    row, column = place // keys, place % keys
+    seen = column <= context + row
+    if config.sliding_window is not None:
+        seen &= context + row - column < config.sliding_window
+    new, tree = column - context, tree_id.long()[request]
+    inside = (row < size) & (new >= 0) & (new < size) & (tree >= 0) & (tree < trees)
+    hidden = bias[tree.clamp(0, trees - 1), row.clamp(max=size - 1), new.clamp(0, size - 1)] == -torch.inf
+    return seen & ~(inside & hidden)
 
 
 def _attend(
     args: AttentionArgs | VarlenAttentionArgs,
     config: AttentionConfig,
     num_tokens: int,
+    lengths: Tensor,
     any_keys: bool,
-    plan: Any,
     run: Any,
 ) -> None:
-    """Run the planned call on the real rows, then the scales, the sinks and the rows that see no key."""
+    """Run a call on the real rows, whose number the host knows."""
     args.output.zero_()
     if args.lse is not None:
         args.lse.fill_(float("-inf"))
     if not num_tokens:
         return
-    output, query = args.output[:num_tokens], args.query[:num_tokens]
-    asked = _rows_that_ask(args, config, num_tokens)
+    query, output = args.query[:num_tokens], args.output[:num_tokens]
+    asked = rows_that_ask(args.query_start_loc, lengths, num_tokens, config)
     if any_keys:
-        plan()
-        # A key scale of its own for every KV head: the same scores with the query scaled.
-        query = _scaled(query, args.k_scale, config) if KV_FORMATS[config.kv_cache_dtype].quantised else query
-        logs = run(query, output) * math.log(2)
-        if args.v_scale is not None:
-            output.copy_(_scaled(output, args.v_scale, config))
+        logs = run(_scaled_query(query, args, config), output) * math.log(2)
     else:
         logs = torch.full((num_tokens, config.num_heads), float("-inf"), device=output.device)
+    _finish(args, config, output, logs, torch.ones_like(asked), asked)
+
+
+def _attend_planned(
+    args: AttentionArgs, config: AttentionConfig, plan: flashinfer_plan.Plan, cache: tuple[Tensor, ...]
+) -> None:
+    """Run a call on all rows, padding included, with nothing of the host in it."""
+    if torch.cuda.is_current_stream_capturing():
+        plan.captured = plan.launch()
+    query = _scaled_query(args.query, args, config)
+    logs = plan.wrapper.run(query, cache, out=args.output, return_lse=True)[1] * math.log(2)
+    _finish(args, config, args.output, logs, *plan.rows(args.plan[0]))
+
+
+def _finish(
+    args: AttentionArgs | VarlenAttentionArgs,
+    config: AttentionConfig,
+    output: Tensor,
+    logs: Tensor,
+    real: Tensor,
+    asked: Tensor,
+) -> None:
+    """Apply the value scale and the sinks, and put right rows that see no key.
+
+    Args:
+        output: the first rows of the output, or all of them.
+        logs: fp32, one row per row of the output.
+        real, asked: bool `[rows, 1]`: rows of requests, and those of them that lie in their sequence.
+    """
+    if args.v_scale is not None:
+        output.copy_(_scaled(output, args.v_scale, config))
     seen = asked & logs.isfinite()
     logs = logs.masked_fill(~seen, float("-inf"))
-    output.masked_fill_(~seen.unsqueeze(2), 0)
-    if args.sinks is not None:
-        sinks = args.sinks.float()
-        # The sink joins the denominator alone: exp(log) / (exp(log) + exp(sink)).
-        output.mul_(torch.sigmoid(logs - sinks).unsqueeze(2))
-        logs = torch.logaddexp(logs, sinks.expand_as(logs))
-    if args.lse is not None:
-        args.lse[:num_tokens] = logs
+    lse = None if args.lse is None else args.lse[: logs.shape[0]]
+    put_right(output, lse, logs, seen)
+    if args.sinks is None:
+        return
+    sinks = args.sinks.float()
+    # The sink joins the denominator alone: exp(log) / (exp(log) + exp(sink)).
+    output.mul_(torch.sigmoid(logs - sinks).unsqueeze(2))
+    if lse is not None:
+        lse.copy_(torch.logaddexp(logs, sinks.expand_as(logs)).masked_fill(~real, float("-inf")))
+
+
+def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:
+    """Scale the query by a key scale of its own for every KV head: the same scores."""
+    return _scaled(query, args.k_scale, config) if KV_FORMATS[config.kv_cache_dtype].quantised else query
 
 
 def _scaled(rows: Tensor, scale: Tensor | None, config: AttentionConfig) -> Tensor:
     assert scale is not None  # a quantised cache has scales, or the config was refused
     per_head = scale.expand(config.num_kv_heads).repeat_interleave(config.group_size)
     return (rows.float() * per_head.unsqueeze(1)).to(rows.dtype)
-
-
-def _rows_that_ask(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int) -> Tensor:
-    """Return bool `[num_tokens, 1]`: not the rows of a query longer than its sequence that lie before it."""
-    rows = torch.arange(num_tokens, device=args.query.device)
-    if config.attn_type == "encoder_decoder":
-        return torch.ones_like(rows, dtype=torch.bool).unsqueeze(1)
-    starts = args.query_start_loc
-    lengths = args.seq_lens if isinstance(args, AttentionArgs) else args.kv_start_loc.diff()
-    request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=lengths.shape[0] - 1)
-    return (rows >= starts[request + 1] - lengths[request]).unsqueeze(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vattn.errors import MetadataError, ShapeError
 from vattn.layers.request import StepKind
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, host_plan_key
 
 
 class LayerStep(NamedTuple):
@@ -20,6 +20,7 @@ class LayerStep(NamedTuple):
         query_slots: one entry per query row, negative for rows that are padding or not stored.
         key_slots: one slot per row of key and value; `None` where this step writes none.
         plan: the schedule of this kind of layer, if the builder made one.
+        host_plan: its half on the CPU, for a backend that plans on the host.
         block_size: tokens per block that table and slots count in; 0: not told.
     """
 
@@ -33,6 +34,7 @@ class LayerStep(NamedTuple):
     tree_id: Tensor | None = None
     mm_ranges: Tensor | None = None
     plan: Tensor | None = None
+    host_plan: Tensor | None = None
     block_size: int = 0
 
     @staticmethod
@@ -49,6 +51,7 @@ class LayerStep(NamedTuple):
             tree_id=metadata.tree_id,
             mm_ranges=metadata.mm_ranges,
             plan=metadata.plans.get(plan_key),
+            host_plan=metadata.plans.get(host_plan_key(plan_key)),
             block_size=metadata.block_size,
         )
 
@@ -70,6 +73,7 @@ class LayerStep(NamedTuple):
             query_start_loc=metadata.logits_start_loc,
             query_slots=metadata.logits_indices,
             plan=None if self.plan is None else self.plan[:0],
+            host_plan=None if self.host_plan is None else self.host_plan[:0],
         )
 
     def kind(self) -> StepKind:
@@ -122,7 +126,7 @@ class LayerStep(NamedTuple):
             self.tree_id if self.tree_bias is not None else None,
             self.mm_ranges,
             None,
-            [] if self.plan is None else [self.plan],
+            [plan for plan in (self.plan, self.host_plan) if plan is not None],
             None,
             op_config,
         )

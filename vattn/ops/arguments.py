@@ -156,6 +156,29 @@ class PlanArgs(NamedTuple):
     config: str
 
 
+class HostPlanArgs(NamedTuple):
+    """What a backend plans a step from that plans on the host (`Backend.plan_on_host`); no op's arguments."""
+
+    query_lens: Tensor
+    """int64 on the host, one entry per real request."""
+    kv_lens: Tensor
+    """int64 on the host, one entry per real request."""
+    query_start_loc: Tensor
+    """int32 `[B + 1]`, as the step's calls will read it; padded requests have no rows."""
+    seq_lens: Tensor
+    """int32 `[B]`."""
+    block_table: Tensor
+    """int32 `[B, W]`."""
+    num_tokens: int
+    """T, padding included."""
+    num_blocks: int
+    """Blocks of the caches."""
+    schedule: Tensor
+    """int32, shape by `Backend.plan_shape`, on the device; mutated."""
+    host_plan: Tensor
+    """int64 on the host, `Backend.host_plan_size` elements; mutated."""
+
+
 class MergeArgs(NamedTuple):
     """`vattn::merge_attn_states`: combine two partial results of the same rows by their log-sum-exp."""
 
