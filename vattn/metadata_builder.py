@@ -302,10 +302,6 @@ class AttentionMetadataBuilder:
             lengths = with_sinks(metadata.seq_lens, self._sink_lens[key])
             torch.ops.vattn.plan(metadata.query_start_loc, lengths, schedule, self._configs[key].encode())
 
-    def check(self, metadata: AttentionMetadata) -> None:
-        """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
-        metadata.check(self.block_size, self.num_blocks)
-
     def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
         """Have a backend plan a step; one that changes what the layers ask for is left to their calls."""
         host_plan, config = self._host_plans[key], self._configs[key]
@@ -325,18 +321,22 @@ class AttentionMetadataBuilder:
         )
         selector.choose(config, self.device).plan_on_host(args, config)
 
+    def check(self, metadata: AttentionMetadata) -> None:
+        """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
+        metadata.check(self.block_size, self.num_blocks)
+
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
         to, plans = self._buffers, {}
         for key in self._configs if not step.packed else ():
             shape = self._plan_shape(key, num_tokens, num_reqs)
             plans[key] = _alias(self._plans[key][: torch.Size(shape).numel()].view(shape))
+            if key in self._host_plans:
+                plans[host_plan_key(key)] = self._host_plans[key]
         bias = step.tree_bias
         queries, lengths = step.query_lens, step.seq_lens
         decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
         decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
-            if key in self._host_plans:
-                plans[host_plan_key(key)] = self._host_plans[key]
         real_tokens = step.positions.shape[0]
         return AttentionMetadata(
             query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),

@@ -63,9 +63,9 @@ def make_batch(
         return batch if safe else finite(batch)
     width = max(1, max(seq_lens) // config.block_size - 1) if table == "narrow" and safe else None
     batch = random_paged_batch(config, query_lens, seq_lens, table_width=width, **common)
-    if table == "broken" and safe:
     if can.tree_masks_only and batch.args.bias is not None:
         batch.args.bias.masked_fill_(batch.args.bias.isfinite(), 0)
+    if table == "broken" and safe:
         break_table(batch, seed)
     batch = _with_reciprocal(batch)
     return batch if safe else finite(batch)

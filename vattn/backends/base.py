@@ -13,7 +13,7 @@ import torch
 
 from vattn.config import AttentionConfig
 from vattn.errors import DeviceError
-from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
+from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -222,9 +222,9 @@ class Capabilities:
         approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
         rope_update: whether there is `rope_kv_cache_update`, for every KV format that the backend stores.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
+        tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
-        tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
     """
 
     devices: tuple[str, ...]
@@ -245,9 +245,9 @@ class Capabilities:
     approximate_division: bool = False
     rope_update: bool = False
     cuda_graphs: str = "full"
+    tree_masks_only: bool = False
     garbage_safe: bool = True
 
-    tree_masks_only: bool = False
 
 class Backend:
     """Run the attention requests that its capabilities accept.
@@ -355,12 +355,6 @@ class Backend:
         """Fill `args.schedule` from the step's lengths, on the device, without a sync."""
         raise NotImplementedError
 
-    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`. Arguments are checked already."""
-        raise NotImplementedError
-
-    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::varlen_attention`. Arguments are checked already."""
     def host_plan_size(self, config: AttentionConfig) -> int:
         """Return how many int64 `plan_on_host` writes beside the schedule; 0: the device plans, by `plan`."""
         return 0
@@ -369,6 +363,12 @@ class Backend:
         """Fill `args.schedule` and `args.host_plan` from lengths on the host, outside of any graph, without a sync."""
         raise NotImplementedError
 
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`. Arguments are checked already."""
+        raise NotImplementedError
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`. Arguments are checked already."""
         raise NotImplementedError
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
