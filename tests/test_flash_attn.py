@@ -1,16 +1,26 @@
-"""FLASH_ATTN where there is no library: what it says, and what it would refuse with one."""
+"""FLASH_ATTN where there is no library: what it says, what it would refuse with one, and how it would call each."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
+
 import pytest
+import torch
 
 import vattn
+from tests.conformance.cases import batch_of_row
+from tests.conformance.compare import compare
+from tests.conformance.rows import Row
 from tests.support import make_config
 from vattn.backends import flash_attn, selector
 from vattn.backends.base import DeviceInfo
-from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.errors import CacheError, ConfigError, UnsupportedRequestError
 from vattn.ops import flash_attention
-from vattn.ops.flash_attention import LIBRARY_VARIABLE, FlashLibrary
+from vattn.ops import flash_attention_plan as planning
+from vattn.ops.arguments import PlanArgs
+from vattn.ops.flash_attention import LIBRARY_VARIABLE, FlashLibrary, find_library
 
 HOPPER = DeviceInfo("cuda", (9, 0), "H")
 PLAIN = make_config(
@@ -31,13 +41,17 @@ def forgotten(monkeypatch: pytest.MonkeyPatch):
 
 
 def reasons(library: FlashLibrary, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
-    monkeypatch.setattr(flash_attn, "find_library", lambda: library)
+    monkeypatch.setattr(flash_attn, "find_library", lambda capability=None: library)
     monkeypatch.setattr(flash_attn, "_TRITON", type("Found", (), {"problem": staticmethod(lambda: None)}))
     return selector.get_backend("FLASH_ATTN").reasons(PLAIN.replace(**changes), HOPPER)
 
 
 FA3 = FlashLibrary("FlashAttention-3", "fa3.so", paged=True)
 TORCH = FlashLibrary("torch varlen_attn", "2.11", paged=False)
+FA3_PACKAGE = FlashLibrary("FlashAttention-3", "3.0.0b1", True, "flash_attn_interface")
+FA4 = FlashLibrary("FlashAttention-4", "4.0.0b36", True, "flash_attn.cute")
+FA2 = FlashLibrary("FlashAttention-2", "2.8.3", True, "flash_attn")
+TORCH_PAGED = FlashLibrary("torch varlen_attn", "2.13", paged=True)
 
 
 def test_without_a_library_the_error_says_how_to_load_one(forgotten) -> None:
@@ -109,3 +123,354 @@ def test_what_flash_attention_3_refuses(changes, why, monkeypatch) -> None:
 def test_torchs_own_has_no_paged_cache(monkeypatch) -> None:
     assert reasons(TORCH, monkeypatch, block_size=0) == []
     assert "vattn.load_flash_attn(path)" in reasons(TORCH, monkeypatch)[0]
+
+
+def test_the_newest_library_that_has_kernels_for_the_gpu_runs(forgotten) -> None:
+    installed = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0b1"}
+    forgotten.delenv(LIBRARY_VARIABLE, raising=False)
+    forgotten.setattr("torch.version.cuda", "13.0")
+    forgotten.setattr(flash_attention, "installed_version", lambda package: installed.get(package.distribution))
+    forgotten.setattr(flash_attention, "package_problem", lambda package: None)
+
+    def found(capability: tuple[int, int]) -> str:
+        flash_attention.find_library.cache_clear()
+        return flash_attention.find_library(capability).name
+
+    assert [found(c) for c in ((8, 0), (9, 0), (10, 0), (12, 0))] == [
+        "FlashAttention-2",
+        "FlashAttention-3",
+        "FlashAttention-4",
+        "FlashAttention-2",
+    ]
+    del installed["flash_attn_3"], installed["flash-attn"]
+    assert [found(c) for c in ((8, 0), (9, 0))] == ["torch varlen_attn", "FlashAttention-4"]
+
+
+def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None:
+    forgotten.delenv(LIBRARY_VARIABLE, raising=False)
+    forgotten.setattr("torch.version.cuda", None)
+    forgotten.setattr(
+        flash_attention,
+        "installed_version",
+        lambda package: {"flash-attn": "2.3", "flash-attn-4": "4.0"}.get(package.distribution),
+    )
+    flash_attention.package_problem.cache_clear()
+    assert find_library() is None
+    problem = selector.get_backend("FLASH_ATTN").problem()
+    assert "flash-attn 2.3 is older than 2.6 (pip install -U 'vattn[flash-attn-2]')" in problem
+    assert "flash-attn-4 4.0 cannot be imported: No module named 'flash_attn'" in problem
+    flash_attention.package_problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("library", "changes", "why"),
+    [
+        (FA3_PACKAGE, {"sinks": True}, "sinks is not implemented"),
+        (FA4, FP8, "kv_cache_dtype fp8_e4m3"),
+        (FA2, {}, "block_size 16"),
+        (FA2, {"block_size": 256, "batch_invariant": True}, "batch_invariant is not implemented"),
+        (TORCH_PAGED, {"block_size": 256, "logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
+        (FA3, {"kv_cache_dtype": "float16"}, "use a bfloat16 cache"),
+        (FA3, {**FP8, "head_size": 72, "head_size_v": 72}, "head_size 72 in FP8"),
+    ],
+)
+def test_what_the_others_refuse(library, changes, why, monkeypatch) -> None:
+    found = reasons(library, monkeypatch, **changes)
+    assert [reason for reason in found if why in reason and str(library) in reason]
+
+
+def test_what_the_others_accept(monkeypatch) -> None:
+    assert reasons(FA4, monkeypatch, sinks=True, logits_soft_cap=30.0, batch_invariant=True) == []
+    assert reasons(FA3_PACKAGE, monkeypatch, **FP8) == []
+    assert reasons(FA2, monkeypatch, block_size=256, sliding_window=9, lse=True) == []
+    assert reasons(TORCH_PAGED, monkeypatch, block_size=256, sliding_window=9) == []
+
+
+# Every library is stood in for by the reference behind the library's own words: its arguments must say the same.
+
+
+def packed_reference(q, k, v, starts, kv_starts, *, scale, causal, window, cap, sinks=None):
+    """Attention in fp32 with windows as (left, right), -1 for all; returns the output and LSE `[H, T]`."""
+    group, rows, logs = q.shape[1] // k.shape[1], [], []
+    for request in range(len(starts) - 1):
+        query = q[starts[request] : starts[request + 1]].float()
+        keys, values = (
+            t[kv_starts[request] : kv_starts[request + 1]].float().repeat_interleave(group, 1) for t in (k, v)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        distance = torch.arange(len(query))[:, None] + (len(keys) - len(query)) - torch.arange(len(keys))
+        hidden = (distance > window[0]) & (window[0] >= 0) | (-distance > window[1]) & (window[1] >= 0)
+        scores = scores.masked_fill(hidden | (causal & (distance < 0)), -torch.inf)
+        extra = [] if sinks is None else [sinks.float()[:, None, None].expand(-1, len(query), 1)]
+        log = torch.cat([scores, *extra], -1).logsumexp(-1)
+        weights = torch.exp(scores - log.unsqueeze(-1)).nan_to_num(0)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+        logs.append(torch.where(log == -torch.inf, torch.inf, log))
+    return torch.cat(rows).to(q.dtype), torch.cat(logs, 1)
+
+
+def unpaged(cache, table, lengths):
+    """Gather the keys of all requests behind each other."""
+    parts = [cache[row.long()].flatten(0, 1)[:length] for row, length in zip(table, lengths.tolist(), strict=True)]
+    return torch.cat(parts)
+
+
+def offsets(lengths):
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).tolist()
+
+
+def padded(result, lse, q):
+    """A binary leaves rows behind the last request as they are."""
+    output = torch.full_like(q, torch.nan)
+    output[: len(result)] = result
+    logs = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    logs[:, : lse.shape[1]] = lse
+    return output, logs
+
+
+def fake_fa3() -> types.ModuleType:
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, q_descale, k_descale,
+        v_descale, window_size, softcap, num_splits, return_attn_probs,
+    ):  # fmt: skip
+        assert return_attn_probs and q_descale is k_descale is v_descale is None
+        starts, kv_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        return padded(
+            *packed_reference(
+                q, k, v, starts, kv_starts, scale=softmax_scale, causal=causal, window=window_size, cap=softcap
+            ),
+            q,
+        )
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, q_descale,
+        k_descale, v_descale, window_size, softcap, num_splits, return_softmax_lse,
+    ):  # fmt: skip
+        assert return_softmax_lse and max_seqlen_q >= cu_seqlens_q.diff().max()
+        k, v = (unpaged(cache, page_table, cache_seqlens) for cache in (k_cache, v_cache))
+        starts, kv_starts = cu_seqlens_q.tolist(), offsets(cache_seqlens)
+        return padded(
+            *packed_reference(
+                q, k, v, starts, kv_starts, scale=softmax_scale, causal=causal, window=window_size, cap=softcap
+            ),
+            q,
+        )
+
+    return module(flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache)
+
+
+def fake_fa4() -> types.ModuleType:
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, page_table, softmax_scale,
+        causal, window_size, learnable_sink, softcap, num_splits, return_lse,
+    ):  # fmt: skip
+        assert return_lse and num_splits == 1 and max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16
+        if page_table is not None:
+            assert cu_seqlens_k is None
+            k, v = (unpaged(cache, page_table, seqused_k) for cache in (k, v))
+        kv_starts = offsets(seqused_k) if page_table is not None else cu_seqlens_k.tolist()
+        window = tuple(-1 if reach is None else reach for reach in window_size)
+        found = packed_reference(
+            q, k, v, cu_seqlens_q.tolist(), kv_starts, scale=softmax_scale, causal=causal, window=window, cap=softcap,
+            sinks=learnable_sink,
+        )  # fmt: skip
+        return padded(*found, q)
+
+    return module(flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+def fake_fa2() -> types.ModuleType:
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size, softcap,
+        return_attn_probs, block_table,
+    ):  # fmt: skip
+        assert return_attn_probs and cu_seqlens_k.dtype == torch.int32
+        if block_table is not None:
+            k, v = (unpaged(cache, block_table, cu_seqlens_k.diff()) for cache in (k, v))
+        found = packed_reference(
+            q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), scale=softmax_scale, causal=causal,
+            window=window_size, cap=softcap,
+        )  # fmt: skip
+        return *padded(*found, q), None
+
+    return module(flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+def module(**functions) -> types.ModuleType:
+    made = types.ModuleType("stand_in")
+    vars(made).update(functions)
+    return made
+
+
+def torch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the reference under torch's own public functions, which check the arguments."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if not flash_attention.torchs_own_is_paged():
+        pytest.skip("torch 2.12 and later page")
+
+    def varlen_attn(
+        q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa, seqused_k,
+        block_table, num_splits,
+    ):  # fmt: skip
+        assert cu_seq_k is None and return_aux.lse and enable_gqa and num_splits != 0
+        inspect.signature(real).bind(
+            q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale, window_size=window_size,
+            enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table, num_splits=num_splits,
+        )  # fmt: skip
+        k, v = (unpaged(cache, block_table, seqused_k) for cache in (k, v))
+        found = packed_reference(
+            q, k, v, cu_seq_q.tolist(), offsets(seqused_k), scale=scale, causal=False, window=window_size, cap=0.0
+        )
+        return padded(*found, q)
+
+    real = varlen.varlen_attn
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+
+
+STAND_INS = {
+    FA3_PACKAGE: {"flash_attn_interface": fake_fa3},
+    FA4: {"flash_attn.cute": fake_fa4},
+    FA2: {"flash_attn": fake_fa2},
+    TORCH_PAGED: {},
+}
+MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
+DECODES = ((1, 9), (1, 400), (2, 8), (1, 0))
+
+
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sliding_window": 5, "lse": True},
+        {"causality": "bidirectional"},
+        {"causality": "bidirectional", "sliding_window": 4},
+        {"causality": "bidirectional", "attn_type": "encoder_decoder", "lse": True},
+        {"logits_soft_cap": 1.5},
+        {"sinks": True},
+        {"batch_invariant": True},
+        {"block_size": 0},
+        {"kv_cache_layout": "HND"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())) or "plain",
+)
+@pytest.mark.parametrize("library", STAND_INS, ids=str)
+def test_the_words_of_every_package(library, changes, lens, monkeypatch) -> None:
+    """The backend in front of a stand-in equals the reference; what the package lacks is refused."""
+    if library == TORCH_PAGED:
+        torch_varlen(monkeypatch)
+        if changes.get("block_size") == 0:
+            pytest.skip("without a cache it is an operator of torch for CUDA")
+    config = {"dtype": "bfloat16", "head_size": 32, "block_size": 256, **changes}
+    if reasons(library, monkeypatch, **{**config, "head_size_v": 32}):
+        return
+    for name, make in STAND_INS[library].items():
+        monkeypatch.setitem(sys.modules, name, make())
+    batch = batch_of_row(Row(config, lens, padding=(3, 2)), "FLASH_ATTN", seed=4)
+    backend = selector.get_backend("FLASH_ATTN")
+    run = backend.attention if batch.config.block_size else backend.varlen_attention
+    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    run(batch.args, batch.config)
+    compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize("lens", [MIXED, DECODES])
+@pytest.mark.parametrize("causality", ["causal", "bidirectional"])
+def test_rows_as_requests_see_the_same_keys(lens, causality) -> None:
+    queries, lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*lens, strict=True))
+    starts, config = torch.tensor(offsets(queries), dtype=torch.int32), make_config(causality=causality)
+    rows = planning.rows_as_requests(starts, lengths, int(starts[-1]) + 2, config)
+    expected = [
+        (request, max(0, seq - query + i + 1) if causality == "causal" else seq)
+        for request, (query, seq) in enumerate(lens)
+        for i in range(query)
+    ]
+    assert list(zip(rows.request.tolist(), rows.seq_lens.tolist(), strict=True))[:-2] == expected
+    assert rows.seq_lens[-2:].tolist() == [0, 0]
+    assert rows.start_loc.tolist() == list(range(len(expected) + 3))
+
+
+def test_which_steps_go_by_rows() -> None:
+    plain = make_config()
+    assert planning.takes_rows(plain, 16, 8)
+    assert not planning.takes_rows(plain, 17, 8)
+    assert not planning.takes_rows(plain.replace(batch_invariant=True), 8, 8)
+    both = plain.replace(causality="bidirectional")
+    assert planning.takes_rows(both, 8, 8)
+    assert not planning.takes_rows(both.replace(sliding_window=9), 8, 8)
+
+
+def test_splits_are_bounded_by_sizes_alone(monkeypatch) -> None:
+    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    config = make_config(num_heads=32, num_kv_heads=8, head_size=128)
+
+    def splits(tokens: int, reqs: int, **changes: object) -> int:
+        return planning.num_splits(config.replace(**changes), tokens, reqs, torch.device("cpu"))
+
+    assert splits(1, 2) == splits(256, 256) == 32
+    assert splits(512, 512) == 16
+    assert splits(1000, 1000) == splits(4096, 8) == splits(64, 64, batch_invariant=True) == 1
+    assert splits(128, 8) == 132 // 32
+
+
+def test_a_schedule_is_never_smaller_for_fewer_tokens() -> None:
+    sizes = [torch.Size(planning.plan_shape(tokens)).numel() for tokens in range(1, 300)]
+    assert sizes == sorted(sizes)
+    # Four words of the library for each row, rounded up to four rows, one more, and three of ours.
+    assert all(size >= 1 + 4 * (-(-tokens // 4) * 4) + 3 * tokens + 1 for tokens, size in enumerate(sizes, 1))
+
+
+def test_the_schedule_of_a_step(monkeypatch) -> None:
+    """What is made once a step is what a call would make for itself, and goes to the library with the call."""
+    made = []
+
+    def make_schedule(call, *sizes):
+        made.append((call, sizes))
+        return torch.arange(41, dtype=torch.int32)
+
+    monkeypatch.setattr(planning, "make_schedule", make_schedule)
+    monkeypatch.setattr(planning, "_schedule_sizes", {})
+    batch = batch_of_row(Row({"dtype": "bfloat16", "block_size": 16, "head_size": 32}, DECODES), "FLASH_ATTN", seed=4)
+    args, config = batch.args, batch.config
+    schedule = torch.full(planning.plan_shape(args.query.shape[0]), -7, dtype=torch.int32)
+    planning.fill_plan(PlanArgs(args.query_start_loc, args.seq_lens, schedule, args.config), config, (-1, -1))
+    key = torch.zeros(9, 16, 2, 32)
+    call = flash_attn._call(args, config, key, key)
+    alone = planning.paged_call(call, args, config, scheduled=True)
+    planned = planning.paged_call(call, args._replace(plan=[schedule]), config, scheduled=True)
+    assert alone.schedule is None
+    assert planned.schedule.tolist() == list(range(41))
+    for name in ("seq_lens", "query_start_loc", "block_table"):
+        assert torch.equal(getattr(alone, name), getattr(planned, name))
+    described, sizes = made[0]
+    assert torch.equal(described.seq_lens, alone.seq_lens)
+    assert (described.max_query_len, described.num_splits) == (alone.max_query_len, alone.num_splits) == (1, 32)
+    assert sizes == (16, 2, 32)
+    # A window as wide as the table is none for the library, which then wants another schedule.
+    wide = planning.paged_call(call._replace(window=(900, 0)), args._replace(plan=[schedule]), config, scheduled=True)
+    assert wide.schedule is None
+
+
+def test_the_shape_of_a_cache_and_its_blocks() -> None:
+    backend = selector.get_backend("FLASH_ATTN")
+    assert backend.get_supported_head_sizes() == [32, 64, 96, 128, 160, 192, 224, 256]
+    shape = backend.get_kv_cache_shape(6, 16, 2, 32)
+    assert shape == (2, 6, 16, 2, 32)
+    with pytest.raises(CacheError, match=r"Block size must be a multiple of 16\."):
+        backend.get_kv_cache_shape(6, 24, 2, 32)
+    for dtype in (torch.bfloat16, torch.uint8):
+        source, target = (torch.arange(6144 * 2, dtype=torch.float32).view(shape).to(dtype) + x for x in (0, 1))
+        before = target.clone()
+        backend.swap_blocks(source, target, [(2, 5), (3, 0)])
+        assert torch.equal(target[:, [5, 0]], source[:, [2, 3]])
+        assert torch.equal(target[:, 1:5], before[:, 1:5])
+        backend.copy_blocks([source, target], [(1, 4)])
+        for cache in (source, target):
+            assert torch.equal(cache[:, 4], cache[:, 1])
+    with pytest.raises(CacheError, match="named twice"):
+        backend.copy_blocks([source], [(1, 4), (2, 4)])
+    with pytest.raises(CacheError, match="num_blocks, block_size"):
+        backend.swap_blocks(source[0], target[0], [(1, 2)])

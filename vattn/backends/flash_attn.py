@@ -1,4 +1,4 @@
-"""FLASH_ATTN: attention by a FlashAttention library, whichever is found; the cache is written by our own kernel.
+"""FLASH_ATTN: attention by a FlashAttention library, the newest that is found; the cache is written by our own kernel.
 
 A binary promises less than our kernels: values in memory that no request owns must be finite, block ids that name no
 block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8 it rounds
@@ -8,181 +8,337 @@ and no chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vattn.backends.base import Backend, Capabilities, DeviceInfo, Exclusion, Package, Sizes
 from vattn.config import AttentionConfig
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.errors import CacheError
+from vattn.formats import dtype_name
+from vattn.kv_cache_blocks import BlockMapping, copy_blocks, swap_blocks
+from vattn.ops import flash_attention_plan as planning
+from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
+from vattn.ops.binary_rows import TritonCacheUpdate, put_right, rows_that_ask
 from vattn.ops.cache_layout import key_value_views
-from vattn.ops.flash_attention import LIBRARY_VARIABLE, FlashCall, FlashLibrary, find_library, library_error, run_flash
+from vattn.ops.flash_attention import (
+    LIBRARY_VARIABLE,
+    PACKAGES,
+    FlashCall,
+    FlashLibrary,
+    find_library,
+    library_digest,
+    library_error,
+    passed_over,
+)
+from vattn.ops.flash_attention_calls import has_schedule, run_flash
 
 _TRITON = Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton")
 
-FLASH_ATTENTION_3 = Capabilities(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    kv_cache_dtypes=("float16", "bfloat16", "fp8_e4m3"),
-    query_formats=("none", "fp8_e4m3"),
-    output_formats=("none",),
-    attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
-    head_sizes=Sizes(8, 32, 256),
-    block_sizes=Sizes(16, 16, 256),
-    features=frozenset(
-        "bidirectional sliding_window logits_soft_cap sinks kv_scale_per_head query_scale_per_head lse hnd_layout "
-        "contiguous_kv".split()
-    ),
-    exclusions=(
-        Exclusion(
-            frozenset({"kv_cache_dtype=fp8_e4m3", "query_format=none"}),
-            "FlashAttention-3 multiplies FP8 keys by FP8 queries alone: ask for query_format='fp8_e4m3'",
-        ),
-        Exclusion(
-            frozenset({"kv_cache_dtype=float16", "query_format=fp8_e4m3"}),
-            "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
-        ),
-        Exclusion(
-            frozenset({"kv_cache_dtype=bfloat16", "query_format=fp8_e4m3"}),
-            "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
-        ),
-        Exclusion(
-            frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),
-            "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
-        ),
-        Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention-3 takes sinks in bf16: use a bf16 model"),
-        Exclusion(frozenset({"sinks", "lse"}), "FlashAttention-3 rounds sinks to bf16, too coarse for a log-sum-exp"),
-    ),
-    minimum_capability=(9, 0),
-    garbage_safe=False,
+HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
+"""Head sizes that every FlashAttention has kernels for; these libraries run the multiples of 8 between them too."""
+
+_COMMON = frozenset("bidirectional sliding_window lse hnd_layout contiguous_kv".split())
+_SINKS_IN_BF16 = (
+    Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention takes sinks in bf16: use a bf16 model"),
+    Exclusion(frozenset({"sinks", "lse"}), "FlashAttention rounds sinks to bf16, too coarse for a log-sum-exp"),
 )
-"""What a FlashAttention-3 library does; also what the documentation shows."""
-
-TORCH_VARLEN = Capabilities(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    kv_cache_dtypes=("float16", "bfloat16"),
-    query_formats=("none",),
-    output_formats=("none",),
-    attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
-    head_sizes=Sizes(8, 32, 256),
-    block_sizes=Sizes(8, 8, 256),
-    features=frozenset({"bidirectional", "sliding_window", "lse", "contiguous_kv"}),
-    minimum_capability=(8, 0),
-    garbage_safe=False,
+_SAME_DTYPES = (
+    Exclusion(
+        frozenset({"dtype=float16", "kv_cache_dtype=bfloat16"}),
+        "FlashAttention multiplies queries and keys of one dtype: use a float16 cache",
+    ),
+    Exclusion(
+        frozenset({"dtype=bfloat16", "kv_cache_dtype=float16"}),
+        "FlashAttention multiplies queries and keys of one dtype: use a bfloat16 cache",
+    ),
 )
-"""What torch's own varlen attention does: attention without a cache."""
 
 
-class FlashAttentionBackend(Backend):
+def _capabilities(
+    features: frozenset[str],
+    block_sizes: Sizes,
+    minimum_capability: tuple[int, int],
+    exclusions: tuple[Exclusion, ...] = (),
+    formats: tuple[str, ...] = (),
+) -> Capabilities:
+    return Capabilities(
+        devices=("cuda",),
+        dtypes=("float16", "bfloat16"),
+        kv_cache_dtypes=("float16", "bfloat16", *formats),
+        query_formats=("none", *formats),
+        output_formats=("none",),
+        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
+        head_sizes=Sizes(8, 32, 256),
+        block_sizes=block_sizes,
+        features=_COMMON | features,
+        exclusions=(*exclusions, *_SAME_DTYPES),
+        minimum_capability=minimum_capability,
+        garbage_safe=False,
+    )
+
+
+_FP8_OF_3 = (
+    Exclusion(
+        frozenset({"kv_cache_dtype=fp8_e4m3", "query_format=none"}),
+        "FlashAttention-3 multiplies FP8 keys by FP8 queries alone: ask for query_format='fp8_e4m3'",
+    ),
+    Exclusion(
+        frozenset({"kv_cache_dtype=float16", "query_format=fp8_e4m3"}),
+        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
+    ),
+    Exclusion(
+        frozenset({"kv_cache_dtype=bfloat16", "query_format=fp8_e4m3"}),
+        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
+    ),
+    Exclusion(
+        frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),
+        "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
+    ),
+)
+_FEATURES_OF_3 = frozenset("logits_soft_cap kv_scale_per_head query_scale_per_head batch_invariant".split())
+_ANY_16 = Sizes(16, 16, 256)
+_PAGES_OF_2 = Sizes(values=(256,))
+
+FLASH_ATTENTION_3 = _capabilities(
+    _FEATURES_OF_3 | {"sinks"}, _ANY_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16), ("fp8_e4m3",)
+)
+"""What a FlashAttention-3 library given by path does; also what the documentation shows."""
+
+FLASH_ATTENTION_3_PACKAGE = _capabilities(_FEATURES_OF_3, _ANY_16, (9, 0), _FP8_OF_3, ("fp8_e4m3",))
+"""What the package of FlashAttention-3 does: it has no sinks."""
+
+FLASH_ATTENTION_4 = _capabilities(
+    frozenset({"logits_soft_cap", "sinks", "batch_invariant"}), _ANY_16, (9, 0), _SINKS_IN_BF16
+)
+"""What the package of FlashAttention-4 does."""
+
+FLASH_ATTENTION_2 = _capabilities(frozenset({"logits_soft_cap"}), _PAGES_OF_2, (8, 0))
+"""What the package of FlashAttention-2 does."""
+
+TORCH_VARLEN = _capabilities(frozenset(), _PAGES_OF_2, (8, 0))
+"""What torch's own varlen attention does; before torch 2.12 attention without a cache alone."""
+
+
+def capabilities_of(library: FlashLibrary | None) -> Capabilities:
+    """Return what a library can do; for none, what FlashAttention-3 could."""
+    if library is None or library.name == "FlashAttention-3":
+        return FLASH_ATTENTION_3_PACKAGE if library is not None and library.module else FLASH_ATTENTION_3
+    return {"FlashAttention-4": FLASH_ATTENTION_4, "FlashAttention-2": FLASH_ATTENTION_2}.get(
+        library.name, TORCH_VARLEN
+    )
+
+
+class _OneLibrary(Backend):
+    """The backend on one library: what it refuses."""
+
+    name = "FLASH_ATTN"
+
+    def __init__(self, library: FlashLibrary | None) -> None:
+        self.capabilities = capabilities_of(library)
+
+
+class FlashAttentionBackend(TritonCacheUpdate, Backend):
     """Run what the FlashAttention library that was found can run."""
 
     name = "FLASH_ATTN"
 
     @property
     def library(self) -> FlashLibrary | None:
-        """The library that runs the calls, `None` if there is none."""
-        return find_library()
+        """The library that runs the calls on this process's GPU, `None` if there is none."""
+        return find_library(_current_capability())
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """What the library that was found can do; without one, what FlashAttention-3 could."""
-        library = self.library
-        return FLASH_ATTENTION_3 if library is None or library.paged else TORCH_VARLEN
+        return capabilities_of(self.library)
 
     def problem(self) -> str | None:
         """Return why no FlashAttention library can be used, `None` if one can."""
-        if self.library is not None:
-            return _TRITON.problem()
-        return library_error() or (
-            "no FlashAttention library was found (vattn.load_flash_attn(path), or the path in the environment "
-            f"variable {LIBRARY_VARIABLE}; torch's own needs a CUDA build of torch)"
-        )
+        return self._problem(self.library)
+
+    def running(self) -> tuple[str, str] | None:
+        """Return the library and its version; one given by path is known by its digest."""
+        library = self.library
+        if library is None:
+            return None
+        if library.name == "torch varlen_attn":
+            return "torch", torch.__version__.split("+")[0]
+        return library.module or "FlashAttention-3 library", library.version if library.module else library_digest()
 
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why this backend refuses a request, naming the library that it runs on."""
-        found = super().reasons(config, device)
-        library = self.library
-        if library is None:
-            return found
-        if not library.paged and config.block_size:
-            found.insert(0, "a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path)")
-        return [f"{reason} [runs on {library}]" for reason in found]
+        problem = self._problem(_library_on(device))
+        return ([] if problem is None else [problem]) + self.limits(config, device)
+
+    def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return what the library for a device refuses; for none, what FlashAttention-3 would."""
+        library, found = _library_on(device), []
+        if library is not None and not library.paged and config.block_size:
+            found.append("a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path)")
+        if config.takes_fp8_query and config.head_size % 16:
+            found.append(f"head_size {config.head_size} in FP8 (runs multiples of 16)")
+        found += _OneLibrary(library).reasons(config, device)
+        return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
+
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Say which library runs it, which installed ones do not, and how decodes go."""
+        found = [f"runs on {self.library}"] + [f"passed over: {reason}" for reason in passed_over()]
+        if config.batch_invariant:
+            return [*found, "sequences are not cut into parts"]
+        return found
+
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of the schedule; `()` for libraries that take none, and under batch invariance."""
+        if not has_schedule(self.library) or config.batch_invariant or not config.block_size:
+            return ()
+        return planning.plan_shape(num_tokens)
+
+    def plan_key(self, config: AttentionConfig) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return planning.plan_key(self.name, config)
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        """Fill the schedule: the library's own, and the rows of a decode as requests."""
+        planning.fill_plan(args, config, _window(config))
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
+        asked = rows_that_ask(args.query_start_loc, args.seq_lens, args.query.shape[0], config, hidden_by_kernel=True)
+        if self._has_nothing_to_read(args, args.kv_cache, asked):
+            return
+        library = self._library_of(args.query)
         key, value = key_value_views(args.kv_cache, config)
-        num_reqs, width = args.block_table.shape
-        # An id that names no block would be read outside the cache.
-        table = args.block_table.clamp(0, max(key.shape[0] - 1, 0))
-        call = self._call(args, config, key, value, num_reqs)._replace(
-            seq_lens=args.seq_lens.clamp(max=width * config.block_size),
-            block_table=table,
-            max_seq_len=width * config.block_size,
-        )
-        self._run(args, call, config)
+        call = planning.paged_call(_call(args, config, key, value), args, config, has_schedule(library))
+        self._run(library, call, args, config, asked)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
-        num_reqs = args.kv_start_loc.shape[0] - 1
-        call = self._call(args, config, args.key, args.value, num_reqs)._replace(
-            kv_start_loc=args.kv_start_loc, max_seq_len=args.key.shape[0]
+        lengths = args.kv_start_loc.diff()
+        asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
+        if self._has_nothing_to_read(args, args.key, asked):
+            return
+        call = _call(args, config, args.key, args.value)._replace(
+            kv_start_loc=args.kv_start_loc,
+            max_seq_len=args.key.shape[0],
+            num_splits=1 if config.batch_invariant else 0,
         )
-        self._run(args, call, config)
+        self._run(self._library_of(args.query), call, args, config, asked)
 
-    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
-        """Run `vattn::kv_cache_update` by the Triton kernel, which every format has."""
-        from vattn.ops.triton.launch import update_kv_cache
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Return the head sizes that every FlashAttention has."""
+        return list(HEAD_SIZES)
 
-        update_kv_cache(args, config)
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, int, int, int, int]:
+        """Return `(2, num_blocks, block_size, num_kv_heads, head_size)`, the shape of a layer's cache.
 
-    def _call(
-        self,
-        args: AttentionArgs | VarlenAttentionArgs,
-        config: AttentionConfig,
-        key: Tensor,
-        value: Tensor,
-        num_reqs: int,
-    ) -> FlashCall:
-        scales = (args.q_scale, args.k_scale, args.v_scale)
-        quantised = config.query_format != "none"
-        causal = config.causality == "causal"
-        reach = -1 if config.sliding_window is None else config.sliding_window - 1
-        return FlashCall(
-            query=args.query,
-            key=key,
-            value=value,
-            query_start_loc=args.query_start_loc,
-            kv_start_loc=None,
-            seq_lens=None,
-            block_table=None,
-            max_query_len=args.query.shape[0],
-            max_seq_len=0,
-            scale=config.scale,
-            causal=causal,
-            window=(reach, 0 if causal and reach >= 0 else reach),
-            soft_cap=config.logits_soft_cap or 0.0,
-            sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
-            descales=_descales(scales, num_reqs, config.num_kv_heads) if quantised else None,
+        Raises:
+            CacheError: a block size that is no multiple of 16.
+
+        Example:
+            >>> from vattn.backends.flash_attn import FlashAttentionBackend
+            >>> FlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 128)
+            (2, 100, 16, 8, 128)
+        """
+        if block_size < 1 or block_size % 16:
+            raise CacheError(f"block_size {block_size}: Block size must be a multiple of 16.", "16, 32, ...", "use 16")
+        return 2, num_blocks, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def swap_blocks(source: Tensor, destination: Tensor, source_to_destination: BlockMapping) -> None:
+        """Copy blocks, keys and values, from one storage to another: `vattn.swap_blocks` of plain storages.
+
+        Args:
+            source, destination: `[2, num_blocks, block_size, num_kv_heads, head_size]`, on the same device or not.
+            source_to_destination: pairs `(source block, destination block)`, or int64 `[n, 2]`.
+
+        Raises:
+            CacheError: another shape or dtype, an id out of range, or a destination named twice; nothing is copied.
+        """
+        swap_blocks(source, destination, source_to_destination, _geometry(source))
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[Tensor], source_to_destinations: BlockMapping) -> None:
+        """Copy blocks inside of every layer's storage: `vattn.copy_blocks`."""
+        copy_blocks(kv_caches, source_to_destinations)
+
+    def _problem(self, library: FlashLibrary | None) -> str | None:
+        if library is not None:
+            return _TRITON.problem()
+        if library_error():
+            return library_error()
+        extras = " or ".join(f"pip install 'vattn[{package.extra}]'" for package in PACKAGES if package.extra)
+        return "; ".join(
+            [
+                "no FlashAttention library was found (vattn.load_flash_attn(path), or the path in the environment "
+                f"variable {LIBRARY_VARIABLE}; {extras}; torch's own needs a CUDA build of torch)",
+                *passed_over(),
+            ]
         )
 
-    def _run(self, args: AttentionArgs | VarlenAttentionArgs, call: FlashCall, config: AttentionConfig) -> None:
-        library = self.library
+    @staticmethod
+    def _library_of(query: Tensor) -> FlashLibrary:
+        library = find_library(_capability_of(query.device))
         assert library is not None  # `reasons` refused the call otherwise
+        return library
+
+    @staticmethod
+    def _has_nothing_to_read(args: AttentionArgs | VarlenAttentionArgs, keys: Tensor, asked: Tensor) -> bool:
+        """Write the result of a call without rows or without any key, where the library must not be called."""
+        if args.query.shape[0] and keys.numel():
+            return False
         args.output.zero_()
         if args.lse is not None:
-            args.lse.fill_(float("-inf"))
-        asked = _rows_that_ask(args, call, config)
-        if not call.query.shape[0] or not call.key.shape[0]:
-            if args.lse is not None and args.sinks is not None:
-                args.lse.copy_(torch.where(asked, args.sinks.float(), float("-inf")))
-            return
-        if library.paged:
-            lse = run_flash(library, call, args.output)
-        else:
-            output = torch.empty_like(args.output)
-            lse = run_flash(library, call, output)
-            args.output.copy_(output)
-        _put_right(args, lse, asked)
+            empty = torch.full_like(args.lse, float("-inf"))
+            args.lse.copy_(empty if args.sinks is None else torch.where(asked, args.sinks.float(), empty))
+        return True
+
+    @staticmethod
+    def _run(
+        library: FlashLibrary,
+        call: FlashCall,
+        args: AttentionArgs | VarlenAttentionArgs,
+        config: AttentionConfig,
+        asked: Tensor,
+    ) -> None:
+        if config.query_format != "none":
+            num_reqs = call.query_start_loc.shape[0] - 1
+            scales = (args.q_scale, args.k_scale, args.v_scale)
+            call = call._replace(descales=_descales(scales, num_reqs, config.num_kv_heads))
+        found = run_flash(library, call, args.output).transpose(0, 1)
+        # Without a visible key a library gives an infinity of either sign, or with a sink the sink beside zeros.
+        put_right(args.output, args.lse, found, asked & ~found.isinf())
+
+
+def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, key: Tensor, value: Tensor) -> FlashCall:
+    """Return a call without keys' lengths; its bound is that of any query."""
+    return FlashCall(
+        query=args.query,
+        key=key,
+        value=value,
+        query_start_loc=args.query_start_loc,
+        kv_start_loc=None,
+        seq_lens=None,
+        block_table=None,
+        max_query_len=args.query.shape[0],
+        max_seq_len=0,
+        scale=config.scale,
+        causal=config.causality == "causal",
+        window=_window(config),
+        soft_cap=config.logits_soft_cap or 0.0,
+        sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
+        descales=None,
+    )
+
+
+def _window(config: AttentionConfig) -> tuple[int, int]:
+    reach = -1 if config.sliding_window is None else config.sliding_window - 1
+    return reach, 0 if config.causality == "causal" and reach >= 0 else reach
 
 
 def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,25 +347,28 @@ def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: in
     return query, key, value
 
 
-def _rows_that_ask(args: AttentionArgs | VarlenAttentionArgs, call: FlashCall, config: AttentionConfig) -> Tensor:
-    """Return bool `[T, 1]`: rows of requests, but for those of a query longer than its sequence that lie before it."""
-    rows = torch.arange(args.query.shape[0], device=args.query.device)
-    starts = call.query_start_loc
-    real = rows < starts[-1]
-    if config.causality == "causal" or config.attn_type == "encoder_decoder":
-        # The library's own causal mask hides every key from rows before the sequence; cross attention has no positions.
-        return real.unsqueeze(1)
-    lengths = call.seq_lens if call.kv_start_loc is None else call.kv_start_loc.diff()
-    assert lengths is not None
-    request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=lengths.shape[0] - 1)
-    return (real & (rows >= starts[request + 1] - lengths[request])).unsqueeze(1)
+def _library_on(device: DeviceInfo) -> FlashLibrary | None:
+    return find_library(device.capability if device.type == "cuda" else None)
 
 
-def _put_right(args: AttentionArgs | VarlenAttentionArgs, lse: Tensor, asked: Tensor) -> None:
-    """Make rows of padding and rows that see no key what our contract says: zeros, and a log of nothing."""
-    found = lse.transpose(0, 1)
-    # Without a visible key the library gives plus infinity, or with a sink the sink; both rows hold zeros.
-    seen = asked & (found < float("inf"))
-    args.output.masked_fill_(~seen.unsqueeze(2), 0)
-    if args.lse is not None:
-        args.lse.copy_(torch.where(seen, found, float("-inf")))
+def _capability_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _current_capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _geometry(storage: Tensor) -> AttentionConfig:
+    if storage.dim() != 5 or storage.shape[0] != 2:
+        raise CacheError(
+            f"a storage of shape {tuple(storage.shape)}",
+            "[2, num_blocks, block_size, num_kv_heads, head_size]",
+            "vattn.swap_blocks takes storages of every format with their spec",
+        )
+    block_size, heads, width = storage.shape[2:]
+    name, scale = dtype_name(storage.dtype), "none"
+    stored = name
+    if storage.dtype == torch.uint8:
+        name, stored, scale = "bfloat16", "fp8_e4m3", "tensor"
+    return AttentionConfig(heads, heads, width, width, 1.0, name, stored, block_size, kv_scale=scale)

@@ -1,25 +1,31 @@
-"""The FlashAttention libraries that can be found, each behind one function: packed queries over paged or packed keys.
+"""The FlashAttention libraries that can be found, newest first, and one call in FlashAttention's words.
 
-A binary keeps contracts of its own. What differs from ours is put right in `vattn.backends.flash_attn`.
+What runs a call is in `vattn.ops.flash_attention_calls`. A binary keeps contracts of its own; what differs from ours is
+put right in `vattn.backends.flash_attn`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vattn.errors import ConfigError, UnknownOptionError
+from vattn.errors import ConfigError
 
 LIBRARY_VARIABLE = "VATTN_FLASH_ATTN_LIBRARY"
 """Environment variable with the path of a FlashAttention-3 library."""
 
-_NAMESPACE = "_vllm_fa3_C"
+NAMESPACE = "_vllm_fa3_C"
+"""Where a FlashAttention-3 library given by path registers its operators."""
+
 _loaded: dict[str, str] = {}
 
 
@@ -33,6 +39,8 @@ class FlashCall(NamedTuple):
         max_query_len, max_seq_len: upper bounds.
         window: tokens visible to the left and to the right, -1 = all.
         descales: of query, key and value, fp32 `[B, K]`, or `None`.
+        num_splits: most parts that a sequence is cut into, each with a partial result; 0: the library chooses.
+        schedule: int32, the library's own partition of the work, made once a step; `None`: it makes one.
     """
 
     query: Tensor
@@ -50,6 +58,8 @@ class FlashCall(NamedTuple):
     soft_cap: float
     sinks: Tensor | None
     descales: tuple[Tensor, Tensor, Tensor] | None
+    num_splits: int = 0
+    schedule: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,17 +67,48 @@ class FlashLibrary:
     """A FlashAttention library that was found.
 
     Attributes:
-        name: `"FlashAttention-3"` or `"torch varlen_attn"`.
-        version: file name of a library, or torch's version.
+        name: `"FlashAttention-3"`, `"FlashAttention-4"`, `"FlashAttention-2"` or `"torch varlen_attn"`.
+        version: file name of a library, version of a package, or torch's version.
         paged: whether it reads a paged cache.
+        module: what to import; `""` for a library given by path and for torch.
     """
 
     name: str
     version: str
     paged: bool
+    module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.version})"
+        return f"{self.name} ({f'{self.module} {self.version}' if self.module else self.version})"
+
+
+@dataclass(frozen=True)
+class FlashPackage:
+    """A Python package of FlashAttention.
+
+    Attributes:
+        name: of the library in it.
+        module: what to import.
+        distribution: name to look the version up by.
+        minimum: lowest version.
+        extra: the extra of vattn that installs it, `""` where no index has a wheel.
+        majors: major compute capabilities that it has kernels for.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    minimum: tuple[int, ...]
+    extra: str
+    majors: tuple[int, ...]
+
+
+PACKAGES = (
+    FlashPackage("FlashAttention-3", "flash_attn_interface", "flash_attn_3", (3, 0), "", (9,)),
+    FlashPackage("FlashAttention-4", "flash_attn.cute", "flash-attn-4", (4, 0), "flash-attn-4", (9, 10, 11)),
+    FlashPackage("FlashAttention-2", "flash_attn", "flash-attn", (2, 6), "flash-attn-2", (8, 9, 10, 11, 12)),
+)
+"""The packages that are looked for, in this order. FlashAttention-2 has soft caps and paged caches from 2.6 on."""
 
 
 def load_flash_attn(path: str | os.PathLike[str]) -> FlashLibrary:
@@ -87,12 +128,31 @@ def load_flash_attn(path: str | os.PathLike[str]) -> FlashLibrary:
     from vattn.backends import selector
 
     selector.forget_decisions()
-    return FlashLibrary("FlashAttention-3", _loaded["path"], paged=True)
+    return _by_path()
 
 
 def library_error() -> str | None:
     """Return why the library that the environment names could not be loaded, `None` if it could or none is named."""
     return _loaded.get("error")
+
+
+def library_digest() -> str:
+    """Return what tells one FlashAttention-3 library given by path from another: the start of its SHA-256."""
+    file = _loaded.get("file")
+    return "" if file is None else _digest(file)
+
+
+@lru_cache(maxsize=4)
+def _digest(file: str) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()[:12]
+
+
+def _by_path() -> FlashLibrary:
+    return FlashLibrary("FlashAttention-3", _loaded["path"], paged=True)
 
 
 def _load(path: str | os.PathLike[str]) -> None:
@@ -107,19 +167,23 @@ def _load(path: str | os.PathLike[str]) -> None:
             f"a library built for torch {torch.__version__} and its CUDA",
             "take the build that fits this torch",
         ) from error
-    if not hasattr(getattr(torch.ops, _NAMESPACE), "fwd"):
+    if not hasattr(getattr(torch.ops, NAMESPACE), "fwd"):
         raise ConfigError(
-            f"library {str(path)!r} registers no torch.ops.{_NAMESPACE}.fwd",
+            f"library {str(path)!r} registers no torch.ops.{NAMESPACE}.fwd",
             "a FlashAttention-3 library with paged KV",
             "take the file _vllm_fa3_C.abi3.so of a vLLM wheel",
         )
-    _loaded["path"] = file.name
+    _loaded.update(path=file.name, file=str(file.resolve()))
     _loaded.pop("error", None)
 
 
-@lru_cache(maxsize=1)
-def find_library() -> FlashLibrary | None:
-    """Return the newest FlashAttention library there is, `None` if there is none."""
+@lru_cache(maxsize=16)
+def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | None:
+    """Return the newest FlashAttention library there is, `None` if there is none.
+
+    Args:
+        capability: of the GPU that it must have kernels for; `None`: of any.
+    """
     path = os.environ.get(LIBRARY_VARIABLE)
     if path and "path" not in _loaded:
         try:
@@ -129,51 +193,48 @@ def find_library() -> FlashLibrary | None:
             _loaded["error"] = f"{LIBRARY_VARIABLE}: {error}"
             return None
     if "path" in _loaded:
-        return FlashLibrary("FlashAttention-3", _loaded["path"], paged=True)
+        return _by_path()
+    for package in PACKAGES:
+        fits = capability is None or capability[0] in package.majors
+        if fits and installed_version(package) is not None and package_problem(package) is None:
+            return FlashLibrary(package.name, installed_version(package) or "", True, package.module)
     if torch.version.cuda is not None:
-        # The paged arguments of varlen_attn came with torch 2.12 and have not run here; without them it is packed only.
-        return FlashLibrary("torch varlen_attn", torch.__version__, paged=False)
+        return FlashLibrary("torch varlen_attn", torch.__version__, paged=torchs_own_is_paged())
     return None
 
 
-def run_flash(library: FlashLibrary, call: FlashCall, output: Tensor) -> Tensor:
-    """Write the output `[T, H, V]`, but no row behind the last request; return the LSE, fp32 `[H, T]`."""
-    if library.name == "FlashAttention-3":
-        return _run_fa3(call, output)
-    if library.name == "torch varlen_attn":
-        return _run_torch(call, output)
-    raise UnknownOptionError(f"library {library.name!r}", "FlashAttention-3, torch varlen_attn", "use find_library()")
+def torchs_own_is_paged() -> bool:
+    """Return whether torch's varlen attention takes a block table, as it does from torch 2.12 on."""
+    return torch.__version__ >= "2.12"
 
 
-def _run_fa3(call: FlashCall, output: Tensor) -> Tensor:
-    ops: Any = getattr(torch.ops, _NAMESPACE)
-    q_descale, k_descale, v_descale = call.descales or (None, None, None)
-    schedule = None
-    left, right = call.window
-    if call.block_table is not None:
-        heads, width = call.query.shape[1:]
-        schedule = ops.get_scheduler_metadata(
-            call.block_table.shape[0], call.max_query_len, call.max_seq_len, heads, call.key.shape[2], width,
-            call.value.shape[-1], call.query.dtype, call.seq_lens, call.query_start_loc, None, None, None, None,
-            call.key.shape[1], 0, call.causal, left, right, call.soft_cap > 0, 0, None, 0,
-        )  # fmt: skip
-    lse: Tensor
-    _, lse, *_ = ops.fwd(
-        call.query, call.key, call.value, None, None, None, output, call.query_start_loc, call.kv_start_loc, None,
-        None, call.seq_lens, call.max_query_len, call.max_seq_len, call.block_table, None, None, None, None, None,
-        q_descale, k_descale, v_descale, call.scale, call.causal, left, right, call.soft_cap, True, schedule, 0, None,
-        0, call.sinks, 1, 0, None,
-    )  # fmt: skip
-    return lse
+def passed_over() -> list[str]:
+    """Return why packages that are installed are not used: too old, or broken."""
+    found = (package_problem(package) for package in PACKAGES if installed_version(package) is not None)
+    return [problem for problem in found if problem is not None]
 
 
-def _run_torch(call: FlashCall, output: Tensor) -> Tensor:
-    assert call.kv_start_loc is not None
-    left, right = call.window
-    result, lse, *_ = torch.ops.aten._flash_attention_forward(
-        call.query, call.key, call.value, call.query_start_loc, call.kv_start_loc, call.max_query_len,
-        call.max_seq_len, 0.0, call.causal, False, scale=call.scale,
-        window_size_left=None if left < 0 else left, window_size_right=None if right < 0 else right,
-    )  # fmt: skip
-    output.copy_(result)
-    return lse
+def installed_version(package: FlashPackage) -> str | None:
+    """Return the version of a package, `None` if it is not installed."""
+    try:
+        return importlib.metadata.version(package.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=8)
+def package_problem(package: FlashPackage) -> str | None:
+    """Return why a package that is installed cannot be used, `None` if it can."""
+    from vattn.backends.base import parse_version
+
+    version = installed_version(package) or ""
+    if parse_version(version) < package.minimum:
+        want = ".".join(map(str, package.minimum))
+        hint = f" (pip install -U 'vattn[{package.extra}]')" if package.extra else ""
+        return f"package {package.distribution} {version} is older than {want}{hint}"
+    try:
+        importlib.import_module(package.module)
+    except Exception as error:  # a binary for another torch fails in many ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"package {package.distribution} {version} cannot be imported: {reason}"
+    return None
