@@ -417,7 +417,7 @@ def test_splits_are_bounded_by_sizes_alone(monkeypatch) -> None:
 
 
 def test_a_schedule_is_never_smaller_for_fewer_tokens() -> None:
-    sizes = [torch.Size(planning.plan_shape(tokens)).numel() for tokens in range(1, 300)]
+    sizes = [torch.Size(planning.plan_shape(make_config(), tokens)).numel() for tokens in range(1, 300)]
     assert sizes == sorted(sizes)
     # Four words of the library for each row, rounded up to four rows, one more, and three of ours.
     assert all(size >= 1 + 4 * (-(-tokens // 4) * 4) + 3 * tokens + 1 for tokens, size in enumerate(sizes, 1))
@@ -435,7 +435,7 @@ def test_the_schedule_of_a_step(monkeypatch) -> None:
     monkeypatch.setattr(planning, "_schedule_sizes", {})
     batch = batch_of_row(Row({"dtype": "bfloat16", "block_size": 16, "head_size": 32}, DECODES), "FLASH_ATTN", seed=4)
     args, config = batch.args, batch.config
-    schedule = torch.full(planning.plan_shape(args.query.shape[0]), -7, dtype=torch.int32)
+    schedule = torch.full(planning.plan_shape(config, args.query.shape[0]), -7, dtype=torch.int32)
     planning.fill_plan(PlanArgs(args.query_start_loc, args.seq_lens, schedule, args.config), config, (-1, -1))
     key = torch.zeros(9, 16, 2, 32)
     call = flash_attn._call(args, config, key, key)
@@ -450,6 +450,10 @@ def test_the_schedule_of_a_step(monkeypatch) -> None:
     assert (described.max_query_len, described.num_splits) == (alone.max_query_len, alone.num_splits) == (1, 32)
     assert sizes == (16, 2, 32)
     # A window as wide as the table is none for the library, which then wants another schedule.
+    both = config.replace(causality="bidirectional")
+    turned = planning.paged_call(call, args._replace(plan=[schedule]), both, scheduled=True)
+    assert turned.schedule is None
+    assert torch.equal(turned.seq_lens, planning.paged_call(call, args, both, scheduled=True).seq_lens)
     wide = planning.paged_call(call._replace(window=(900, 0)), args._replace(plan=[schedule]), config, scheduled=True)
     assert wide.schedule is None
 

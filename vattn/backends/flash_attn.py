@@ -193,7 +193,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         """Return the shape of the schedule; `()` for libraries that take none, and under batch invariance."""
         if not has_schedule(self.library) or config.batch_invariant or not config.block_size:
             return ()
-        return planning.plan_shape(num_tokens)
+        return planning.plan_shape(config, num_tokens)
 
     def plan_key(self, config: AttentionConfig) -> str:
         """Return what two layers must have in common to share one schedule."""

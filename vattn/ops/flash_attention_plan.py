@@ -4,7 +4,7 @@ The longest query is a number on the host, and inside a CUDA graph nothing on th
 Where there are at most two rows a request, every row is therefore made a request of its own, whose query is one token
 long whatever the lengths are; more rows go as they are, with their number as the bound.
 
-A schedule is int32 `[T + 2, 8]`, used as flat memory: the library's partition of the work, then for rows as requests
+A schedule is int32 `[T + 2, 8]` (9 columns where attention is not causal), used as flat memory: the library's partition of the work, then for rows as requests
 the request of each row, its keys, and its start.
 """
 
@@ -81,7 +81,7 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
     num_tokens, (num_reqs, width) = args.query.shape[0], args.block_table.shape
     capacity = width * config.block_size
     last = max(call.key.shape[0] - 1, 0)
-    schedule = next((plan for plan in args.plan if tuple(plan.shape) == plan_shape(num_tokens)), None)
+    schedule = next((plan for plan in args.plan if tuple(plan.shape) == plan_shape(config, num_tokens)), None)
     flat = None if schedule is None else schedule.view(-1)
     table, seq_lens, starts = args.block_table, args.seq_lens, args.query_start_loc
     if takes_rows(config, num_tokens, num_reqs):
@@ -106,9 +106,12 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
     return call
 
 
-def plan_shape(num_tokens: int) -> tuple[int, ...]:
-    """Return the shape of a step's schedule: room for four library words and three of ours for each row."""
-    return num_tokens + 2, _COLUMNS
+def plan_shape(config: AttentionConfig, num_tokens: int) -> tuple[int, ...]:
+    """Return the shape of a step's schedule: room for four library words and three of ours for each row.
+
+    A step may turn causal layers bidirectional: their schedule is then of another shape, and is not used.
+    """
+    return num_tokens + 2, _COLUMNS + (config.causality != "causal")
 
 
 def plan_key(name: str, config: AttentionConfig) -> str:
