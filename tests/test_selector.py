@@ -124,6 +124,7 @@ FEATURE_EXAMPLES = {
     "tree_bias": {"tree_bias": True},
     "mm_prefix": {"mm_prefix": "clamped"},
     "unequal_head_sizes": {"head_size_v": 128},
+    "head_pairs": {"head_pairs": "odd", "head_size_v": 128},
     "kv_scale_per_head": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
     "query_scale_per_head": {"query_format": "fp8_e4m3", "query_scale": "head"},
     "lse": {"lse": True},

@@ -45,6 +45,7 @@ CAUSALITIES = ("causal", "bidirectional", "per_request")
 ALIBI_KINDS = ("none", "linear", "sqrt")
 MM_PREFIX_KINDS = ("none", "full", "clamped")
 KV_CACHE_LAYOUTS = ("NHD", "HND")
+HEAD_PAIRS = ("none", "even", "odd")
 
 
 def _check_window(window: int | None) -> None:
@@ -69,6 +70,9 @@ class AttentionConfig:
         block_size: tokens per cache block; 0 for `varlen_attention`, which has no cache.
         kv_cache_layout: `"NHD"` or `"HND"`, the physical order inside a block.
         kv_scale, query_scale: `"none"`, `"tensor"` or `"head"` (one value per KV head).
+        head_pairs: `"even"` or `"odd"`: the cache holds pairs of KV heads, `2 * num_kv_heads` of `head_size`. Keys are
+            the even (odd) ones, values those of both side by side: `head_size_v = 2 * head_size`. The two halves of
+            differential attention. `NHD` caches of formats that are not packed only.
         query_format: `"none"` or `"fp8_e4m3"`.
         query_load: `"plain"`: the query comes in its format. Other names of `vattn.formats.QUERY_LOADS`: an FP8 query
             comes in the model dtype and is rounded as it is loaded; `"divide"` by `q_scale`, or `"multiply"` by its
@@ -105,6 +109,7 @@ class AttentionConfig:
     kv_cache_dtype: str
     block_size: int = 16
     kv_cache_layout: str = "NHD"
+    head_pairs: str = "none"
     kv_scale: str = "none"
     query_format: str = "none"
     query_scale: str = "none"
@@ -149,6 +154,7 @@ class AttentionConfig:
             "dtype": tuple(MODEL_DTYPES),
             "kv_cache_dtype": tuple(KV_FORMATS),
             "kv_cache_layout": KV_CACHE_LAYOUTS,
+            "head_pairs": HEAD_PAIRS,
             "kv_scale": SCALE_KINDS,
             "query_scale": SCALE_KINDS,
             "query_format": QUERY_FORMATS,
@@ -182,6 +188,7 @@ class AttentionConfig:
             "another query_load than 'plain' for an FP8 query alone",
             "set query_format='fp8_e4m3'",
         )
+        self._check_head_pairs()
         self._check_output_variant()
         group = OUTPUT_FORMATS[self.output_format].group_size
         columns = self.num_heads * self.head_size_v
@@ -190,6 +197,30 @@ class AttentionConfig:
             f"output_format={self.output_format!r} with rows of {columns} columns",
             f"rows that are a multiple of {group}",
             "use another group size or per-token scales",
+        )
+
+    def _check_head_pairs(self) -> None:
+        if self.head_pairs == "none":
+            return
+        asked = f"head_pairs={self.head_pairs!r} with "
+        _check(
+            self.head_size_v == 2 * self.head_size,
+            f"{asked}head_size={self.head_size} and head_size_v={self.head_size_v}",
+            "head_size_v = 2 * head_size: the values of a pair lie side by side",
+            f"pass head_size_v={2 * self.head_size}",
+        )
+        _check(
+            self.kv_cache_layout == "NHD" and self.block_size > 0,
+            f"{asked}kv_cache_layout={self.kv_cache_layout!r} and block_size={self.block_size}",
+            "a cache in the layout 'NHD', where the heads of a token are neighbours",
+            "use kv_cache_layout='NHD' and block_size=16",
+        )
+        packed = [fmt.name for fmt in KV_FORMATS.values() if fmt.packed]
+        _check(
+            self.kv_cache_dtype not in packed,
+            f"{asked}kv_cache_dtype={self.kv_cache_dtype!r}",
+            ", ".join(name for name in KV_FORMATS if name not in packed),
+            "choose a format that stores plain rows",
         )
 
     def _check_output_variant(self) -> None:

@@ -78,6 +78,11 @@ class KVCacheSpec:
         return self.layout
 
     @property
+    def head_pairs(self) -> str:
+        """`"none"`: a spec counts all heads; which of them a layer reads is up to its config."""
+        return "none"
+
+    @property
     def in_bytes(self) -> bool:
         """Whether the storage is `[num_blocks, bytes]` of uint8, and so can be padded."""
         return self.head_size != self.head_size_v

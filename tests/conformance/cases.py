@@ -38,6 +38,8 @@ def fitted(values: dict[str, Any], fixed: Collection[str] = ()) -> dict[str, Any
         wanted = values.get(name, default)
         if name not in fixed and (name in values or name == "head_size") and wanted and wanted not in allowed:
             values[name] = next((size for size in range(wanted, 1025) if size in allowed), wanted)
+    if values.get("head_pairs", "none") != "none":
+        values["head_size_v"] = 2 * values.get("head_size", 16)
     return values
 
 

@@ -30,6 +30,9 @@ _EXCLUSIVE = (
     {"alibi_sqrt", "bidirectional"},
     {"alibi_sqrt", "causal_flags"},
     {"contiguous_kv", "hnd_layout"},
+    {"head_pairs", "unequal_head_sizes"},
+    {"head_pairs", "hnd_layout"},
+    {"head_pairs", "contiguous_kv"},
 )
 """Pairs that no config can ask for: a choice between them, or a contradiction that `AttentionConfig` refuses."""
 
@@ -38,7 +41,7 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 )
 """Every pair of features that a config can ask for."""
 
-_SELDOM = {"context_parallel": 0.015, "batch_invariant": 0.015, "contiguous_kv": 0.12, "hnd_layout": 0.35}
+_SELDOM = {"context_parallel": 0.015, "batch_invariant": 0.015, "contiguous_kv": 0.12, "hnd_layout": 0.35, "head_pairs": 0.1}
 """How often a feature is drawn, if not one time in four; nobody implements the first two."""
 
 _POSITIONS = {"bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix"}
@@ -102,6 +105,8 @@ def config_with(features: frozenset[str], base: AttentionConfig) -> AttentionCon
         changes["logits_soft_cap"] = 2.5
     if "unequal_head_sizes" in features:
         changes["head_size_v"] = base.head_size + 8
+    if "head_pairs" in features:
+        changes.update(head_pairs="odd", head_size_v=2 * base.head_size)
     if "kv_scale_per_head" in features:
         fmt = base.kv_cache_dtype if KV_FORMATS[base.kv_cache_dtype].quantised else "fp8_e4m3"
         changes.update(kv_cache_dtype=fmt, kv_scale="head")
@@ -150,7 +155,8 @@ def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size:
     head_size = _pick(rng, widths, can.head_sizes)
     if rng.random() < 0.015:
         head_size = rng.choice((4, 12, 20, 1032))
-    kv_format = _pick(rng, KV_FORMATS, can.kv_cache_dtypes)
+    formats = [name for name, fmt in KV_FORMATS.items() if not (fmt.packed and "head_pairs" in features)]
+    kv_format = _pick(rng, formats, can.kv_cache_dtypes)
     query = _pick(rng, QUERY_FORMATS, can.query_formats)
     return AttentionConfig(
         num_heads=kv_heads * group,
@@ -182,7 +188,9 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
         changes["logits_soft_cap"] = rng.choice((0.3, 2.5, 50.0))
     if config.mm_prefix != "none":
         changes["mm_prefix"] = rng.choice(("full", "clamped"))
-    if config.head_size_v != config.head_size:
+    if config.head_pairs != "none":
+        changes["head_pairs"] = rng.choice(("even", "odd"))
+    elif config.head_size_v != config.head_size:
         changes["head_size_v"] = rng.choice([size for size in MEDIUM if size != config.head_size])
     if requested_features(config) & _POSITIONS == {"bidirectional"} and rng.random() < 0.4:
         changes["attn_type"] = "encoder_decoder"
@@ -269,7 +277,7 @@ def simpler(request: Request) -> Iterator[Request]:
         {"mm_prefix": "none"},
         {"lse": False},
         {"kv_cache_layout": "NHD"},
-        {"head_size_v": request.config.head_size},
+        {"head_size_v": request.config.head_size, "head_pairs": "none"},
         {"num_heads": request.config.num_kv_heads},
         {"num_heads": 1, "num_kv_heads": 1},
         {"attn_type": "decoder"},

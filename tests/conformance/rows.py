@@ -85,6 +85,8 @@ _SINGLE: dict[str, Row] = {
     "mm-full": Row({"mm_prefix": "full"}, IMAGES),
     "mm-clamped": Row({"mm_prefix": "clamped", "sliding_window": 6}, IMAGES),
     "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
+    "pairs-even": Row({"head_pairs": "even", "head_size_v": 32}, MIXED),
+    "pairs-odd-decodes": Row({"head_pairs": "odd", "head_size_v": 32}, DECODES),
     "packed": Row(PACKED, MIXED),
     "fp8-heads": Row(FP8_HEADS, MIXED),
     "fp8-query-heads": Row({**FP8_QUERY, "query_scale": "head"}, MIXED),
@@ -98,6 +100,8 @@ _SINGLE: dict[str, Row] = {
 _PAIRS: dict[str, Row] = {
     "window+sinks+lse": Row({**WINDOW, **SINKS, **LSE}, MIXED),
     "window+alibi+soft-cap": Row({**WINDOW, **ALIBI, **CAP}, MIXED),
+    "pairs+fp8-heads+fp8-query": Row({"head_pairs": "odd", "head_size_v": 32, **FP8_HEADS, **FP8_QUERY}, MIXED),
+    "pairs+window+sinks+lse-long": Row({"head_pairs": "even", "head_size_v": 32, **WINDOW, **SINKS, **LSE}, LONG),
     "window+tree": Row({**WINDOW, **TREE}, MIXED),
     "window+flags": Row({**WINDOW, **FLAGS}, MIXED),
     "window+bidirectional+lse": Row({**WINDOW, **BOTH_WAYS, **LSE}, MIXED),

@@ -6,6 +6,8 @@ A cache is **one raw storage per layer plus a named layout**:
 - equal head sizes, `HND`: `(2, num_blocks, num_kv_heads, block_size, head_size)`;
 - unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in
   the layout's order. Rows may be padded at their end, to a multiple of 16 bytes.
+- pairs of heads: that of equal head sizes in `NHD` with `2 * num_kv_heads` heads, of which a config with `head_pairs`
+  reads the even or the odd keys, and the values of each pair as one row.
 
 The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
 quantised ones (which `model.to(dtype)` leaves alone).
@@ -48,6 +50,15 @@ class CacheGeometry(Protocol):
     def kv_cache_layout(self) -> str:
         """`"NHD"` or `"HND"`."""
 
+    @property
+    def head_pairs(self) -> str:
+        """`"none"`, or which keys of pairs of heads are read."""
+
+
+def is_in_bytes(config: CacheGeometry) -> bool:
+    """Return whether the raw storage is `(num_blocks, bytes_per_block)` of uint8."""
+    return config.head_pairs == "none" and config.head_size != config.head_size_v
+
 
 def block_bytes(config: CacheGeometry) -> int:
     """Return the bytes of one block, keys and values together."""
@@ -57,9 +68,9 @@ def block_bytes(config: CacheGeometry) -> int:
 
 def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
     """Return the shape of a layer's raw storage for `num_blocks` blocks."""
-    if config.head_size != config.head_size_v:
+    if is_in_bytes(config):
         return num_blocks, block_bytes(config)
-    rows = (config.block_size, config.num_kv_heads)
+    rows = (config.block_size, config.num_kv_heads * (1 if config.head_pairs == "none" else 2))
     if config.kv_cache_layout == "HND":
         rows = rows[::-1]
     return 2, num_blocks, *rows, config.head_size
@@ -75,7 +86,7 @@ def shape_of_storage(storage: Tensor, config: CacheGeometry, num_blocks: int) ->
 
 def kv_cache_dtype(config: CacheGeometry) -> torch.dtype:
     """Return the dtype of a layer's raw storage."""
-    return torch.uint8 if config.head_size != config.head_size_v else KV_FORMATS[config.kv_cache_dtype].storage_dtype
+    return torch.uint8 if is_in_bytes(config) else KV_FORMATS[config.kv_cache_dtype].storage_dtype
 
 
 def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Tensor]:
@@ -84,6 +95,10 @@ def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Te
     The views share the storage's bytes; in `HND` order their block and head strides are swapped. Never a copy.
     """
     fmt = KV_FORMATS[config.kv_cache_dtype]
+    if config.head_pairs != "none":
+        keys, values = kv_cache.view(fmt.value_dtype).unbind(0)
+        first = ("even", "odd").index(config.head_pairs)
+        return keys[:, :, first::2], values.unflatten(2, (config.num_kv_heads, 2)).flatten(3)
     if config.head_size == config.head_size_v:
         typed = kv_cache.view(fmt.value_dtype)
         return _logical(typed[0], config), _logical(typed[1], config)

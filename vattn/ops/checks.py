@@ -24,7 +24,7 @@ from vattn.errors import (
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, shape_of_storage
+from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, shape_of_storage
 from vattn.rope_config import RopeConfig
 
 _FP32 = (torch.float32,)
@@ -313,7 +313,7 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
         raise ConfigError(
             "a paged op with block_size=0", "a positive block_size", "use varlen_attention without a cache"
         )
-    equal = config.head_size == config.head_size_v
+    equal = not is_in_bytes(config)
     num_blocks = kv_cache.shape[0 if not equal else 1] if kv_cache.ndim == (5 if equal else 2) else 1
     shape = shape_of_storage(kv_cache, config, max(1, num_blocks))
     _check("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
