@@ -79,7 +79,7 @@ def test_without_a_compiler_or_ready_kernels_the_reason_says_what_to_install(mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(flashinfer, "_USUAL_HOME", "/nowhere")
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
+    for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
         monkeypatch.delenv(variable, raising=False)
     assert "flashinfer-jit-cache" in flashinfer._compiler_problem()
 
@@ -89,6 +89,7 @@ def test_nvcc_under_cuda_home_is_found(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert flashinfer._compiler_problem() is None
 

@@ -132,14 +132,19 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
 
 
-_INSTALL = "install the CUDA toolkit with nvcc, and set CUDA_HOME, or install the package flashinfer-jit-cache"
+_INSTALL = (
+    "install the CUDA toolkit with nvcc, set CUDA_HOME and leave FLASHINFER_DISABLE_JIT unset, or install the package "
+    "flashinfer-jit-cache"
+)
 
 
 _USUAL_HOME = "/usr/local/cuda"
 
 
 def _can_compile() -> bool:
-    """Return whether there is an nvcc where FlashInfer looks for one."""
+    """Return whether there is an nvcc where FlashInfer looks for one, and it is allowed to compile."""
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return False
     if shutil.which("nvcc"):
         return True
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _USUAL_HOME)
@@ -160,7 +165,7 @@ def _families(config: AttentionConfig, device: DeviceInfo) -> tuple[str, ...]:
 
 
 def is_built(config: AttentionConfig, family: str) -> bool:
-    """Return whether FlashInfer has the library of a kernel, or would compile it on first use.
+    """Return whether FlashInfer came with a kernel; otherwise it compiles it on first use.
 
     Args:
         family: `"fa2"` or `"fa3"`, FlashInfer's name of the kernels.
@@ -173,7 +178,7 @@ def is_built(config: AttentionConfig, family: str) -> bool:
     spec = modules.gen_batch_prefill_module(
         family, dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
     )
-    return bool(spec.is_compiled)
+    return bool(spec.is_aot)
 
 
 def _building(config: AttentionConfig, plan: Any) -> None:
