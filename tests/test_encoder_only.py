@@ -235,7 +235,7 @@ def test_steps_that_mean_something_else() -> None:
 
 
 def test_a_backend_that_cannot_says_so() -> None:
-    layer = make_layer(attn_backend="TRITON_ATTN", batch_invariant=True)
+    layer = make_layer(attn_backend="TORCH_SDPA", batch_invariant=True)
     with pytest.raises(UnsupportedRequestError, match="batch_invariant is not implemented"):
         layer(*random_qkv(5), metadata=packed_step([3, 2]))
     with pytest.raises(UnsupportedRequestError, match="batch_invariant"):

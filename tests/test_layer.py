@@ -291,7 +291,7 @@ def test_an_explicit_backend_never_falls_back():
         bind(layer)
     assert layer.kv_cache is None
     with pytest.raises(UnsupportedRequestError, match="batch_invariant is not implemented"):
-        make_layer(batch_invariant=True)
+        make_layer(batch_invariant=True, attn_backend="TORCH_SDPA")
 
 
 def test_repr_shows_the_request_and_the_backend():

@@ -21,13 +21,13 @@ class TritonAttentionBackend(Backend):
     capabilities = Capabilities(
         devices=("cuda", "interpreter"),
         dtypes=tuple(MODEL_DTYPES),
-        kv_cache_dtypes=tuple(KV_FORMATS),
+        kv_cache_dtypes=tuple(name for name, fmt in KV_FORMATS.items() if not fmt.packed),
         query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 512),
         block_sizes=Sizes(8, 8, 256),
-        features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
+        features=frozenset(FEATURES) - {"context_parallel"},
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
@@ -39,16 +39,22 @@ class TritonAttentionBackend(Backend):
     )
 
     def notes(self, config: AttentionConfig) -> list[str]:
-        """Say how many columns the kernels multiply for a head, where there are more than it has."""
+        """Say how many columns the kernels multiply for a head, where there are more than it has, and what is fixed."""
         from vattn.ops.triton import encoder
         from vattn.ops.triton.tiles import padded_widths
 
         columns = padded_widths(config)[0] if encoder.refusals(config) else encoder.padded_width(config.head_size)
-        if columns == config.head_size:
-            return []
-        return [
-            f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"
-        ]
+        found = []
+        if columns != config.head_size:
+            found.append(
+                f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"
+            )
+        if config.batch_invariant:
+            found.append(
+                "batch_invariant: the general kernel with tiles of one size and no splits; a row is bitwise the same "
+                "alone, with any neighbours, in any order and in chunks of any size, chunks of one included"
+            )
+        return found
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the fast decode path's schedule; `()` where a layer or the current GPU has none."""

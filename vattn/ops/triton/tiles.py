@@ -26,6 +26,10 @@ def padded_widths(config: AttentionConfig) -> tuple[int, int]:
     return max(block_d, narrowest), max(block_v, narrowest)
 
 
+INVARIANT_ROWS = 64
+"""Query rows of a program of a batch-invariant layer: the fewest that Hopper's matrix instructions take."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a launch must know about its device.
@@ -105,16 +109,24 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits) -> Tiles:
-    """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each."""
+    """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each.
+
+    A batch-invariant layer is cut by its config and the device alone.
+    """
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
     item = compute_dtype(config).itemsize
     demanding = _is_demanding(config, wide)
     rows = -(-num_tokens // max(num_reqs, 1)) * config.group_size
+    if config.batch_invariant:
+        rows = INVARIANT_ROWS
     block_m = min(max(next_power_of_two(rows), 16), _most_rows(wide, item, demanding, limits))
     group_tile = min(config.group_size, block_m)
     tile = _keys_of_a_step(config, wide, item, block_m, limits)
-    num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
-    full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none"
+    num_splits = 1
+    if not config.batch_invariant:
+        num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
+    # Which tiles need no mask depends on a row's neighbours, and the two loops may round differently.
+    full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none" and not config.batch_invariant
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     return Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
