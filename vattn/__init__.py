@@ -39,6 +39,7 @@ from vattn.layers import (
     CrossAttention,
     EncoderFP8Config,
     EncoderOnlyAttention,
+    MLAAttention,
     MMEncoderAttention,
     QuantConfig,
     StaticSinkAttention,
@@ -53,6 +54,7 @@ from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
 from vattn.logits_rows import fast_prefill, kept_rows
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
+from vattn.mla_config import MLAConfig
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.flash_attention import load_flash_attn
 from vattn.passes.entry import backend, disable, enable, options
@@ -87,7 +89,9 @@ __all__ = [
     "KVCacheSpec",
     "KVConnector",
     "KVTransfer",
+    "MLAAttention",
     "MLAAttentionSpec",
+    "MLAConfig",
     "MMEncoderAttention",
     "QuantConfig",
     "RopeConfig",

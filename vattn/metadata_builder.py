@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
 from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
+from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
 from vattn.step_buffers import StepBuffers
 from vattn.step_input import Lengths, Limits, Step, read_step
@@ -415,6 +416,9 @@ def _config_of(layer: nn.Module) -> AttentionConfig | None:
     if not hasattr(layer, "bind_kv_cache"):
         return None
     config = getattr(layer, "config", None)
+    if isinstance(config, MLAConfig):
+        # What a builder reads of a config, this one has too.
+        return cast(AttentionConfig, config)
     if not isinstance(config, AttentionConfig):
         raise CacheNotBoundError(
             f"layer {getattr(layer, 'prefix', '')!r} has no KV cache, so its backend is not known yet",

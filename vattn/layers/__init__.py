@@ -4,6 +4,7 @@ from vattn.layers.attention import Attention
 from vattn.layers.cross_attention import CrossAttention
 from vattn.layers.encoder_only_attention import EncoderOnlyAttention
 from vattn.layers.encoder_scales import EncoderFP8Config, read_encoder_scales, save_encoder_scales
+from vattn.layers.mla_attention import MLAAttention
 from vattn.layers.mm_encoder_attention import MMEncoderAttention
 from vattn.layers.scales import QuantConfig, clip_rates, observe_clipping
 from vattn.layers.sequences import check_cu_seqlens, pad_cu_seqlens
@@ -14,6 +15,7 @@ __all__ = [
     "CrossAttention",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
+    "MLAAttention",
     "MMEncoderAttention",
     "QuantConfig",
     "StaticSinkAttention",

@@ -1,0 +1,307 @@
+"""`MLAAttention` on a CPU: steps of every mixture, weights of every kind, compilation, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vattn
+from tests.support import relative_l2
+from vattn.errors import (
+    CacheNotBoundError,
+    ConfigError,
+    DtypeError,
+    GradientError,
+    MetadataError,
+    ScaleError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+    VattnError,
+)
+from vattn.formats import OUTPUT_FORMATS
+from vattn.quantization import dequantise_output
+
+N, P, R, V, L = 3, 12, 6, 10, 20
+SCALE = (P + R) ** -0.5
+
+
+def make_layer(projection: nn.Module | None = None, *, blocks: int = 24, block_size: int = 8, **options: Any) -> Any:
+    latent = options.pop("kv_lora_rank", L)
+    kv_b_proj = nn.Linear(latent, N * (P + V), bias=False) if projection is None else projection
+    config = vattn.CacheConfig(block_size=block_size, cache_dtype=options.pop("cache_dtype", "auto"))
+    options = {"decode_threshold": 2, **options}
+    layer = vattn.MLAAttention(
+        N, SCALE, P, R, V, 16, latent, kv_b_proj, cache_config=config, prefix="0.attn", **options
+    )
+    if blocks:
+        vattn.allocate_kv_cache(layer, num_blocks=blocks, dtype=torch.float32, device="cpu")
+    return layer
+
+
+def make_builder(layer: Any) -> vattn.AttentionMetadataBuilder:
+    return vattn.AttentionMetadataBuilder(
+        max_num_reqs=4, max_num_tokens=64, max_seq_len=96, layers=layer, block_size=layer.cache_config.block_size
+    )
+
+
+def inputs(tokens: int, latent: int = L) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(tokens, N, P + R), torch.randn(tokens, latent), torch.randn(tokens, 1, R)
+
+
+def formula(q: Tensor, kv_c: Tensor, k_pe: Tensor, weight: Tensor) -> Tensor:
+    """Return causal attention of one whole sequence in fp64, keys and values expanded."""
+    q, kv_c, k_pe = q.double(), kv_c.double(), k_pe.double()
+    key, value = (kv_c @ weight.double().T).view(-1, N, P + V).split((P, V), -1)
+    key = torch.cat((key, k_pe.expand(-1, N, -1)), -1)
+    scores = torch.einsum("qnd,snd->nqs", q, key) * SCALE
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return torch.einsum("nqs,snv->qnv", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)
+
+
+TABLES = [[1, 2, 3, 4, 5, 6], [9, 8, 7, 12, 11, 10], [13, 14, 15, 16, 17]]
+STEPS = (
+    ([7, 0, 20], [7, 0, 20]),  # prompts
+    ([9, 13, 1], [16, 13, 21]),  # a chunk, a prompt and a decode
+    ([1, 2, 12], [17, 15, 33]),  # a decode, two drafts and a chunk: any order
+    ([1, 1, 1], [18, 16, 34]),
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("workspace_tokens", [None, 8])
+def test_steps_of_every_mixture_equal_the_formula(compiled: bool, workspace_tokens: int | None) -> None:
+    layer = make_layer(workspace_tokens=workspace_tokens)
+    weight = layer._kv_b_proj[0].weight
+    builder, sequences = make_builder(layer), [inputs(40) for _ in range(3)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = vattn.compile(layer, fullgraph=True) if compiled else layer
+    for query_lens, seq_lens in STEPS:
+        step = builder.build(query_lens, seq_lens, TABLES)
+        spans = [slice(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
+        given = [torch.cat([parts[i][span] for parts, span in zip(sequences, spans, strict=True)]) for i in range(3)]
+        with torch.no_grad(), vattn.forward_context(step):
+            got = run(*given)
+        expected = [
+            formula(*(t[: span.stop] for t in parts), weight)[span]
+            for parts, span in zip(sequences, spans, strict=True)
+        ]
+        assert relative_l2(got, torch.cat(expected)) < 2e-6
+    if compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_padding_rows_are_zero_and_write_nothing() -> None:
+    layer = make_layer()
+    builder = make_builder(layer)
+    step = builder.build([3, 1], [3, 1], TABLES[:2], num_tokens_padded=9, num_reqs_padded=3)
+    q, kv_c, k_pe = inputs(9)
+    for tensor in (q, kv_c, k_pe):
+        tensor[4:] = torch.nan
+    with torch.no_grad():
+        out = layer(q, kv_c, k_pe, metadata=step)
+    assert not out[4:].any() and out[:4].isfinite().all() and layer.kv_cache.isfinite().all()
+
+
+def test_profiling_call_is_zero_and_needs_no_cache() -> None:
+    layer = make_layer(blocks=0)
+    with torch.no_grad():
+        assert not layer(*inputs(5)).any()
+        assert layer(*inputs(5), output_shape=(5, N, V)).shape == (5, N, V)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8"])
+def test_quantised_caches(cache_dtype: str) -> None:
+    quant = vattn.QuantConfig(k_scale=0.02) if cache_dtype == "fp8" else None
+    layer = make_layer(cache_dtype=cache_dtype, kv_lora_rank=128, quant_config=quant)
+    step = make_builder(layer).build([20, 3], [20, 3], TABLES[:2])
+    q, kv_c, k_pe = inputs(23, 128)
+    with torch.no_grad():
+        got = layer(q, kv_c, k_pe, metadata=step)
+    expected = formula(q[:20], kv_c[:20], k_pe[:20], layer._kv_b_proj[0].weight)
+    assert relative_l2(got[:20], expected) < (0.2 if "nvfp4" in cache_dtype else 0.05)
+
+
+class FP8Linear(nn.Module):
+    """Holds e4m3 weights and their scales as checkpoints do."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, name: str = "weight_scale", block: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer(name, scale)
+        self.weight_block_size = block
+
+
+class Opaque(nn.Module):
+    """A linear module that keeps its weight in a form of its own, and returns a pair."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("packed", weight.flip(0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x @ self.packed.flip(0).T, None
+
+
+def projections() -> dict[str, tuple[nn.Module, Tensor]]:
+    torch.manual_seed(1)
+    rows = N * (P + V)
+    weight = torch.randn(rows, L).to(torch.float8_e4m3fn)
+    wide = weight.float()
+    tensor, channel, block = torch.tensor(0.07), 0.1 * torch.rand(rows, 1), 0.1 * torch.rand(-(-rows // 16), 3)
+    blocks = block.repeat_interleave(16, 0)[:rows].repeat_interleave(8, 1)[:, :L]
+    one = torch.tensor([[0.3]])
+    return {
+        "per tensor": (FP8Linear(weight, tensor), wide * tensor),
+        "per tensor, transposed": (FP8Linear(weight.t(), tensor), wide * tensor),
+        "per channel": (FP8Linear(weight, channel), wide * channel),
+        "blocks": (FP8Linear(weight, block, "weight_scale_inv", [16, 8]), wide * blocks),
+        "blocks of 128": (FP8Linear(weight, one, "weight_scale_inv"), wide * one),
+        "opaque": (Opaque(wide), wide),
+    }
+
+
+@pytest.mark.parametrize("name", list(projections()))
+def test_every_kind_of_projection(name: str) -> None:
+    module, weight = projections()[name]
+    layer = make_layer(module)
+    expected = weight.view(N, P + V, L)
+    assert torch.allclose(layer.W_UK_T, expected[:, :P], rtol=1e-6)
+    assert torch.allclose(layer.W_UV, expected[:, P:].transpose(1, 2), rtol=1e-6)
+
+
+def test_weights_change_in_place_and_are_asked_for() -> None:
+    layer = make_layer()
+    step = make_builder(layer).build([5], [5], TABLES[:1])
+    given, before = inputs(5), layer.W_UK_T
+    with torch.no_grad():
+        layer._kv_b_proj[0].weight.mul_(-1.0)
+        with pytest.raises(ConfigError, match=r"have changed since.*process_weights_after_loading"):
+            layer(*given, metadata=step)
+        layer.process_weights_after_loading()
+        assert layer.W_UK_T.data_ptr() == before.data_ptr()
+        assert relative_l2(layer(*given, metadata=step), formula(*given, layer._kv_b_proj[0].weight)) < 2e-6
+
+
+@pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token", "nvfp4"])
+def test_quantised_outputs(output_format: str) -> None:
+    static = OUTPUT_FORMATS[output_format].static_scale
+    quant = vattn.QuantConfig(output_format=output_format, output_scale=0.02 if static else None)
+    layer = vattn.MLAAttention(2, SCALE, P, R, 16, None, L, nn.Linear(L, 2 * (P + 16), bias=False), quant_config=quant)
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    step = make_builder(layer).build([5], [5], [[1]])
+    with torch.no_grad():
+        made = layer(torch.randn(5, 2, P + R), torch.randn(5, L), torch.randn(5, R), metadata=step)
+    out, scales = made if isinstance(made, tuple) else (made, None)
+    values = dequantise_output(out.view(5, 2, -1), output_format, scales, layer.output_scale)
+    assert values.isfinite().all() and values.any()
+
+
+class Indexer:
+    def __init__(self, tokens: int, width: int) -> None:
+        self.topk_indices = torch.full((tokens, width), -1, dtype=torch.int32)
+
+
+def test_sparse_rows_see_what_the_indexer_lists() -> None:
+    indexer = Indexer(16, 5)
+    layer = make_layer(use_sparse=True, indexer=indexer)
+    step = make_builder(layer).build([6], [6], TABLES[:1])
+    given = inputs(6)
+    indexer.topk_indices[:6, :5] = torch.tensor([0, 1, 2, 3, 4])
+    with torch.no_grad():
+        got = layer(*given, metadata=step)
+    expected = formula(*given, layer._kv_b_proj[0].weight)
+    assert relative_l2(got[:5], expected[:5]) < 2e-6 and relative_l2(got[5], expected[5]) > 1e-3
+
+
+def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
+    return {
+        "projection of another geometry": (ShapeError, {"projection": nn.Linear(L, 7, bias=False)}),
+        "projection with a bias": (ConfigError, {"projection": nn.Linear(L, N * (P + V))}),
+        "projection on meta": (ConfigError, {"projection": nn.Linear(L, N * (P + V), bias=False, device="meta")}),
+        "no projection": (ConfigError, {"projection": 3}),
+        "soft cap": (UnknownOptionError, {"logits_soft_cap": 3.0}),
+        "ALiBi": (UnknownOptionError, {"alibi_slopes": [1.0] * N}),
+        "an FP8 cache without a scale": (ScaleError, {"cache_dtype": "fp8"}),
+        "a scale without an FP8 cache": (ScaleError, {"quant_config": vattn.QuantConfig(k_scale=1.0)}),
+        "a value scale": (
+            ScaleError,
+            {"cache_dtype": "fp8", "quant_config": vattn.QuantConfig(k_scale=1.0, v_scale=1.0)},
+        ),
+        "a format that latents lack": (ConfigError, {"cache_dtype": "fp8_e5m2"}),
+        "an indexer alone": (ConfigError, {"indexer": Indexer(1, 1)}),
+        "sparse without an indexer": (ConfigError, {"use_sparse": True}),
+        "a workspace below one block": (ConfigError, {"workspace_tokens": 7}),
+        "an unknown backend": (UnknownOptionError, {"attn_backend": "TORCH_SDPA"}),
+        "a block size that no backend has": (ConfigError, {"block_size": 12}),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_layers()))
+def test_wrong_layers_are_refused(name: str) -> None:
+    error, options = bad_layers()[name]
+    with pytest.raises(error):
+        make_layer(**options)
+
+
+def test_windows_and_query_formats_are_refused() -> None:
+    proj = nn.Linear(L, N * (P + V), bias=False)
+    for option in (
+        {"cache_config": vattn.CacheConfig(sliding_window=8)},
+        {"cache_config": vattn.CacheConfig(kv_cache_layout="HND")},
+        {"quant_config": vattn.QuantConfig(query_format="fp8_e4m3", q_scale="unit")},
+    ):
+        with pytest.raises(UnsupportedRequestError):
+            vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **option)
+
+
+def test_wrong_steps_are_refused_and_change_nothing() -> None:
+    layer = make_layer()
+    builder = make_builder(layer)
+    step, given = builder.build([5], [5], TABLES[:1]), inputs(5)
+    cases: list[tuple[type[VattnError], tuple[Any, ...]]] = [
+        (ShapeError, (given[0][:4], *given[1:])),
+        (ShapeError, (given[0], given[1][:4], given[2])),
+        (ShapeError, (given[0], given[1], given[2][:4])),
+        (ShapeError, (given[0][:, :2], *given[1:])),
+        (DtypeError, (given[0].half(), *given[1:])),
+        (DtypeError, (given[0], given[1].half(), given[2])),
+        (GradientError, (given[0].clone().requires_grad_(), *given[1:])),
+    ]
+    before = layer.kv_cache.clone()
+    for error, wrong in cases:
+        with pytest.raises(error):
+            layer(*wrong, metadata=step)
+    with pytest.raises(UnsupportedRequestError, match="causal"):
+        layer(*inputs(5), metadata=builder.build([5], [5], TABLES[:1], causal=False))
+    with pytest.raises(MetadataError):
+        layer(*inputs(5), metadata=3)
+    assert torch.equal(layer.kv_cache, before)
+    with pytest.raises(CacheNotBoundError):
+        make_layer(blocks=0)(*inputs(5), metadata=step)
+
+
+def test_layers_of_a_model_have_equal_ops_and_save_nothing() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projections = nn.ModuleList(nn.Linear(L, N * (P + V), bias=False) for _ in range(2))
+            self.layers = nn.ModuleList(
+                vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, prefix=f"{i}.attn")
+                for i, proj in enumerate(self.projections)
+            )
+
+    model = Two()
+    vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32)
+    assert not [name for name in model.state_dict() if "attn" in name or "kv_b_weight" in name]
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=64, layers=model)
+    step = builder.build([5], [5], [[1]])
+    assert model.layers[0]._op_config == model.layers[1]._op_config
+    with torch.no_grad():
+        for layer in model.layers:
+            given = inputs(5)
+            assert relative_l2(layer(*given, metadata=step), formula(*given, layer._kv_b_proj[0].weight)) < 2e-6

@@ -1,0 +1,91 @@
+"""The up-projection of a latent attention layer as one tensor, whatever module it comes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import ConfigError, ShapeError
+from vattn.ops.mla_weights import dequantise_blocks
+
+_BLOCK = (128, 128)
+"""Rows and columns of a weight block where the module names none."""
+
+
+def projection_weight(module: nn.Module, rows: int, columns: int) -> Tensor:
+    """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by.
+
+    Plain weights and e4m3 weights with `weight_scale` or `weight_scale_inv` (one value, one per row, or one per block)
+    are read; any other module is asked what it makes of a unit matrix.
+
+    Raises:
+        ConfigError: a bias, or weights on meta.
+        ShapeError: the module projects between other widths, or its scales fit no granularity.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if getattr(module, "bias", None) is not None:
+        raise ConfigError(f"kv_b_proj {type(module).__name__} with a bias", "no bias", "make it with bias=False")
+    if isinstance(weight, Tensor) and weight.is_meta:
+        raise ConfigError(
+            "kv_b_proj's weight is on meta, without values",
+            "loaded weights",
+            "load the model before its cache is bound",
+        )
+    if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2:
+        scale = next(
+            (getattr(module, n, None) for n in ("weight_scale", "weight_scale_inv") if hasattr(module, n)), None
+        )
+        if weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and scale is None:
+            _check_shape(tuple(weight.shape), rows, columns)
+            return weight.detach().float()
+        if weight.dtype == torch.float8_e4m3fn and isinstance(scale, Tensor):
+            transposed = tuple(weight.shape) == (columns, rows) != (rows, columns)
+            matrix = weight.detach().t() if transposed else weight.detach()
+            _check_shape(tuple(matrix.shape), rows, columns)
+            return _dequantised(matrix, scale.detach(), getattr(module, "weight_block_size", None))
+    return _asked(module, rows, columns)
+
+
+def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
+    if scale.numel() == 1:
+        return weight.float() * scale.float().view(1)
+    if scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
+        return weight.float() * scale.float().view(-1, 1)
+    high, wide = (int(size) for size in (block or _BLOCK))
+    blocks = -(-weight.shape[0] // high), -(-weight.shape[1] // wide)
+    if tuple(scale.shape) != blocks:
+        raise ShapeError(
+            f"kv_b_proj's weight {tuple(weight.shape)} with scales {tuple(scale.shape)}",
+            f"one value, {weight.shape[0]} (one per row), or {blocks} for blocks of {high} x {wide}",
+            "set weight_block_size on the module",
+        )
+    return dequantise_blocks(weight, scale, high, wide)
+
+
+def _asked(module: nn.Module, rows: int, columns: int) -> Tensor:
+    """Return what a module makes of a unit matrix: its weight, to the precision that it computes in."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
+    dtypes = [t.dtype for t in tensors if t.dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    given = getattr(module, "params_dtype", None) or (dtypes[0] if dtypes else torch.get_default_dtype())
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with torch.no_grad():
+        made = module(torch.eye(columns, dtype=given, device=device))
+    made = made[0] if isinstance(made, tuple) else made
+    if not isinstance(made, Tensor) or tuple(made.shape) != (columns, rows):
+        came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise ShapeError(
+            f"kv_b_proj makes {came} of {columns} latents of {columns} columns", f"({columns}, {rows})",
+            "check kv_lora_rank, num_heads and the head dimensions",
+        )  # fmt: skip
+    return made.t().float()
+
+
+def _check_shape(shape: tuple[int, ...], rows: int, columns: int) -> None:
+    if shape != (rows, columns):
+        raise ShapeError(
+            f"kv_b_proj's weight has shape {shape}",
+            f"({rows}, {columns}) = [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]",
+            "check kv_lora_rank, num_heads (after tensor-parallel splitting) and the head dimensions",
+        )

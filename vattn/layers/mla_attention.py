@@ -1,0 +1,498 @@
+"""`MLAAttention`: multi-head latent attention over a paged cache of latents, as DeepSeek's models have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn import context
+from vattn.backends import selector
+from vattn.config import CacheConfig
+from vattn.errors import (
+    CacheError,
+    CacheNotBoundError,
+    ConfigError,
+    DtypeError,
+    GradientError,
+    MetadataError,
+    ScaleError,
+    ShapeError,
+    UnsupportedRequestError,
+)
+from vattn.formats import OUTPUT_FORMATS, dtype_name
+from vattn.grouped_metadata import GroupedMetadata
+from vattn.layers.kv_b_weights import projection_weight
+from vattn.layers.layer_step import check_output_shape, split_heads
+from vattn.layers.own_buffers import OwnBuffers
+from vattn.layers.request import check_configs, check_extra, named_arguments
+from vattn.layers.scales import QuantConfig, make_scale
+from vattn.metadata import AttentionMetadata
+from vattn.mla_config import DECODE_THRESHOLD, MLAConfig
+from vattn.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
+from vattn.ops import mla_checks
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
+from vattn.ops.mla_chunks import elements_per_token
+from vattn.ops.mla_weights import key_and_value_weights
+
+if TYPE_CHECKING:
+    from vattn.kv_cache import KVCacheSpec
+
+EXTRA_OPTIONS: dict[str, Any] = {"decode_threshold": DECODE_THRESHOLD, "workspace_tokens": None}
+"""Options beyond the named arguments, with their defaults."""
+
+
+class MLAAttention(OwnBuffers):
+    """Attend new tokens to everything their requests have seen, through a paged cache of one latent row per token.
+
+    Args:
+        num_heads, scale: query heads, factor of the scores.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: columns of a query head without and with rotation, and of a
+            value: P, R and V.
+        q_lora_rank: rank of the query's own projection, `None` for none; the layer gets finished queries and only
+            shows it.
+        kv_lora_rank: columns of the latent, L.
+        kv_b_proj: linear module from L to `num_heads * (P + V)` columns: `nn.Linear`, one with e4m3 weights and scales,
+            or any other; it stays the caller's, and only `process_weights_after_loading` reads it.
+        cache_config: block size and cache dtype (`vattn.mla_formats.MLA_FORMATS`); default `CacheConfig()`.
+        quant_config: `k_scale` of an FP8 cache; output quantisation.
+        prefix: unique name of the layer in its model.
+        attn_backend: name of a backend, never replaced by another; default: the first that accepts.
+        use_sparse: rows see the positions alone that `indexer` lists.
+        indexer: with `use_sparse`: an object whose `topk_indices` is int32 `[max_tokens, K]`, filled before the layer
+            runs: positions in its request that each row sees, -1 for none.
+        **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
+            values of how many tokens are expanded at a time).
+
+    Raises:
+        ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
+            decide, at `bind_kv_cache` where dtype or device decide.
+
+    State: the prepared weights are a buffer outside of the state dict, written in place. The cache is one too; moving
+    the layer to another device drops it.
+
+    Compile: one graph for equal layers; lengths are tensors and never recompile.
+
+    Example:
+        >>> import torch, vattn
+        >>> kv_b_proj = torch.nn.Linear(32, 4 * (16 + 16), bias=False)
+        >>> layer = vattn.MLAAttention(4, 24**-0.5, 16, 8, 16, None, 32, kv_b_proj)
+        >>> _ = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, layers=layer)
+        >>> step = builder.build(query_lens=[3], seq_lens=[3], block_tables=[[1]])
+        >>> with torch.no_grad():
+        ...     out = layer(torch.randn(3, 4, 24), torch.randn(3, 32), torch.randn(3, 1, 8), metadata=step)
+        >>> out.shape
+        torch.Size([3, 64])
+    """
+
+    kv_b_weight: Tensor | None
+    k_scale: Tensor | None
+    output_scale: Tensor | None
+    workspace: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        kv_b_proj: nn.Module,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantConfig | None = None,
+        prefix: str = "",
+        attn_backend: str | None = None,
+        use_sparse: bool = False,
+        indexer: object | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__()
+        options = {**EXTRA_OPTIONS, **_own_options(type(self), extra)}
+        check_configs(type(self).__name__, cache_config, quant_config)
+        self.prefix = prefix
+        self.cache_config = cache_config or CacheConfig()
+        self.quant_config = quant_config or QuantConfig()
+        self.attn_backend = attn_backend or "auto"
+        self.num_heads, self.num_kv_heads, self.scale = num_heads, 1, scale
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.head_size = kv_lora_rank + qk_rope_head_dim
+        self.use_sparse, self.indexer = use_sparse, indexer
+        self.workspace_tokens = options["workspace_tokens"]
+        self.config: Any = None
+        """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
+        # In a tuple it is no submodule: its owner saves and moves it.
+        self._kv_b_proj = (kv_b_proj,)
+        self._check_arguments(kv_b_proj)
+        self._request: dict[str, Any] = {
+            "num_heads": num_heads,
+            "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+            "v_head_dim": v_head_dim,
+            "kv_lora_rank": kv_lora_rank,
+            "scale": scale,
+            "block_size": self.cache_config.block_size,
+            "output_format": self.quant_config.output_format,
+            "decode_threshold": options["decode_threshold"],
+            "sparse": use_sparse,
+            "backend": self.attn_backend,
+        }
+        self._op_config = ""
+        self._plan_key = ""
+        self._weights_read: tuple[int, int] | None = None
+        # Buffers made in inference mode could not be loaded outside of it.
+        with torch.inference_mode(False):
+            self._register_tensors()
+        self._request_config(torch.bfloat16)
+
+    def _check_arguments(self, kv_b_proj: object) -> None:
+        """Refuse what no dtype and no device can make right."""
+        layer = f"layer {self.prefix!r}"
+        if not isinstance(kv_b_proj, nn.Module):
+            raise ConfigError(
+                f"kv_b_proj of type {type(kv_b_proj).__name__} in {layer}", "a linear module", "pass the projection"
+            )
+        rank = self.q_lora_rank
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise ConfigError(f"q_lora_rank={rank!r} in {layer}", "None or a positive int", "pass None for none")
+        tokens = self.workspace_tokens
+        if tokens is not None and (not isinstance(tokens, int) or tokens < self.cache_config.block_size):
+            raise ConfigError(
+                f"workspace_tokens={tokens!r} in {layer}",
+                f"None, or an int from {self.cache_config.block_size} on, one block",
+                "give room for more tokens",
+            )
+        if (self.indexer is not None) != bool(self.use_sparse):
+            raise ConfigError(
+                f"use_sparse={self.use_sparse!r} and indexer of type {type(self.indexer).__name__} in {layer}",
+                "an indexer with use_sparse=True, and only with it",
+                "pass both or neither",
+            )
+        quant, cache = self.quant_config, self.cache_config
+        if quant.v_scale is not None:
+            raise ScaleError(f"v_scale in {layer}", "k_scale alone: a cached row is key and value", "drop v_scale")
+        unsupported = {
+            "sliding_window": cache.sliding_window is not None,
+            "query_format": quant.query_format != "none",
+            "calculate_kv_scales": cache.calculate_kv_scales,
+            "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
+            "kv_cache_layout": cache.kv_cache_layout != "NHD",
+        }
+        asked = [name for name, given in unsupported.items() if given]
+        if asked:
+            raise UnsupportedRequestError(
+                f"{', '.join(asked)} in {layer}", "latent attention without it", f"leave {asked[0]} out"
+            )
+
+    def _register_tensors(self) -> None:
+        quant, scaled = self.quant_config, MLA_FORMATS[self._canonical(torch.bfloat16)].scaled
+        if scaled != (quant.k_scale is not None):
+            raise ScaleError(
+                f"layer {self.prefix!r} has cache_dtype={self.cache_config.cache_dtype!r} and "
+                f"{'no' if scaled else 'a'} k_scale",
+                "a number, a tensor of one value or 'unit' with an fp8_e4m3 cache, None otherwise",
+                "QuantConfig(k_scale='unit') if 1.0 is meant" if scaled else "drop k_scale",
+            )
+        self.register_buffer("k_scale", make_scale("k_scale", quant.k_scale, (1,)) if scaled else None)
+        output_scale = quant.output_scale
+        self.register_buffer(
+            "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
+        )
+        self.register_buffer("kv_cache", None, persistent=False)
+        self.register_buffer("kv_b_weight", None, persistent=False)
+        self.register_buffer("workspace", None, persistent=False)
+
+    def _canonical(self, dtype: torch.dtype) -> str:
+        return resolve_mla_cache_dtype(self.cache_config.cache_dtype, dtype)
+
+    def _request_config(self, dtype: torch.dtype) -> MLAConfig:
+        name = self._canonical(dtype)
+        scale = "tensor" if MLA_FORMATS[name].scaled else "none"
+        return MLAConfig(dtype=dtype_name(dtype), kv_cache_dtype=name, kv_scale=scale, **self._request)
+
+    @property
+    def W_UK_T(self) -> Tensor | None:
+        """`[num_heads, P, L]`, a view of the prepared weights: what takes queries into the latent space."""
+        weight = self.kv_b_weight
+        return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[0]
+
+    @property
+    def W_UV(self) -> Tensor | None:
+        """`[num_heads, L, V]`, a view of the prepared weights: what makes values of latents."""
+        weight = self.kv_b_weight
+        return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[1]
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype | None = None) -> None:
+        """Read `kv_b_proj` into the layer's own weights, in place where they exist: captured graphs stay valid.
+
+        `bind_kv_cache` does it too; call it after the weights change.
+
+        Args:
+            act_dtype: model dtype; default that of the bound cache.
+
+        Raises:
+            ConfigError: no dtype is known yet, or the weights are on meta.
+            ShapeError: the projection has another geometry than the layer.
+        """
+        dtype = act_dtype if self.config is None else getattr(torch, self.config.dtype)
+        if dtype is None or (act_dtype is not None and act_dtype != dtype):
+            raise ConfigError(
+                f"process_weights_after_loading(act_dtype={act_dtype}) in layer {self.prefix!r}",
+                "a model dtype, that of the bound cache if there is one",
+                "pass act_dtype=torch.bfloat16, or bind a cache first",
+            )
+        columns = self.qk_nope_head_dim + self.v_head_dim
+        weight = projection_weight(self._kv_b_proj[0], self.num_heads * columns, self.kv_lora_rank)
+        weight = weight.view(self.num_heads, columns, self.kv_lora_rank)
+        kept, self._weights_read = self.kv_b_weight, _version(self._kv_b_proj[0])
+        with torch.inference_mode(False), torch.no_grad():
+            if kept is not None and kept.dtype == dtype and kept.device == weight.device:
+                kept.copy_(weight)
+            else:
+                self._buffers["kv_b_weight"] = weight.to(dtype).clone()
+
+    def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Return what cache this layer needs for a model of `dtype`."""
+        from vattn.kv_cache import MLAAttentionSpec
+
+        config = self._request_config(dtype)
+        return MLAAttentionSpec(
+            num_kv_heads=1,
+            head_size=config.head_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            block_size=config.block_size,
+            row_bytes=config.row_bytes if config.packed else None,
+        )
+
+    def resolve_config(self, dtype: torch.dtype, device: torch.device | str, target: object = None) -> MLAConfig:
+        """Return what binding a cache would make of the request, backend included; changes nothing.
+
+        Raises:
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request; or a cache to share.
+        """
+        if target is not None:
+            raise UnsupportedRequestError(
+                f"layer {self.prefix!r} shares a KV cache",
+                "latent attention with a cache of its own",
+                "drop the target",
+            )
+        config = self._request_config(dtype)
+        return config.replace(backend=selector.choose(config, device).name)
+
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: object = None) -> None:
+        """Give the layer its raw storage, fix dtype, device and backend, and read `kv_b_proj`.
+
+        Args:
+            storage: contiguous, of `mla_cache_shape(config, num_blocks)`; kept, not copied.
+            dtype: model dtype, that of the queries to come.
+            target: `None`: latent attention shares no cache.
+
+        Raises:
+            CacheError: the storage does not fit the request.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
+        """
+        config = self.resolve_config(dtype, storage.device, target)
+        blocks = storage.shape[0] if storage.dim() else 0
+        shape, stored = shape_of_mla_storage(storage, config, blocks), mla_cache_dtype(config)
+        if tuple(storage.shape) != shape or storage.dtype != stored or not storage.is_contiguous():
+            raise CacheError(
+                f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
+                f"contiguous {mla_cache_shape(config, max(blocks, 1))} of {dtype_name(stored)}, any number of blocks",
+                "use vattn.allocate_kv_cache(model, num_blocks=...)",
+            )
+        self._check_values()
+        self.config = config
+        self.process_weights_after_loading(dtype)
+        weight = self.kv_b_weight
+        assert weight is not None
+        if weight.device != storage.device:
+            self._buffers["kv_b_weight"] = weight.to(storage.device)
+        self._op_config = config.encode()
+        self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
+        self.kv_cache = storage
+        if self.workspace_tokens is not None:
+            elements = self.workspace_tokens * elements_per_token(config)
+            with torch.inference_mode(False):
+                self._buffers["workspace"] = torch.empty(elements, dtype=dtype, device=storage.device)
+        for name, buffer in self._own_buffers().items():
+            self._buffers[name] = buffer.to(storage.device)
+
+    def forward(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new latents and rotated keys to the cache and attend.
+
+        Args:
+            q: `[T, num_heads, P + R]` or flattened; the last R columns of a head are rotated. Padding rows may hold
+                anything.
+            kv_c_normed: `[T, L]`, the latents after their norm.
+            k_pe: `[T, 1, R]` or `[T, R]`, rotated.
+            output_shape: shape of the result; default `[T, num_heads * V]`.
+            metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
+                result is zero and no cache is needed.
+
+        Returns:
+            The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
+            format that computes scales, `(output, block_scale)`.
+
+        Raises:
+            CacheNotBoundError: metadata but no cache.
+            ShapeError, DtypeError: tensors that contradict the layer.
+        """
+        metadata = self._own_step(metadata)
+        q = split_heads("q", q, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if k_pe.dim() == 3 and k_pe.shape[1] == 1:
+            k_pe = k_pe.squeeze(1)
+        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
+        output, block_scale = fmt.allocate(q, self.v_head_dim, q.dtype)
+        if output_shape is not None:
+            check_output_shape(output, output_shape)
+        if metadata is None:
+            output.zero_()
+            if block_scale is not None:
+                block_scale.zero_()
+            return _shaped(output, block_scale, output_shape)
+        self._check_bound(q)
+        slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
+        topk = self._topk(q)
+        plan = metadata.plans.get(self._plan_key)
+        arguments: tuple[Any, ...] = (
+            q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
+            output, block_scale, None, self.output_scale, self.k_scale, topk, None, [] if plan is None else [plan],
+            self.workspace, config,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
+        torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
+        torch.ops.vattn.mla_attention(*arguments)
+        return _shaped(output, block_scale, output_shape)
+
+    def _own_step(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
+        metadata = context.current if metadata is None else metadata
+        if metadata is None:
+            return None
+        if not isinstance(metadata, AttentionMetadata) or isinstance(metadata, GroupedMetadata):
+            raise MetadataError(
+                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
+                "AttentionMetadata without groups, or None for a profiling call",
+                "pass what builder.build returned",
+            )
+        extras = {
+            "causal": metadata.causal is not True,
+            "tree_bias": metadata.tree_bias is not None,
+            "mm_ranges": metadata.mm_ranges is not None,
+        }
+        asked = [name for name, given in extras.items() if given]
+        if asked:
+            raise UnsupportedRequestError(
+                f"a step with {', '.join(asked)} in layer {self.prefix!r}", "plain causal steps", "build it without"
+            )
+        return metadata
+
+    def _check_bound(self, q: Tensor) -> None:
+        if self.kv_cache is None or self.config is None or self.kv_b_weight is None:
+            raise CacheNotBoundError(
+                f"layer {self.prefix!r} has no KV cache",
+                "a bound cache whenever metadata is given",
+                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            )
+        came = dtype_name(q.dtype)
+        if came != self.config.dtype:
+            raise DtypeError(
+                f"q is {came} in layer {self.prefix!r}",
+                f"{self.config.dtype}, the dtype its cache was bound for",
+                f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}",
+            )
+
+    def _topk(self, q: Tensor) -> Tensor | None:
+        if not self.use_sparse:
+            return None
+        buffer = getattr(self.indexer, "topk_indices", None)
+        if not isinstance(buffer, Tensor) or buffer.dim() != 2 or buffer.shape[0] < q.shape[0]:
+            came = tuple(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__
+            raise ShapeError(
+                f"indexer.topk_indices is {came} in layer {self.prefix!r} for {q.shape[0]} tokens",
+                "int32 [max_tokens, K] with a row per token",
+                "make the buffer for the largest step",
+            )
+        return buffer[: q.shape[0]]
+
+    def _check_step(
+        self, q: Tensor, kv_c: Tensor, k_pe: Tensor, metadata: AttentionMetadata, arguments: tuple[Any, ...]
+    ) -> None:
+        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        config, cache = self.config, self.kv_cache
+        assert isinstance(config, MLAConfig) and cache is not None
+        rows = {"q": q.shape[0], "kv_c_normed": kv_c.shape[0], "k_pe": k_pe.shape[0]}
+        wrong = {name: count for name, count in rows.items() if count != metadata.slot_mapping.shape[0]}
+        if wrong:
+            raise ShapeError(
+                f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in layer {self.prefix!r}",
+                f"{metadata.slot_mapping.shape[0]}, the tokens of the metadata, padding included",
+                "build the step for the tokens of this call",
+            )
+        if metadata.block_size not in (0, config.block_size):
+            raise MetadataError(
+                f"metadata for blocks of {metadata.block_size} tokens in layer {self.prefix!r}",
+                f"blocks of {config.block_size} tokens",
+                "give the builder layers=model, or the block_size of CacheConfig",
+            )
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv_c, k_pe)):
+            raise GradientError(
+                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
+                "inference only; attention has no backward",
+                "call the model under torch.no_grad() or torch.inference_mode()",
+            )
+        if self._weights_read != _version(self._kv_b_proj[0]):
+            raise ConfigError(
+                f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",
+                "the weights that it has read",
+                "call layer.process_weights_after_loading()",
+            )
+        update = MLACacheUpdateArgs(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale, self._op_config)
+        mla_checks.check_mla_kv_cache_update(update, config)
+        mla_checks.check_mla_attention(MLAAttentionArgs(*arguments), config)
+
+    def extra_repr(self) -> str:
+        """Show the request and the chosen backend."""
+        dims = f"{self.qk_nope_head_dim}+{self.qk_rope_head_dim}/{self.v_head_dim}"
+        backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
+        cache = self.cache_config.cache_dtype if self.config is None else self.config.kv_cache_dtype
+        return (
+            f"num_heads={self.num_heads}, head dims={dims}, kv_lora_rank={self.kv_lora_rank}, "
+            f"q_lora_rank={self.q_lora_rank}, kv_cache={cache}, block_size={self.cache_config.block_size}, "
+            f"backend={backend}"
+        )
+
+
+def _version(module: nn.Module) -> tuple[int, int] | None:
+    """Return what tells one state of a module's weight from another, `None` where nothing does."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.is_inference():
+        return None
+    return id(weight), weight._version
+
+
+def _own_options(layer: type, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the extra options that were given; refuse any but `EXTRA_OPTIONS`."""
+    check_extra(layer.__name__, extra, named_arguments(layer), EXTRA_OPTIONS)
+    return extra
+
+
+def _shaped(
+    output: Tensor, block_scale: Tensor | None, output_shape: torch.Size | Sequence[int] | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    output = output.flatten(1) if output_shape is None else output.view(*output_shape)
+    return output if block_scale is None else (output, block_scale)
