@@ -311,7 +311,7 @@ class RopeForm:
     Attributes:
         write: the code.
         says: what the report must say: the op's description where it fuses, the reason where it does not.
-        fuses: whether it should; `None`: there is no RoPE to report.
+        fuses: whether it should, on a CPU; `None`: there is no RoPE to report.
         exact: whether the graph before, run op by op, gives the same bits. It does where it computes in fp32; what
             multiplies in bf16, or rounds a query to bf16 ahead of FP8, rounds more often then than generated code does.
         options: of the layer.
@@ -339,7 +339,7 @@ FORMS: dict[str, RopeForm] = {
     "tables looked up": RopeForm(looked_up, "RoPE (neox, 32 of 32 columns)"),
     "tables as embeddings": RopeForm(embedded, "RoPE (neox, 32 of 32 columns)"),
     "a biased projection": RopeForm(biased, "RoPE (neox, 32 of 32 columns)"),
-    "RMSNorm ahead, as in Qwen": RopeForm(qwen_norm, "RMSNorm, RoPE (neox", exact=False),
+    "RMSNorm ahead, as in Qwen": RopeForm(qwen_norm, "normalised values are concatenated", False, exact=False),
     "RMSNorm by torch": RopeForm(module_norm, "RMSNorm, RoPE (neox", exact=False),
     "RMSNorm times one plus the weight": RopeForm(gemma_norm, "RMSNorm, RoPE (neox", exact=False),
     "RMSNorm without a weight": RopeForm(bare_norm, "RMSNorm, RoPE (neox", exact=False),
@@ -355,6 +355,9 @@ FORMS: dict[str, RopeForm] = {
     ),
     "FP8 query and cache behind a norm": RopeForm(
         gemma_norm, "RMSNorm, RoPE", exact=False, options={"q_scale": 0.03, "cache": "fp8"}
+    ),
+    "RMSNorm as in Qwen, FP8 query and cache": RopeForm(
+        qwen_norm, "normalised values are concatenated", False, exact=False, options={"q_scale": 0.03, "cache": "fp8"}
     ),
     "rolled, signs in a constant": RopeForm(rolled, "RoPE (neox, 32 of 32 columns)"),
     "halves swapped": RopeForm(swapped, "not as a rotation that the op has", False),

@@ -126,6 +126,8 @@ def compiled(form: str, **options: Any) -> tuple[LayerWithRope, Any]:
         "transformers' way, bf16",
         "FP8 query, a scale for each KV head",
         "FP8 query and cache behind a norm",
+        "RMSNorm by torch",
+        "RMSNorm without a weight",
     ],
 )
 def test_generated_code(form: str) -> None:
@@ -165,6 +167,15 @@ def test_on_a_cpu_auto_leaves_it_to_inductor(caplog: pytest.LogCaptureFixture) -
     assert "RoPE refused: left to Inductor" in text
     assert vattn.fusion_report().as_dict()[node.graph][0]["rope"] == node.rope
     assert sum("left to Inductor" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_code_that_rounds_after_every_operation_is_left_alone() -> None:
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        model, run = compiled("transformers' way, bf16", rope="always")
+        with step(model, LENGTHS):
+            run(*inputs(7))
+    (node,) = vattn.fusion_report()
+    assert node.rope_outcome == "near miss" and "emulate_precision_casts" in node.rope
 
 
 def test_never_says_nothing() -> None:

@@ -18,6 +18,7 @@ from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError
 from vattn.passes.division import query_arithmetic
+from vattn.passes.precision import is_low
 from vattn.passes.region import Refusal, can_run, is_check, value
 from vattn.passes.rope_probe import Turn, classify_turn
 from vattn.passes.rope_region import name_of, same_computation
@@ -135,6 +136,7 @@ def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str
     _check_order([*query_past], update, order)
     dead = _between(query_past[query_turn.source], query_past) | _between(key_past[key_turn.source], key_past)
     _check_escapes(dead, {update, attention}, {key: "the key", query: "the query"})
+    _check_roundings(dead, query, rope)
     scale = None if query_turn.scale is None else query_past[query_turn.scale]
     if scale is not None:
         rope = _with_query(rope, scale, query, query_past, config)
@@ -217,6 +219,24 @@ def _check_escapes(dead: set[Node], readers: set[Node], ends: dict[Node, str]) -
             what = ends.get(node, f"{node.name}, on the way to the rotated query and key,")
             reader = "the graph's output" if user.op == "output" else user.name
             raise Refusal(f"{what} is also read by {reader}", user, near=True)
+
+
+def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
+    """Refuse what generated code rounds on the way; the op rounds its results alone.
+
+    Generated code keeps fp32 within a kernel, whatever dtype the user's code names. But what is concatenated on a CPU
+    goes through memory, which behind a norm rounds values that nothing has rounded before.
+    """
+    from torch._inductor import config
+
+    if config.emulate_precision_casts:
+        raise Refusal("with emulate_precision_casts generated code rounds after every operation", end, near=True)
+    if value(end).device.type != "cpu" or rope.norm == "none":
+        return
+    for node in dead:
+        if name_of(node) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
+            what = f"normalised values are concatenated in {value(node).dtype}, in which generated code stores them"
+            raise Refusal(f"{what}: convert to float32 ahead of the rotation", node, near=True)
 
 
 def _check_order(nodes: list[Node], update: Node, order: dict[Node, int]) -> None:
