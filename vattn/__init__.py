@@ -26,6 +26,7 @@ from vattn.kv_cache import (
     copy_blocks,
     swap_blocks,
 )
+from vattn.kv_cache_slots import move_slots
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -60,6 +61,8 @@ from vattn.ops.flash_attention import load_flash_attn
 from vattn.passes.entry import backend, disable, enable, options
 from vattn.passes.report import FusionReport, fusion_report
 from vattn.rope_config import RopeConfig
+from vattn.token_tree import TokenTree
+from vattn.tree_metadata import TreeAttentionMetadataBuilder
 
 __version__ = "0.1.0"
 
@@ -99,7 +102,9 @@ __all__ = [
     "SlidingWindowSpec",
     "StaticSinkAttention",
     "TQFullAttentionSpec",
+    "TokenTree",
     "TransferRequest",
+    "TreeAttentionMetadataBuilder",
     "allocate_kv_cache",
     "backend",
     "block_keys",
@@ -121,6 +126,7 @@ __all__ = [
     "load_flash_attn",
     "maybe_transfer_kv_layer",
     "merge_attn_states",
+    "move_slots",
     "observe_clipping",
     "options",
     "pad_cu_seqlens",

@@ -19,6 +19,7 @@ from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 OPTIONAL_PACKAGES: dict[str, str] = {
     "triton": "TRITON_ATTN; comes with CUDA builds of torch",
     "flashinfer-python": "FLASHINFER; needs nvcc",
+    "xformers": "XFORMERS",
     "safetensors": "weights of the demo",
     "transformers": "comparison with Hugging Face models in the tests",
 }

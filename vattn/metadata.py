@@ -80,7 +80,7 @@ class AttentionMetadata:
         block_table: int32 `[B, W]`; entries past a request's last block may hold garbage. W is 0 in a step of layers
             without a cache, which has no slots either.
         slot_mapping: int64 `[T]`, `block * block_size + offset` of every new token; -1 writes nothing.
-        positions: int64 `[T]`, `seq_len - query_len + i`; 0 for padding.
+        positions: int64 `[T]`, `seq_len - query_len + i`, or what `build(positions=...)` was given; 0 for padding.
         causal: `True` (each layer's own rule), `False` (bidirectional), or int32 `[B]` flags, nonzero = causal.
         tree_bias: fp32 `[trees, n, n]` added to scores of query row r and new key c.
         tree_id: int32 `[B]`, which bias a request uses, -1 = none.

@@ -17,7 +17,7 @@ from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_ke
 from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
 from vattn.step_buffers import StepBuffers
-from vattn.step_input import Lengths, Limits, Step, read_step
+from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
 
 
 class AttentionMetadataBuilder:
@@ -187,6 +187,7 @@ class AttentionMetadataBuilder:
         block_tables: Sequence[Sequence[int]] | Tensor | None = None,
         *,
         slot_mapping: Lengths | None = None,
+        positions: Lengths | None = None,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
         causal: bool | Lengths = True,
@@ -211,6 +212,8 @@ class AttentionMetadataBuilder:
                 without a cache (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
+            positions: one position per token for the model, such as by depth in a tree of drafts; default those of the
+                slots. Masks, windows and ALiBi count places in the cache whatever is given here.
             num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
             causal: `True` (each layer's own rule), `False` (bidirectional), or one flag per request.
             tree_bias, tree_id: fp32 `[trees, n, n]`, and per request which one it uses, -1 for none. Both or neither.
@@ -235,6 +238,7 @@ class AttentionMetadataBuilder:
             self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
         )
         num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
         step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
         step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
         if capture_key is not None:

@@ -141,6 +141,20 @@ def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
     return slots
 
 
+def read_positions(values: Lengths, num_tokens: int) -> Tensor:
+    """Return one position per new token."""
+    positions = read_integers("positions", values)
+    if positions.shape[0] != num_tokens or bool((positions < 0).any()):
+        raise MetadataError(
+            f"positions has {positions.shape[0]} entries, the query_lens sum to {num_tokens}"
+            if positions.shape[0] != num_tokens
+            else f"position {int(positions.min())}",
+            "one position from 0 up per new token",
+            "leave positions out for those of the slots",
+        )
+    return positions
+
+
 def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
     """Return one bool per request."""
     flags = read_integers(name, values.long() if isinstance(values, Tensor) else [int(flag) for flag in values])

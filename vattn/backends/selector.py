@@ -28,6 +28,8 @@ BUILTIN: dict[str, str] = {
     "TRITON_ATTN": "triton_attn:TritonAttentionBackend",
     "FLASH_ATTN": "flash_attn:FlashAttentionBackend",
     "FLASHINFER": "flashinfer:FlashInferBackend",
+    "XFORMERS": "xformers:XFormersBackend",
+    "TREE_ATTN": "tree_attn:TreeAttentionBackend",
 }
 """Where the backends of vattn are: name -> module under `vattn.backends`, class."""
 

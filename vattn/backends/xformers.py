@@ -1,0 +1,161 @@
+"""XFORMERS: xFormers' `memory_efficient_attention_forward` where it has a kernel for the mask, else our own kernels.
+
+Of a paged cache xFormers can read a decode alone: one query row per request, without a window, a soft cap or a scale.
+Everything else, prefill included, runs in the kernels of TRITON_ATTN, which honour windows, soft caps and scales in
+prefill and decode alike. Which of the two takes a layer follows from its config, and for a step from the shapes alone:
+at most as many tokens as requests is a decode for xFormers, whose rows are then requests of their own, so that nothing
+is read from the device and any call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.backends.base import Package, Sizes
+from vattn.backends.triton_attn import TritonAttentionBackend
+from vattn.config import AttentionConfig
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import key_value_views
+
+PAGE = 64
+"""xFormers reads a paged cache in tiles of this many keys, which must not cross blocks."""
+
+HEAD_SIZES = (32, 64, 128, 256)
+"""Head sizes of xFormers' paged kernel."""
+
+_OURS = TritonAttentionBackend.capabilities
+_LACKING = {"alibi", "alibi_sqrt", "bidirectional", "causal_flags", "contiguous_kv", "tree_bias"}
+
+
+class XFormersBackend(TritonAttentionBackend):
+    """Decode by xFormers where it can; run everything else as TRITON_ATTN does."""
+
+    name = "XFORMERS"
+    capabilities = replace(
+        _OURS,
+        devices=("cuda",),
+        attn_types=("decoder",),
+        head_sizes=Sizes(8, 32, 256),
+        features=_OURS.features - _LACKING,
+        package=Package(module="xformers", distribution="xformers", minimum=(0, 0, 33), extra="xformers"),
+        # Block ids that name no block are read as the nearest one, and a sequence ends with its row of the table.
+        garbage_safe=False,
+    )
+
+    def problem(self) -> str | None:
+        """Return why this backend cannot be used in this process, `None` if it can."""
+        triton = _OURS.package
+        return super().problem() or (None if triton is None else triton.problem())
+
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Say which kernel decodes, and why it is not xFormers' if it is not."""
+        missing = own_kernel_reasons(config)
+        if missing:
+            note = f"prefill and decode by our own kernels; xFormers' paged kernel lacks {', '.join(missing)}"
+        else:
+            note = (
+                "steps of at most one new token per request by xFormers' memory_efficient_attention_forward "
+                "(triton_splitKF), all others by our own kernels: its causal mask takes no queries of unequal lengths"
+            )
+        return [note, *super().notes(config)]
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`."""
+        num_tokens, num_reqs = args.query.shape[0], args.block_table.shape[0]
+        if num_tokens > num_reqs or own_kernel_reasons(config) or not args.block_table.numel() or not num_tokens:
+            super().attention(args, config)
+            return
+        _decode(args, config)
+
+
+def own_kernel_reasons(config: AttentionConfig) -> list[str]:
+    """Return what of a request xFormers' paged kernel lacks; empty where it can decode."""
+    asked = {
+        f"head size {config.head_size}": config.head_size not in HEAD_SIZES,
+        "unequal head sizes": config.head_size != config.head_size_v,
+        f"blocks of {config.block_size} (multiples of {PAGE})": config.block_size % PAGE != 0,
+        f"dtype {config.dtype}": config.dtype not in ("float16", "bfloat16"),
+        f"a {config.kv_cache_dtype} cache": config.kv_cache_dtype != config.dtype,
+        "HND layout": config.kv_cache_layout != "NHD",
+        "FP8 queries": config.query_format != "none",
+        f"output {config.output_format}": config.output_format != "none",
+        "windows": config.sliding_window is not None,
+        "a soft cap": config.logits_soft_cap is not None,
+        "sinks": config.sinks,
+        "multimodal ranges": config.mm_prefix != "none",
+        "a log-sum-exp in our form": config.lse,
+    }
+    return [what for what, wanted in asked.items() if wanted]
+
+
+def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
+    """Let xFormers attend, every query row as a request of its own that ends with its position."""
+    from xformers.ops import fmha
+
+    key, value = key_value_views(args.kv_cache, config)
+    lengths, table, real = _rows_as_requests(args, key.shape[0], config.block_size)
+    bias = decode_bias(lengths, table, config.block_size)
+    heads = (config.num_kv_heads, config.group_size, config.head_size)
+    grouped = args.query.reshape(1, -1, *heads)
+    keys, values = (
+        cache.reshape(1, -1, config.num_kv_heads, 1, config.head_size).expand(-1, -1, *heads) for cache in (key, value)
+    )
+    output = fmha.memory_efficient_attention_forward(
+        grouped, keys, values, attn_bias=bias, scale=config.scale, op=fmha.triton_splitk.FwOp
+    )
+    args.output.copy_(output.reshape(args.output.shape))
+    args.output.masked_fill_(~real[:, None, None], 0)
+
+
+def _rows_as_requests(args: AttentionArgs, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each query row its keys int32 `[T]`, its blocks int32 `[T, W]`, and bool `[T]`: it sees any."""
+    starts, num_reqs = args.query_start_loc, args.block_table.shape[0]
+    rows = torch.arange(args.query.shape[0], device=starts.device, dtype=torch.int32)
+    request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp_(max=num_reqs - 1)
+    lengths = args.seq_lens[request] - (starts[request + 1] - 1 - rows)
+    real = (rows < starts[-1]) & (lengths > 0)
+    lengths = lengths.clamp(1, args.block_table.shape[1] * block_size)
+    # An id that names no block would be read outside the cache; rows that see nothing read block 0.
+    table = args.block_table[request].clamp(0, num_blocks - 1)
+    return torch.where(real, lengths, 1).to(torch.int32), torch.where(real[:, None], table, 0), real
+
+
+def decode_bias(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Any:
+    """Return xFormers' mask of one query row per request over a paged cache, without reading a length.
+
+    Args:
+        seq_lens: int32 `[B]` on the device of the query, none above `W * block_size`.
+        block_table: int32 `[B, W]`.
+        block_size: tokens per block.
+
+    Returns:
+        `PagedBlockDiagonalCausalWithOffsetPaddedKeysMask` whose tensors are the ones given. Its Python lengths are the
+        capacity: the kernel uses their bounds alone.
+    """
+    template = _bias_template(seq_lens.shape[0], block_table.shape[1], block_size)
+    bias, queries, keys = copy.copy(template), copy.copy(template.q_seqinfo), copy.copy(template.k_seqinfo)
+    queries.seqstart = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
+    keys.seqstart = queries.seqstart * keys.padding
+    keys.seqlen = seq_lens
+    bias.q_seqinfo, bias.k_seqinfo, bias.block_tables = queries, keys, block_table
+    return bias
+
+
+@lru_cache(maxsize=256)
+def _bias_template(num_reqs: int, width: int, block_size: int) -> Any:
+    """Return the mask with every length at its capacity, on the CPU: making it on a GPU would wait for copies."""
+    from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask as Mask
+
+    return Mask.from_seqlens(
+        q_seqlen=[1] * num_reqs,
+        kv_seqlen=[width * block_size] * num_reqs,
+        block_tables=torch.zeros(num_reqs, width, dtype=torch.int32),
+        page_size=block_size,
+        device=torch.device("cpu"),
+    )
