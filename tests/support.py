@@ -13,9 +13,10 @@ from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.mask_reference import visible_mask
-from vattn.quantization import decode_kv, dequantise_output, encode_kv, encode_query, load_query
+from vattn.ops.stored_rows import decode_stored, encode_stored
+from vattn.quantization import dequantise_output, encode_kv, encode_query, load_query
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""
@@ -149,8 +150,9 @@ def random_paged_batch(
         _store(kv_cache, blocks, keys[request], values[request], scales, config)
         if poison:
             hidden = _hidden_blocks(config, masks, request, query_lens[request], seq_lens[request])
-            for view in key_value_views(kv_cache, config):
-                _as_bytes(view)[blocks[hidden]] = GARBAGE_BYTE
+            kv_cache.view(torch.uint8)[(blocks[hidden],) if kv_cache.ndim == 2 else (slice(None), blocks[hidden])] = (
+                GARBAGE_BYTE
+            )
     query, queries, q_scale = _query(config, query_lens, num_padding_tokens, poison, rng)
     args = AttentionArgs(
         query=query,
@@ -187,10 +189,13 @@ def random_packed_batch(
     keys, values, scales = _keys_and_values(config, kv_lens, rng)
     masks = _mask_inputs(config, kv_lens, num_padding_reqs, rng)
     query, queries, q_scale = _query(config, query_lens, num_padding_tokens, poison, rng)
-    fmt = config.kv_cache_dtype
+    fmt = config.kv_cache_dtype if is_storable(config) else config.dtype
     stored = [
         torch.cat(
-            [*(encode_kv(part, fmt, scale) for part in parts), _padding_rows(parts, fmt, num_padding_tokens, poison)]
+            [
+                *(encode_kv(part, fmt, scale if KV_FORMATS[fmt].quantised else None) for part in parts),
+                _padding_rows(parts, fmt, num_padding_tokens, poison),
+            ]
         )
         for parts, scale in ((keys, scales[0]), (values, scales[1]))
     ]
@@ -239,6 +244,16 @@ def _keys_and_values(
     return keys, values, [random_scale(config.kv_scale, heads, 4.0, rng) for _ in range(2)]
 
 
+def is_storable(config: AttentionConfig) -> bool:
+    """Return whether the format takes the head sizes, and has rows where the config wants them.
+
+    Every backend refuses a request that is not storable, whatever its keys.
+    """
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    sizes = fmt.head_size_problems(config.head_size, config.head_size_v)
+    return not sizes and not (fmt.packed and config.block_size == 0)
+
+
 def _store(
     kv_cache: Tensor,
     blocks: Tensor,
@@ -247,14 +262,12 @@ def _store(
     scales: Sequence[Tensor | None],
     config: AttentionConfig,
 ) -> None:
+    if not is_storable(config):
+        return
     position = torch.arange(key.shape[0])
     slots = blocks[position // config.block_size] * config.block_size + position % config.block_size
     update = CacheUpdateArgs(key, value, kv_cache, slots, scales[0], scales[1], config.encode())
     reference.kv_cache_update(update, config)
-
-
-def _as_bytes(view: Tensor) -> Tensor:
-    return view.view(torch.uint8)
 
 
 def _hidden_blocks(
@@ -357,16 +370,22 @@ def random_ranges(seq_lens: Sequence[int], rng: torch.Generator) -> Tensor:
 
 def _to_device(batch: Batch, scales: Sequence[Tensor | None], device: torch.device | str) -> Batch:
     """Move the arguments, and keep keys and values as the cache stores them."""
-    fmt = batch.config.kv_cache_dtype
+    config, storable = batch.config, is_storable(batch.config)
 
-    def stored(parts: list[Tensor], scale: Tensor | None) -> list[Tensor]:
-        return [decode_kv(encode_kv(part, fmt, scale), fmt, scale).to(device) for part in parts]
+    def stored(parts: list[Tensor], of_values: bool) -> list[Tensor]:
+        if not storable:
+            return [part.float().to(device) for part in parts]
+        scale = scales[of_values]
+        return [
+            decode_stored(encode_stored(part, config, of_values, scale), config, of_values, scale).to(device)
+            for part in parts
+        ]
 
     moved = {field: value.to(device) for field, value in batch.args._asdict().items() if isinstance(value, Tensor)}
     return replace(
         batch,
         args=batch.args._replace(**moved),
-        keys=stored(batch.keys, scales[0]),
-        values=stored(batch.values, scales[1]),
+        keys=stored(batch.keys, False),
+        values=stored(batch.values, True),
         queries=[query.to(device) for query in batch.queries],
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vattn.config import ALIBI_KINDS, CAUSALITIES, AttentionConfig, AttentionType, CacheConfig
 from vattn.errors import ConfigError
-from vattn.formats import KV_CACHE_DTYPES, KV_FORMATS, OUTPUT_FORMATS, resolve_kv_cache_dtype
+from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, kv_cache_dtypes, resolve_kv_cache_dtype
 
 BASE = AttentionConfig(8, 2, 64, 64, 0.125, "float16", "float16")
 
@@ -215,7 +215,7 @@ def test_cache_config_takes_a_list_of_skip_layers_and_is_hashable():
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", kv_cache_dtypes())
 def test_every_cache_dtype_name_resolves_to_a_format(name):
     CacheConfig(cache_dtype=name)
     assert resolve_kv_cache_dtype(name, torch.bfloat16) in KV_FORMATS

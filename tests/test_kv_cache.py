@@ -27,6 +27,7 @@ from vattn.layers.attention import Attention
 from vattn.layers.scales import QuantConfig
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.ops.stored_rows import stored_views
 
 LAYOUTS = {
     "nhd": {},
@@ -56,13 +57,21 @@ def storage_bytes(tensor):
 @pytest.mark.parametrize("kv_cache_dtype_name", KV_FORMATS)
 def test_page_size_is_what_a_block_of_the_storage_takes(layout, kv_cache_dtype_name):
     config = make_config(kv_cache_dtype=kv_cache_dtype_name, num_kv_heads=2, **LAYOUTS[layout])
+    fmt = KV_FORMATS[kv_cache_dtype_name]
+    if fmt.head_size_problems(config.head_size, config.head_size_v):
+        with pytest.raises(ConfigError, match="takes"):
+            spec_of(config)
+        return
     spec = spec_of(config)
     storage = torch.zeros(spec.storage_shape(7), dtype=spec.storage_dtype)
     assert storage.shape == kv_cache_shape(config, 7) and storage.dtype == kv_cache_dtype(config)
     assert spec.page_size_bytes * 7 == storage_bytes(storage)
-    key, value = key_value_views(storage, spec)
-    assert key.shape == (7, spec.block_size, 2, config.head_size)
-    assert value.shape == (7, spec.block_size, 2, config.head_size_v)
+    key, value = (rows.codes for rows in stored_views(storage, config))
+    widths = [config.head_size, config.head_size_v]
+    if fmt.packed:
+        widths = [part.code_bytes(width) for part, width in zip(fmt.parts, widths, strict=True)]
+    assert key.shape == (7, spec.block_size, 2, widths[0])
+    assert value.shape == (7, spec.block_size, 2, widths[1])
 
 
 @pytest.mark.parametrize("max_seq_len, blocks", [(1, 1), (16, 1), (17, 2), (1000, 63)])

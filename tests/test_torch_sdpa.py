@@ -132,7 +132,7 @@ def test_chunks_stay_within_their_budget():
 @pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_kv_formats(dtype, kv_cache_dtype, lens):
-    for feature in ({}, {"lse": True}, {"head_size_v": 8}):
+    for feature in ({}, {"lse": True}, {"head_size_v": 32}):
         check(random_paged_batch(make_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, **feature), *lens))
         if KV_FORMATS[kv_cache_dtype].quantised:
             config = make_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_scale="head", **feature)

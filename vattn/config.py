@@ -22,6 +22,7 @@ from vattn.formats import (
     QUERY_FORMATS,
     QUERY_LOADS,
     SCALE_KINDS,
+    kv_cache_dtypes,
 )
 
 CONFIG_VERSION = 1
@@ -173,8 +174,10 @@ class AttentionConfig:
         _check(
             (self.kv_scale != "none") == quantised,
             f"kv_scale={self.kv_scale!r} with kv_cache_dtype={self.kv_cache_dtype!r}",
-            "kv_scale 'tensor' or 'head' for a quantised cache, 'none' otherwise",
-            "give scales with a quantised cache, and only with one",
+            "kv_scale 'tensor' or 'head' for "
+            + ", ".join(fmt.name for fmt in KV_FORMATS.values() if fmt.quantised)
+            + "; 'none' for the others",
+            "give scales to a format that takes them, and only to one",
         )
         _check(
             (self.query_scale != "none") == (self.query_format != "none"),
@@ -326,7 +329,7 @@ class CacheConfig:
     Attributes:
         block_size: tokens per block, any multiple of 8 from 8 to 256.
         cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` (`"fp8_e4m3"`),
-            `"fp8_e5m2"`.
+            `"fp8_e5m2"`, or a packed format of `vattn.formats.KV_FORMATS`, such as `"int8_per_token_head"`.
         sliding_window: default window of layers that name none.
         calculate_kv_scales: compute FP8 scales on the device, once, from the first real tokens.
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
@@ -342,8 +345,6 @@ class CacheConfig:
     kv_cache_layout: str = "NHD"
 
     def __post_init__(self) -> None:
-        from vattn.formats import KV_CACHE_DTYPES
-
         skip = self.kv_cache_dtype_skip_layers
         _check(
             isinstance(skip, (tuple, list)),
@@ -359,9 +360,9 @@ class CacheConfig:
             "block_size=16",
         )
         _check(
-            self.cache_dtype in KV_CACHE_DTYPES,
+            self.cache_dtype in kv_cache_dtypes(),
             f"cache_dtype={self.cache_dtype!r}",
-            ", ".join(KV_CACHE_DTYPES),
+            ", ".join(kv_cache_dtypes()),
             "choose one of these names",
         )
         _check(

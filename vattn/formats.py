@@ -30,6 +30,58 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+ROTATIONS: tuple[str, ...] = ("none", "hadamard", "block_hadamard")
+"""What happens to a row before it is coded: nothing, a Hadamard transform of the whole row, or random signs and a
+transform of each block, as wide as the largest power of two that divides the row (`vattn.kv_formats.rotation`)."""
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """How the keys, or the values, of a packed format lie in a block: codes, and the scales of every row of them.
+
+    A row is one token's key or value in one head.
+
+    Attributes:
+        codec: name in `vattn.kv_formats.CODECS` of what encodes and decodes a row.
+        bits: of one code. Codes of a row follow each other from the lowest bit of its first byte on.
+        scale_dtype: dtype of the stored scales; `None` for none.
+        scales: scales of a row, where `group_size` is 0.
+        group_size: columns that share one scale; 0: the scales are those of the whole row.
+        rotation: name in `ROTATIONS`.
+    """
+
+    codec: str
+    bits: int
+    scale_dtype: torch.dtype | None = None
+    scales: int = 0
+    group_size: int = 0
+    rotation: str = "none"
+
+    def code_bytes(self, width: int) -> int:
+        """Bytes of the codes of a row of `width` columns."""
+        return -(-width * self.bits // 8)
+
+    def num_scales(self, width: int) -> int:
+        """Scales of a row of `width` columns."""
+        return -(-width // self.group_size) if self.group_size else self.scales
+
+    def scale_bytes(self, width: int) -> int:
+        """Bytes of the scales of a row of `width` columns."""
+        return 0 if self.scale_dtype is None else self.num_scales(width) * self.scale_dtype.itemsize
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row of `width` columns: codes and scales."""
+        return self.code_bytes(width) + self.scale_bytes(width)
+
+    def width_problem(self, width: int) -> str | None:
+        """Return what rows must be for this part, `None` if `width` is that."""
+        if self.rotation == "hadamard" and width & (width - 1):
+            return "a power of two, which its Hadamard rotation takes"
+        if self.group_size and width % self.group_size:
+            return f"a multiple of {self.group_size}, the columns that share a scale"
+        return "a number of columns that fills whole bytes" if width * self.bits % 8 else None
+
+
 @dataclass(frozen=True)
 class KVFormat:
     """How keys and values lie in a cache.
@@ -39,9 +91,9 @@ class KVFormat:
         storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which `model.to(dtype)` leaves
             alone.
         value_dtype: dtype that the stored bytes are viewed as.
-        quantised: whether k_scale and v_scale apply.
-        max_value: largest finite stored magnitude; encoding clamps to it.
-        packed: bytes per block instead of a typed shape (inline scales, sub-byte values). None is implemented yet.
+        quantised: whether k_scale and v_scale apply: scales that are given, beside those that a format stores.
+        max_value: largest finite magnitude under a scale of 1; encoding clamps to it.
+        key, value: how rows are packed; `None` for formats that store every element as a `value_dtype`.
     """
 
     name: str
@@ -49,24 +101,83 @@ class KVFormat:
     value_dtype: torch.dtype
     quantised: bool = False
     max_value: float = float("inf")
-    packed: bool = False
+    key: PackedPart | None = None
+    value: PackedPart | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether a storage is bytes per block: scales beside the codes, and codes of less than a byte."""
+        return self.key is not None
+
+    @property
+    def parts(self) -> tuple[PackedPart, PackedPart]:
+        """How keys and values are packed (packed formats only)."""
+        assert self.key is not None and self.value is not None
+        return self.key, self.value
 
     @property
     def element_size(self) -> int:
         """Bytes per stored key or value element (plain formats only)."""
         return self.value_dtype.itemsize
 
+    def token_bytes(self, head_size: int, head_size_v: int) -> int:
+        """Bytes that a token takes in one KV head, scales included.
+
+        Example:
+            >>> KV_FORMATS["turboquant_4bit_nc"].token_bytes(128, 128)
+            134
+        """
+        if self.packed:
+            key, value = self.parts
+            return key.row_bytes(head_size) + value.row_bytes(head_size_v)
+        return (head_size + head_size_v) * self.element_size
+
+    def head_size_problems(self, head_size: int, head_size_v: int) -> list[str]:
+        """Return what is wrong with head sizes for this format; empty if it takes them."""
+        found = []
+        for name, size, part in (("head_size", head_size, self.key), ("head_size_v", head_size_v, self.value)):
+            problem = None if part is None else part.width_problem(size)
+            if problem is not None:
+                found.append(f"{name} {size} with kv_cache_dtype {self.name} (takes {problem})")
+        return found
+
+
+def _packed(name: str, key: PackedPart, value: PackedPart, quantised: bool = False, largest: float = 0.0) -> KVFormat:
+    return KVFormat(name, torch.uint8, torch.uint8, quantised, largest or float("inf"), key, value)
+
+
+def _packed_formats() -> dict[str, KVFormat]:
+    int8, fp8 = (PackedPart(codec, 8, torch.float32, 1) for codec in ("int8", "fp8"))
+    int4 = PackedPart("int4", 4, torch.float32, 1, rotation="block_hadamard")
+    nvfp4 = PackedPart("nvfp4", 4, torch.float8_e4m3fn, group_size=NVFP4_GROUP_SIZE)
+    key4, key3 = (PackedPart("codebook", bits, torch.float16, 1, rotation="hadamard") for bits in (4, 3))
+    value4, value3 = (PackedPart("uniform", bits, torch.float16, 2) for bits in (4, 3))
+    formats = [
+        _packed("int8_per_token_head", int8, int8),
+        _packed("fp8_per_token_head", fp8, fp8),
+        _packed("int4_per_token_head", int4, int4),
+        _packed("nvfp4", nvfp4, nvfp4, quantised=True, largest=FP4_E2M1_MAX * FP8_E4M3_MAX),
+        _packed("turboquant_k8v4", PackedPart("e4m3", 8), value4),
+        _packed("turboquant_4bit_nc", key4, value4),
+        _packed("turboquant_k3v4_nc", key3, value4),
+        _packed("turboquant_3bit_nc", key3, value3),
+    ]
+    return {fmt.name: fmt for fmt in formats}
+
 
 KV_FORMATS: dict[str, KVFormat] = {
     **{name: KVFormat(name, dtype, dtype) for name, dtype in MODEL_DTYPES.items()},
     "fp8_e4m3": KVFormat("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, True, FP8_E4M3_MAX),
     "fp8_e5m2": KVFormat("fp8_e5m2", torch.uint8, torch.float8_e5m2, True, FP8_E5M2_MAX),
+    **_packed_formats(),
 }
 
 _KV_ALIASES = {"fp8": "fp8_e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "half": "float16"}
 
-KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *KV_FORMATS, *_KV_ALIASES)
-"""Names that `CacheConfig.cache_dtype` accepts."""
+
+def kv_cache_dtypes() -> tuple[str, ...]:
+    """Return the names that `CacheConfig.cache_dtype` accepts."""
+    return "auto", *KV_FORMATS, *_KV_ALIASES
 
 
 def resolve_kv_cache_dtype(name: str, model_dtype: torch.dtype) -> str:
@@ -80,7 +191,7 @@ def resolve_kv_cache_dtype(name: str, model_dtype: torch.dtype) -> str:
     name = _KV_ALIASES.get(name, name)
     if name not in KV_FORMATS:
         raise ConfigError(
-            f"cache_dtype {name!r} is no KV cache format", ", ".join(KV_CACHE_DTYPES), "choose one of these names"
+            f"cache_dtype {name!r} is no KV cache format", ", ".join(kv_cache_dtypes()), "choose one of these names"
         )
     return name
 

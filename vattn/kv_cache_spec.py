@@ -12,7 +12,7 @@ import torch
 from vattn.config import KV_CACHE_LAYOUTS
 from vattn.errors import CacheError, ConfigError
 from vattn.formats import KV_FORMATS
-from vattn.ops.cache_layout import block_bytes, kv_cache_dtype, kv_cache_shape
+from vattn.ops.cache_layout import block_bytes, is_in_bytes, kv_cache_dtype, kv_cache_shape
 
 PAGE_ALIGNMENT = 16
 """Padded pages are multiples of this many bytes, so that every block starts where kernels may load vectors."""
@@ -54,6 +54,9 @@ class KVCacheSpec:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        problems = KV_FORMATS[self.kv_cache_dtype].head_size_problems(self.head_size, self.head_size_v)
+        if problems:
+            raise ConfigError("; ".join(problems), "head sizes that the format takes", "choose another kv_cache_dtype")
         if self.page_size_padded is not None:
             self._check_padding(self.page_size_padded)
 
@@ -85,7 +88,7 @@ class KVCacheSpec:
     @property
     def in_bytes(self) -> bool:
         """Whether the storage is `[num_blocks, bytes]` of uint8, and so can be padded."""
-        return self.head_size != self.head_size_v
+        return is_in_bytes(self)
 
     @property
     def content_bytes(self) -> int:

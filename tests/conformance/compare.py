@@ -22,10 +22,10 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.formats import FP4_E2M1_MAX, MODEL_DTYPES, NVFP4_GROUP_SIZE, OUTPUT_FORMATS, OutputFormat
+from vattn.formats import FP4_E2M1_MAX, KV_FORMATS, MODEL_DTYPES, NVFP4_GROUP_SIZE, OUTPUT_FORMATS, OutputFormat
 from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
-from vattn.ops.cache_layout import key_value_views
+from vattn.ops.stored_rows import stored_views
 from vattn.quantization import dequantise_output, quantise_output, unswizzle_block_scales
 
 TOLERANCE = {"float32": 2e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
@@ -305,9 +305,20 @@ def compare_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> bool
     call(args)
     check_unchanged(before, args)
     reference.kv_cache_update(expected, config)
-    views = zip(key_value_views(args.kv_cache.cpu(), config), key_value_views(expected.kv_cache, config), strict=True)
-    for name, (got, want) in zip(("keys", "values"), views, strict=True):
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]
-        same = (got.view(bits) == want.view(bits)) | (got.float().isnan() & want.float().isnan())
-        _require(~same, f"stored {name}", got.float(), want.float())
+    caches = zip(stored_views(args.kv_cache.cpu(), config), stored_views(expected.kv_cache, config), strict=True)
+    for name, rows in zip(("keys", "values"), caches, strict=True):
+        for got, want in zip(*rows, strict=True):
+            if got is not None:
+                _require(~_same_stored(got, want, config), f"stored {name}", got.float(), want.float())
     return True
+
+
+def _same_stored(got: Tensor, want: Tensor, config: AttentionConfig) -> Tensor:
+    """Compare bits, but for NaN."""
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.itemsize]
+    same = got.view(bits) == want.view(bits)
+    typed = fmt.value_dtype if fmt.quantised and not fmt.packed else got.dtype
+    if typed.is_floating_point:
+        same |= got.view(typed).float().isnan() & want.view(typed).float().isnan()
+    return same

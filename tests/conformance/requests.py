@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from tests.conformance.cases import make_batch, make_cache_update
-from tests.support import Batch
+from tests.support import Batch, is_storable
 from vattn.backends import selector
 from vattn.backends.base import FEATURES, DeviceInfo, requested_features
 from vattn.config import AttentionConfig
@@ -41,7 +41,13 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 )
 """Every pair of features that a config can ask for."""
 
-_SELDOM = {"context_parallel": 0.015, "batch_invariant": 0.015, "contiguous_kv": 0.12, "hnd_layout": 0.35, "head_pairs": 0.1}
+_SELDOM = {
+    "context_parallel": 0.015,
+    "batch_invariant": 0.015,
+    "contiguous_kv": 0.12,
+    "hnd_layout": 0.35,
+    "head_pairs": 0.1,
+}
 """How often a feature is drawn, if not one time in four; nobody implements the first two."""
 
 _POSITIONS = {"bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix"}
@@ -235,8 +241,15 @@ def draw_request(
 
 
 def _draw_config(rng: random.Random, backend: str, required: tuple[str, ...], size: Size) -> AttentionConfig:
-    features = draw_features(rng, required, selector.get_backend(backend).capabilities.features)
-    return _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
+    can = selector.get_backend(backend).capabilities
+    features = draw_features(rng, required, can.features)
+    config = _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
+    if not is_storable(config) and rng.random() >= 0.03:
+        scaled = KV_FORMATS[config.kv_cache_dtype].quantised
+        alike = [name for name in can.kv_cache_dtypes if KV_FORMATS[name].quantised == scaled]
+        fitting = [name for name in alike if is_storable(config.replace(kv_cache_dtype=name))]
+        config = config.replace(kv_cache_dtype=rng.choice(fitting)) if fitting else config
+    return config
 
 
 def _draw_lens(rng: random.Random, longest: int) -> tuple[int, int]:

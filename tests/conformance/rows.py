@@ -186,7 +186,8 @@ def _formats() -> dict[str, Row]:
     rows = {}
     dtypes, queries, kinds = itertools.cycle(MODEL_DTYPES), itertools.cycle((False, False, True)), itertools.cycle("th")
     loads = itertools.cycle(("divide", "multiply"))
-    for kv in KV_FORMATS:
+    plain = [name for name, fmt in KV_FORMATS.items() if not fmt.packed]
+    for kv in plain:
         for output in OUTPUT_FORMATS:
             changes: dict[str, Any] = {"dtype": next(dtypes), "kv_cache_dtype": kv, "output_format": output}
             changes.update(num_heads=6, num_kv_heads=2, head_size=64, **LSE)
@@ -195,7 +196,7 @@ def _formats() -> dict[str, Row]:
             if next(queries):
                 changes.update(FP8_QUERY)
             rows[f"{changes['dtype']}-kv-{kv}-out-{output}"] = Row(changes, ((3, 9), (1, 20), (2, 1)))
-    for dtype, kv in itertools.product(MODEL_DTYPES, KV_FORMATS):
+    for dtype, kv in itertools.product(MODEL_DTYPES, plain):
         rows[f"{dtype}-kv-{kv}"] = Row({"dtype": dtype, "kv_cache_dtype": kv}, MIXED)
         rows[f"{dtype}-kv-{kv}-fp8-query"] = Row({"dtype": dtype, "kv_cache_dtype": kv, **FP8_QUERY}, DECODES)
         rounded = {"dtype": dtype, "kv_cache_dtype": kv, **ROUNDED_QUERY, "query_load": next(loads)}
@@ -219,6 +220,47 @@ def _formats() -> dict[str, Row]:
     return rows
 
 
+_MASKS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
+    "causal": ({}, MIXED),
+    "decodes+lse+sinks": ({**LSE, **SINKS}, DECODES),
+    "window+soft-cap+fp8-query": ({**WINDOW, **CAP, **FP8_QUERY}, MIXED),
+    "chunks+flags": ({"sliding_window": 9, "chunk_lookback": 1, **FLAGS}, MIXED),
+    "bidirectional+alibi": ({**BOTH_WAYS, **ALIBI}, MIXED),
+    "tree+alibi-sqrt": ({**TREE, "alibi": "sqrt"}, MIXED),
+    "mm-clamped+window": ({"mm_prefix": "clamped", **WINDOW}, IMAGES),
+    "cross+lse": ({**CROSS, **LSE}, ENCODED),
+    "long": ({"num_heads": 6}, LONG),
+    "prefill": ({}, ((37, 37), (22, 40))),
+}
+"""Masks and kinds of steps that every packed format meets."""
+
+
+def _packed_formats() -> dict[str, Row]:
+    """Every packed format with every mask; dtypes, layouts, scales, block, head and table sizes take turns."""
+    rows = {}
+    dtypes, blocks, layouts = itertools.cycle(MODEL_DTYPES), itertools.cycle((8, 16, 24, 56)), itertools.cycle("NH")
+    sizes = itertools.cycle(((16, 16), (64, 64), (32, 48), (128, 128), (64, 32)))
+    outputs, kinds, tables = (
+        itertools.cycle(names) for names in (OUTPUT_FORMATS, ("tensor", "head"), ("fit", "fit", "broken", "narrow"))
+    )
+    for kv in (name for name, fmt in KV_FORMATS.items() if fmt.packed):
+        for mask, (asked, lens) in _MASKS.items():
+            size, size_v = next(sizes)
+            changes: dict[str, Any] = {"kv_cache_dtype": kv, "dtype": next(dtypes), "num_heads": 4, **asked}
+            changes.update(head_size=size, head_size_v=size_v, block_size=next(blocks))
+            changes["kv_cache_layout"] = "HND" if next(layouts) == "H" else "NHD"
+            if KV_FORMATS[kv].quantised:
+                changes["kv_scale"] = next(kinds)
+            rows[f"{kv}-{mask}"] = Row(changes, lens, table=next(tables) if lens is not IMAGES else "fit")
+        for output in ("none", next(outputs), next(outputs), next(outputs)):
+            changes = {"kv_cache_dtype": kv, "output_format": output, "num_heads": 8, "head_size": 64}
+            rows[f"{kv}-out-{output}"] = Row({**changes, "dtype": next(dtypes)}, ((3, 9), (1, 20), (2, 1)))
+        # A width that its rotation or its groups may not take.
+        rows[f"{kv}-head-size40"] = Row({"kv_cache_dtype": kv, "head_size": 40}, MIXED)
+        rows[f"{kv}-packed"] = Row({"kv_cache_dtype": kv, **PACKED}, MIXED)
+    return rows
+
+
 _REFUSED: dict[str, Row] = {
     "context-parallel": Row({"context_parallel": True}, MIXED),
     "batch-invariant": Row({"batch_invariant": True}, MIXED),
@@ -229,6 +271,6 @@ _REFUSED: dict[str, Row] = {
 }
 """Refused by every backend there is today; one that learns to run a row must then be right."""
 
-FORMATS: dict[str, Row] = _formats()
+FORMATS: dict[str, Row] = {**_formats(), **_packed_formats()}
 
 ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **FORMATS, **_REFUSED}

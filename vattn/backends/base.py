@@ -13,7 +13,7 @@ import torch
 
 from vattn.config import AttentionConfig
 from vattn.errors import DeviceError
-from vattn.formats import OUTPUT_FORMATS
+from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -314,6 +314,10 @@ class Backend:
             ("attn_type", config.attn_type, can.attn_types),
         ]
         found = [f"{name} {value} (runs {', '.join(names)})" for name, value, names in checks if value not in names]
+        stored = KV_FORMATS[config.kv_cache_dtype]
+        found += stored.head_size_problems(config.head_size, config.head_size_v)
+        if stored.packed and config.block_size == 0:
+            found.append(f"kv_cache_dtype {stored.name} without a paged cache (its rows lie in blocks)")
         for size in dict.fromkeys((config.head_size, config.head_size_v)):
             if size not in can.head_sizes:
                 found.append(f"head_size {size} (runs {can.head_sizes})")

@@ -1,9 +1,10 @@
 """TORCH_SDPA: paged attention in plain torch, on every device; the CPU default.
 
-Keys and values are gathered through the block table. Plain requests (causal or bidirectional, maybe with a window) go
-through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks of query rows. All
-other features are math written out, in chunks too, so that memory stays bounded. Everything is computed in fp32, as
-precisely as `torch.set_float32_matmul_precision` asks (by default exactly), whatever autocast says.
+Keys and values are gathered through the block table and decoded; those of rotated formats stay rotated, for the query
+and the result are turned instead (`vattn.kv_formats.rotation`). Plain requests (causal or bidirectional, maybe with a
+window) go through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks of query
+rows. All other features are math written out, in chunks too, so that memory stays bounded. Everything is computed in
+fp32, as precisely as `torch.set_float32_matmul_precision` asks (by default exactly), whatever autocast says.
 
 Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
 """
@@ -18,14 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn import quantization
+from vattn import kv_formats, quantization
 from vattn.backends.base import FEATURES, Backend, Capabilities, Sizes
 from vattn.config import AttentionConfig
 from vattn.errors import GraphContractError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.ops import rope_reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import key_value_views
+from vattn.ops.cache_layout import PackedRows
+from vattn.ops.stored_rows import decode_stored, encode_stored, stored_views
 from vattn.rope_config import RopeConfig
 
 _SCORES_PER_CHUNK = 1 << 22
@@ -103,8 +105,8 @@ class TorchSDPABackend(Backend):
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
         _refuse_capture(args.query)
-        key_cache, value_cache = _stored_views(args.kv_cache, config)
-        capacity = args.block_table.shape[1] * config.block_size if key_cache.shape[0] else 0
+        keys, values = stored_views(args.kv_cache, config)
+        capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         lengths = _to_host(args.seq_lens)
         requests = list(_requests(args, config, lengths, [min(length, capacity) for length in lengths]))
         result = _start_result(args, requests, config)
@@ -112,10 +114,10 @@ class TorchSDPABackend(Backend):
         # Autocast would round the fp32 math to a narrower dtype.
         with torch.autocast(args.query.device.type, enabled=False):
             if len(decodes) > 1 and _is_even(decodes):
-                _plain_decodes(args, config, decodes, key_cache, value_cache, result)
+                _plain_decodes(args, config, decodes, keys, values, result)
                 done = {r.index for r in decodes}
                 requests = [r for r in requests if r.index not in done]
-            _run(args, config, requests, _paged_reader(args, config, key_cache, value_cache), result)
+            _run(args, config, requests, _paged_reader(args, config, keys, values), result)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
@@ -126,15 +128,16 @@ class TorchSDPABackend(Backend):
 
         def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
             rows = slice(starts[request.index] + first, starts[request.index] + end)
-            return _decode(args.key[rows], config, args.k_scale), _decode(args.value[rows], config, args.v_scale), None
+            key = _decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
+            return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
 
         with torch.autocast(args.query.device.type, enabled=False):
             _run(args, config, requests, read, _start_result(args, requests, config))
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
-        key_cache, value_cache = _stored_views(args.kv_cache, config)
-        num_slots = key_cache.shape[0] * config.block_size
+        caches = stored_views(args.kv_cache, config)
+        num_slots = caches[0].codes.shape[0] * config.block_size
         if num_slots == 0 or args.slot_mapping.numel() == 0:
             return
         slots = args.slot_mapping
@@ -145,9 +148,12 @@ class TorchSDPABackend(Backend):
         token = torch.where(valid, token, valid.to(torch.uint8).argmax())
         slot = torch.where(valid, slots, 0)[token]
         index = (slot // config.block_size, slot % config.block_size)
-        for rows, cache, scale in ((args.key, key_cache, args.k_scale), (args.value, value_cache, args.v_scale)):
-            stored = quantization.encode_kv(rows, config.kv_cache_dtype, scale).view(cache.dtype)
-            cache[index] = torch.where(valid.any(), stored[token], cache[index])
+        new = ((args.key, args.k_scale), (args.value, args.v_scale))
+        for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
+            stored = encode_stored(rows, config, bool(of_values), scale)
+            for held, part in zip(cache, stored, strict=True):
+                if held is not None and part is not None:
+                    held[index] = torch.where(valid.any(), part[token], held[index])
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`, without a sync."""
@@ -164,29 +170,22 @@ def _refuse_capture(query: Tensor) -> None:
         )
 
 
-def _stored_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Return `key_value_views`, FP8 as bytes: not every device can index FP8 dtypes."""
-    key, value = key_value_views(kv_cache, config)
-    if KV_FORMATS[config.kv_cache_dtype].quantised:
-        return key.view(torch.uint8), value.view(torch.uint8)
-    return key, value
-
-
-def _decode(stored: Tensor, config: AttentionConfig, scale: Tensor | None) -> Tensor:
-    """Return the fp32 values of contiguous `[..., K, D]`: `quantization.decode_kv`, e4m3 by table on CPU."""
-    if config.kv_cache_dtype != "fp8_e4m3" or stored.is_cuda or scale is None:
-        return quantization.decode_kv(stored, config.kv_cache_dtype, scale)
+def _decode(stored: PackedRows, config: AttentionConfig, of_values: bool, scale: Tensor | None) -> Tensor:
+    """Return fp32 `[..., K, D]` of contiguous rows, rotated where the format rotates; e4m3 by table on CPU."""
+    if config.kv_cache_dtype != "fp8_e4m3" or stored.codes.is_cuda or scale is None:
+        return decode_stored(stored, config, of_values, scale, rotated=True)
     # Four times as fast as the conversion, which is not vectorised. One scale is folded into the table.
-    codes = torch.arange(256, dtype=torch.uint8, device=stored.device).view(torch.float8_e4m3fn).float()
+    codes = torch.arange(256, dtype=torch.uint8, device=stored.codes.device).view(torch.float8_e4m3fn).float()
     per_tensor = scale.numel() == 1
     table = codes * scale.view(1) if per_tensor else codes
-    values = table.index_select(0, stored.view(torch.uint8).reshape(-1).int()).view(stored.shape)
+    values = table.index_select(0, stored.codes.view(torch.uint8).reshape(-1).int()).view(stored.codes.shape)
     return values if per_tensor else values * scale.view(-1, 1)
 
 
 def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
-    """Return the fp32 values of query rows `[n, H, D]`."""
-    return quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
+    """Return the fp32 values of query rows `[n, H, D]`, in the basis in which keys are stored."""
+    query = quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
+    return kv_formats.rotate_query(query, config.kv_cache_dtype)
 
 
 def _to_host(lengths: Tensor) -> list[int]:
@@ -304,19 +303,29 @@ def _key_range(request: _Request, first: int, end: int, config: AttentionConfig)
     return max(0, low), min(high, request.num_keys)
 
 
-def _paged_reader(args: AttentionArgs, config: AttentionConfig, key_cache: Tensor, value_cache: Tensor) -> Read:
+def _paged_reader(args: AttentionArgs, config: AttentionConfig, keys: PackedRows, values: PackedRows) -> Read:
     size = config.block_size
 
     def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
         blocks = args.block_table[request.index, first // size : (end + size - 1) // size].long()
         inside = slice(first % size, first % size + end - first)
-        known = (blocks >= 0) & (blocks < key_cache.shape[0])
+        known = (blocks >= 0) & (blocks < keys.codes.shape[0])
         blocks = torch.where(known, blocks, 0)
-        key = _decode(key_cache.index_select(0, blocks).flatten(0, 1)[inside], config, args.k_scale)
-        value = _decode(value_cache.index_select(0, blocks).flatten(0, 1)[inside], config, args.v_scale)
+        key = _decode(_gather(keys, blocks, inside), config, False, args.k_scale)
+        value = _decode(_gather(values, blocks, inside), config, True, args.v_scale)
         return key, value, known.repeat_interleave(size)[inside]
 
     return read
+
+
+def _gather(rows: PackedRows, blocks: Tensor, tokens: slice | Tensor) -> PackedRows:
+    """Return what lies in blocks `[n]`, of their `n * block_size` tokens some: `[tokens, K, ...]`."""
+
+    def some(stored: Tensor) -> Tensor:
+        gathered = stored.index_select(0, blocks).flatten(0, 1)
+        return gathered[tokens] if isinstance(tokens, slice) else gathered.index_select(0, tokens)
+
+    return PackedRows(some(rows.codes), None if rows.scales is None else some(rows.scales))
 
 
 def _plain_rows(
@@ -339,15 +348,15 @@ def _plain_rows(
         scale=config.scale,
         enable_gqa=config.group_size > 1,
     )
-    return out[0].transpose(0, 1)
+    return kv_formats.rotate_back(out[0].transpose(0, 1), config.kv_cache_dtype)
 
 
 def _plain_decodes(
     args: AttentionArgs,
     config: AttentionConfig,
     requests: list[_Request],
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: PackedRows,
+    values: PackedRows,
     result: Tensor,
 ) -> None:
     """Run all single-token requests in one call, padded to the longest. Causal or not makes no difference to them."""
@@ -358,7 +367,7 @@ def _plain_decodes(
     index, row, seq_len, first_key = torch.tensor(facts, device=device).unbind(1)
     columns = (first_key // size)[:, None] + torch.arange(num_columns, device=device)
     blocks = args.block_table[index[:, None], columns.clamp(max=args.block_table.shape[1] - 1)].long()
-    known = (blocks >= 0) & (blocks < key_cache.shape[0])
+    known = (blocks >= 0) & (blocks < keys.codes.shape[0])
     blocks = torch.where(known, blocks, 0)
     position = (columns[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
     visible = (position >= first_key[:, None]) & (position < seq_len[:, None]) & known.repeat_interleave(size, 1)
@@ -367,10 +376,10 @@ def _plain_decodes(
     first_visible = places.gather(1, visible.to(torch.uint8).argmax(1, keepdim=True))
     places = torch.where(visible, places, first_visible).flatten()
     key, value = (
-        _decode(cache.index_select(0, blocks.flatten()).flatten(0, 1).index_select(0, places), config, scale)
+        _decode(_gather(cache, blocks.flatten(), places), config, of_values, scale)
         .view(*visible.shape, config.num_kv_heads, -1)
         .transpose(1, 2)
-        for cache, scale in ((key_cache, args.k_scale), (value_cache, args.v_scale))
+        for cache, of_values, scale in ((keys, False, args.k_scale), (values, True, args.v_scale))
     )
     out = scaled_dot_product_attention(
         _load_query(args.query[row], args, config)[:, :, None],
@@ -381,7 +390,8 @@ def _plain_decodes(
         enable_gqa=config.group_size > 1,
     )
     empty = ~visible.any(1)[:, None, None]
-    result[row] = out[:, :, 0].masked_fill(empty, 0).to(result.dtype)
+    out = kv_formats.rotate_back(out[:, :, 0], config.kv_cache_dtype)
+    result[row] = out.masked_fill(empty, 0).to(result.dtype)
 
 
 def _visible(
@@ -444,7 +454,8 @@ def _written_out(
         total = total + torch.exp(sinks - peak)
     weighted = weights.view(config.num_kv_heads, -1, num_keys) @ value.transpose(0, 1)
     out = weighted.view(heads, rows, -1) / total.masked_fill(total == 0, 1)[:, :, None]
-    return out.transpose(0, 1), (peak + torch.log(total)).transpose(0, 1)
+    out = kv_formats.rotate_back(out.transpose(0, 1), config.kv_cache_dtype)
+    return out, (peak + torch.log(total)).transpose(0, 1)
 
 
 def _alibi(slopes: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig) -> Tensor:

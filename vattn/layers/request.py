@@ -23,7 +23,7 @@ from vattn.errors import (
 )
 from vattn.formats import dtype_name
 from vattn.layers.scales import QuantConfig, ScaleSource, make_scale
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, shape_of_storage
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
 
 EXTRA_OPTIONS: dict[str, Any] = {
     "sinks": None,
@@ -212,7 +212,7 @@ def query_scale(
 
 def check_storage(storage: Tensor, config: AttentionConfig) -> None:
     """Refuse a storage that is not what the config's layout needs."""
-    blocks = storage.shape[1 if config.head_size == config.head_size_v else 0] if storage.dim() >= 2 else 0
+    blocks = num_blocks_of(storage, config)
     shape, dtype = shape_of_storage(storage, config, blocks), kv_cache_dtype(config)
     if tuple(storage.shape) != shape or storage.dtype != dtype or not storage.is_contiguous():
         raise CacheError(

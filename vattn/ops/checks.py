@@ -24,7 +24,7 @@ from vattn.errors import (
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, shape_of_storage
+from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
 from vattn.rope_config import RopeConfig
 
 _FP32 = (torch.float32,)
@@ -93,15 +93,19 @@ def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> Non
     """
     device = args.key.device
     num_tokens, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
-    dtypes: tuple[torch.dtype, ...] = (MODEL_DTYPES[config.dtype],)
-    if config.kv_scale != "none":
-        dtypes = (*dtypes, KV_FORMATS[config.kv_cache_dtype].value_dtype)
+    dtypes = _stored_or_not(config)
     _check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
     _check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
     _check("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
     _check_kv_cache(args.kv_cache, config, device)
     _check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
     _check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
+
+
+def _stored_or_not(config: AttentionConfig) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that keys and values to be stored may have: the model's, and FP8 that is stored as it is."""
+    fmt, model = KV_FORMATS[config.kv_cache_dtype], MODEL_DTYPES[config.dtype]
+    return (model, fmt.value_dtype) if fmt.quantised and not fmt.packed else (model,)
 
 
 def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
@@ -127,10 +131,8 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     query_shape = (num_tokens, config.num_heads, config.head_size)
     _check_rows("query", args.query, query_shape, (model,), device)
     _check_rows("key", args.key, (num_tokens, config.num_kv_heads, config.head_size), (model,), device)
-    values: tuple[torch.dtype, ...] = (model,)
-    if config.kv_scale != "none":
-        values = (*values, KV_FORMATS[config.kv_cache_dtype].value_dtype)
-    _check_rows("value", args.value, (num_tokens, config.num_kv_heads, config.head_size_v), values, device)
+    value_shape = (num_tokens, config.num_kv_heads, config.head_size_v)
+    _check_rows("value", args.value, value_shape, _stored_or_not(config), device)
     _check_tables(args, rope, num_tokens, device)
     out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
     _check("query_out", args.query_out, query_shape, (out_dtype,), device)
@@ -313,14 +315,13 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
         raise ConfigError(
             "a paged op with block_size=0", "a positive block_size", "use varlen_attention without a cache"
         )
-    equal = not is_in_bytes(config)
-    num_blocks = kv_cache.shape[0 if not equal else 1] if kv_cache.ndim == (5 if equal else 2) else 1
-    shape = shape_of_storage(kv_cache, config, max(1, num_blocks))
+    shape = shape_of_storage(kv_cache, config, max(1, num_blocks_of(kv_cache, config)))
     _check("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
-    if not equal and kv_cache.storage_offset() % KV_FORMATS[config.kv_cache_dtype].element_size:
+    alignment = storage_alignment(config)
+    if is_in_bytes(config) and kv_cache.storage_offset() % alignment:
         raise StrideError(
             f"kv_cache starts at byte {kv_cache.storage_offset()} of its storage",
-            f"a multiple of {KV_FORMATS[config.kv_cache_dtype].element_size}, the size of one element",
+            f"a multiple of {alignment}, the size of one element",
             "align the allocation that the cache is cut from",
         )
 

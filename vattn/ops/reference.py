@@ -1,7 +1,7 @@
 """What every `vattn::` op means, in fp32 on any device: the executable specification.
 
 Requests are taken one by one and lengths are read on the host; nothing here is meant to be fast. Masks and biases are
-in `vattn.ops.mask_reference`, formats in `vattn.quantization`.
+in `vattn.ops.mask_reference`, formats in `vattn.quantization` and `vattn.kv_formats`.
 
 Letters: T query tokens, H query heads, K KV heads, g = H / K, D key width, V value width, q query rows and s keys of
 one request.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.formats import MODEL_DTYPES
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import key_value_views
 from vattn.ops.mask_reference import alibi_bias, tree_bias, visible_mask
-from vattn.quantization import decode_kv, encode_kv, load_query, quantise_output
+from vattn.ops.stored_rows import decode_stored, encode_stored, stored_views, take
+from vattn.quantization import decode_kv, load_query, quantise_output
 
 KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor]"]
 """Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, and bool `[s]`: which of them exist."""
@@ -28,18 +28,16 @@ KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor]"]
 
 def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
     """Write new keys and values `[T, K, *]` into their slots; a slot outside the cache writes nothing."""
-    fmt = config.kv_cache_dtype
-    key_cache, value_cache = (_bytes_if_fp8(view, config) for view in key_value_views(args.kv_cache, config))
+    caches = stored_views(args.kv_cache, config)
     slots = args.slot_mapping
-    inside = (slots >= 0) & (slots < key_cache.shape[0] * config.block_size)
+    inside = (slots >= 0) & (slots < caches[0].codes.shape[0] * config.block_size)
     blocks, offsets = slots[inside] // config.block_size, slots[inside] % config.block_size
-    key_cache[blocks, offsets] = _bytes_if_fp8(encode_kv(args.key[inside], fmt, args.k_scale), config)
-    value_cache[blocks, offsets] = _bytes_if_fp8(encode_kv(args.value[inside], fmt, args.v_scale), config)
-
-
-def _bytes_if_fp8(stored: Tensor, config: AttentionConfig) -> Tensor:
-    # Not every torch indexes FP8 tensors on every device; bytes always work.
-    return stored.view(torch.uint8) if KV_FORMATS[config.kv_cache_dtype].quantised else stored
+    new = ((args.key, args.k_scale), (args.value, args.v_scale))
+    for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
+        stored = encode_stored(rows[inside], config, bool(of_values), scale)
+        cache.codes[blocks, offsets] = stored.codes
+        if cache.scales is not None and stored.scales is not None:
+            cache.scales[blocks, offsets] = stored.scales
 
 
 def attention(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -71,15 +69,15 @@ def _write(args: AttentionArgs | VarlenAttentionArgs, out: Tensor, lse: Tensor, 
 
 def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return what `vattn::attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
-    key_cache, value_cache = (_bytes_if_fp8(view, config) for view in key_value_views(args.kv_cache, config))
+    keys, values = stored_views(args.kv_cache, config)
     seq_lens = args.seq_lens.tolist()
 
     def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor]:
         entries, offsets, exists = locate_keys(
-            args.block_table[request], max(0, seq_lens[request]), config.block_size, key_cache.shape[0]
+            args.block_table[request], max(0, seq_lens[request]), config.block_size, keys.codes.shape[0]
         )
-        key = decode_kv(key_cache[entries, offsets], config.kv_cache_dtype, args.k_scale)
-        return key, decode_kv(value_cache[entries, offsets], config.kv_cache_dtype, args.v_scale), exists
+        key = decode_stored(take(keys, entries, offsets), config, False, args.k_scale)
+        return key, decode_stored(take(values, entries, offsets), config, True, args.v_scale), exists
 
     return _attend_requests(args, config, keys_of_request)
 
