@@ -1,4 +1,4 @@
-"""`python -m vattn doctor | explain | explain-fusion | demo`."""
+"""`python -m vattn doctor | explain | explain-fusion | demo | bench | tune`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_explain(add("explain", help="which backend a request gets, and why the others refuse"))
     _add_explain_fusion(add("explain-fusion", help="what the compiler passes make of your model"))
     commands.add_parser("demo", help="a small compiled model answers prompts on the paged cache", add_help=False)
+    _add_bench(add("bench", help="vattn's speed beside every other library's that is found"))
+    _add_tune(add("tune", help="measure which backend is faster on this GPU, and write the table that auto reads"))
     if arguments[:1] == ["demo"]:
         from vattn.demo.main import main as demo
 
         return demo(arguments[1:])
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "bench":
+        from vattn.bench import command
+
+        return command.main(options, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "tune":
+        from vattn import tune
+
+        return tune.main(options)
     if options.command == "explain-fusion":
         from vattn import explain_fusion
 
@@ -41,6 +53,18 @@ def _add_explain_fusion(parser: argparse.ArgumentParser) -> None:
     from vattn import explain_fusion
 
     explain_fusion.add_arguments(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from vattn.bench import command
+
+    command.add_arguments(parser)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    from vattn import tune
+
+    tune.add_arguments(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """Choose a backend for a request and say why. The only reader of `Backend.reasons`.
 
 An explicit choice never falls back; an automatic one takes the first backend of the device's priority list that has no
-reason against it, and logs its choice once per distinct request.
+reason against it, and logs its choice once per distinct request. Where speeds were measured for the kind of layer, the
+fastest backend is asked first (`vattn.backends.choice_table`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vattn.backends import choice_table
 from vattn.backends.base import Backend, DeviceInfo, request_parts
 from vattn.backends.mla import MLA_PRIORITY, mla_backends
 from vattn.backends.recorded_runs import runs_of, verdict
@@ -153,13 +155,15 @@ def _decide_latent(config: Any, device: DeviceInfo) -> Explanation:
 def _decide(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> Explanation:
     if isinstance(config, MLAConfig):
         return _decide_latent(config, device)
+    measured = None
     if config.backend == "auto":
-        names = priority(device)
+        names, measured = choice_table.order(priority(device), config, device)
     else:
         names = (get_backend(config.backend).name,)
     refusals = {name: tuple(_BACKENDS[name].reasons(config, device)) for name in names}
     chosen = next((name for name in names if not refusals[name]), None)
     notes = () if chosen is None else tuple(_BACKENDS[chosen].notes(config))
+    notes += () if measured is None else (measured,)
     accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
     tested = {name: _tested(_BACKENDS[name], config, device) for name in accepting}
     return Explanation(config, device, chosen, refusals, notes, tested)

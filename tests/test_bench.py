@@ -1,0 +1,153 @@
+"""`python -m vattn bench`: cells, checks before times, peers that are missing or throw, tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import relative_l2
+from vattn.__main__ import main
+from vattn.bench import attention, peers, report, shapes
+from vattn.bench.cell import Cell
+from vattn.bench.peers import ON_CPU, NotThisCellError, Peer
+from vattn.errors import ConfigError, UnknownOptionError
+
+CPU = attention.Settings(caches=("bf16",), replays=1, device="cpu")
+CEILINGS: dict[str, Any] = {"hbm_tb_s": 2.0, "bf16_tflops": 100.0, "fp8_tflops": "failed: no"}
+
+
+def small(model: str = "llama3-8b", work: str = "prefill 1x8k") -> tuple[shapes.LayerShape, shapes.Work]:
+    return shapes.tiny(shapes.LAYERS[model], shapes.WORKS[work])
+
+
+def test_names_are_beginnings_or_whole() -> None:
+    def names(models: list[str], works: list[str]) -> set[str]:
+        return {f"{layer.name}/{work.name}" for layer, work in shapes.choose_cells(models, works)}
+
+    assert names(["llama3-8b"], ["decode 1x"]) == {"llama3-8b/decode 1x1k", "llama3-8b/decode 1x8k"}
+    assert {name.split("/")[0] for name in names(["gpt"], ["decode 1x1k"])} == {"gpt-oss-20b", "gpt-oss-20b-window"}
+    assert len(shapes.choose_cells([], [])) == len(shapes.WORKS) + 3 * (len(shapes.LAYERS) - 1)
+    for wrong in ((["llama9"], []), ([], ["dance"])):
+        with pytest.raises(UnknownOptionError, match="beginning"):
+            shapes.choose_cells(*wrong)
+    with pytest.raises(UnknownOptionError, match="--peers 'fa9'"):
+        peers.choose_peers(["fa9"])
+    assert peers.choose_peers(["none"]) == []
+    assert {peer.key for peer in peers.choose_peers(["fa3", "xqa"])} == {"fa3", "xqa"}
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gemma3-12b-window-cap", "gpt-oss-20b-window"])
+@pytest.mark.parametrize("work", ["prefill 1x8k", "speculative 64x4k, 4", "mixed 8x512 + 128 decodes of 4k"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_a_cell_is_right_on_the_torch_backend(model: str, work: str, cache: str) -> None:
+    row = attention.run_cell(*small(model, work), cache, [ON_CPU], CPU, CEILINGS)
+    entry = row["kernels"][ON_CPU.name]
+    assert entry["us"] > 0 and entry["error"] < 1.6e-2
+    assert row["best_own"] == ON_CPU.name and row["of_hbm"] == pytest.approx(row["tb_s"] / 2, abs=1e-3)
+    assert "peer_over_own" not in row
+
+
+def test_cells_count_what_is_visible() -> None:
+    layer, work = shapes.LayerShape("x", 4, 2, 32, window=8), shapes.Work("y", ((3, 20), (1, 5)))
+    cell = Cell(layer, work, "fp8", 16, 0, "cpu")
+    # Rows of the first request see 8 keys each out of 10 different ones, the second sees 5.
+    assert cell.flops == 4 * (3 * 8 + 5) * 4 * 32
+    assert cell.bytes == 2 * (10 + 5) * 2 * 32 * 1 + 2 * 4 * 4 * 32 * 2
+
+
+def test_wide_blocks_are_the_same_keys() -> None:
+    cell = Cell(shapes.LAYERS["llama3-8b-tp8"], shapes.Work("y", ((1, 100), (1, 130))), "bf16", 16, 3, "cpu")
+    for request, (_, keys) in enumerate(cell.work.requests):
+        narrow = cell.kv_cache[0][cell.table[request].long()].flatten(0, 1)[:keys]
+        wide = cell.wide_cache()[0][cell.wide_table[request].long()].flatten(0, 1)[:keys]
+        assert torch.equal(narrow, wide)
+
+
+def test_contiguous_copies_are_the_same_attention() -> None:
+    cell = Cell(shapes.LAYERS["llama3-8b-tp8"], shapes.Work("y", ((33, 33),) * 2), "bf16", 16, 3, "cpu")
+    query, key, value = (part.float() for part in cell.contiguous)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=cell.scale, enable_gqa=True
+    )
+    assert cell.error(output.transpose(1, 2).flatten(0, 1)) < 1e-5
+    assert relative_l2(query.transpose(1, 2).flatten(0, 1), cell.query.float()) == 0
+
+
+def test_peers_that_cannot_throw_or_are_wrong_are_reported_and_the_run_goes_on() -> None:
+    def throws(cell: Cell) -> Any:
+        raise RuntimeError("an illegal instruction")
+
+    def cannot(cell: Cell) -> Any:
+        raise NotThisCellError("this cell")
+
+    def wrong(cell: Cell) -> Any:
+        right = ON_CPU.make(cell)
+        return lambda: right() * 1.1
+
+    found = [
+        Peer("thrower", "t", lambda: None, throws),
+        Peer("cannot", "c", lambda: None, cannot),
+        Peer("wrong", "w", lambda: None, wrong),
+        ON_CPU,
+        Peer("rival", "r", lambda: None, ON_CPU.make),
+    ]
+    row = attention.run_cell(*small(), "bf16", found, CPU, CEILINGS)
+    kernels = row["kernels"]
+    assert "an illegal instruction" in kernels["thrower"]["failed"]
+    assert kernels["cannot"] == {"skipped": "this cell"}
+    assert "us" not in kernels["wrong"] and "at most" in kernels["wrong"]["wrong"]
+    assert row["best_peer"] == "rival" and row["peer_over_own"] > 0
+    notes = report.notes_of(row)
+    assert len(notes) == 2 and report.failures([row]) == 0
+    assert report.failures([{**row, "kernels": {"vattn": {"failed": "x"}}}]) == 1
+
+
+def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "attention"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    files = {name: tmp_path / f"o.{name}" for name in ("json", "md", "png")}
+    options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode 1x1k;prefill 1x8k", "--cache", "bf16"]
+    assert main(["bench", "attention", *options, "--json", str(files["json"]), "--markdown", str(files["md"])]) == 0
+    assert "decode 1x1k (tiny)" in capsys.readouterr().out
+    result = report.read_result(files["json"])
+    assert len(result["rows"]) == 2 and result["peers"] == {ON_CPU.name: "found"}
+    assert "| llama3-8b | prefill 1x8k (tiny) | bf16 |" in files["md"].read_text()
+    pytest.importorskip("matplotlib")
+    result["ceilings"] = CEILINGS
+    result["rows"][0].update(peer_over_own=1.2)
+    files["json"].write_text(json.dumps(result))
+    assert main(["bench", "attention", "--from", str(files["json"]), "--plot", str(files["png"])]) == 0
+    assert files["png"].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
+    torn = tmp_path / "torn.json"
+    torn.write_text('{"format": 1, "rows": [')
+    for arguments, text in (
+        (["attention", "--from", str(torn)], "run it again"),
+        (["attention", "--from", str(tmp_path / "none.json")], "bench attention --json"),
+        (["attention", "--device", "cpu", "--block-size", "12"], "--block-size 12"),
+        (["attention", "--device", "cpu", "--models", "gpt9"], "--models 'gpt9'"),
+        (["attention", "--frobnicate"], "--frobnicate"),
+        (["compile-time", "--plot", "x.png"], "--plot"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setattr("vattn.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "bench" / "x.py"))
+    assert main(["bench", "fused-steps"]) == 2
+    assert "checkout" in capsys.readouterr().err
+
+
+def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[1]")
+    with pytest.raises(ConfigError, match="format"):
+        report.read_result(other)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        report.check_plotting()

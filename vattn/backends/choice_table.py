@@ -1,0 +1,210 @@
+"""Which backend `auto` asks first, by measurement: one small table per GPU architecture, or one that `vattn tune` made.
+
+A table orders backends for a kind of layer, never for a step: batch sizes and lengths choose nothing, so a layer keeps
+the backend that it was bound with. Requests for batch invariance, and kinds that no table has, follow
+`selector.PRIORITY`. A table never makes a backend accept anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vattn.backends.base import DeviceInfo
+from vattn.config import AttentionConfig
+from vattn.errors import ConfigError
+
+FORMAT = 1
+"""Version of the file; rises when a key changes its meaning."""
+
+FOLDER = Path(__file__).with_name("choices")
+"""Shipped tables, `sm_90.json` and so on."""
+
+VARIABLE = "VATTN_CHOICE_TABLE"
+"""Environment variable with the path of a table of `python -m vattn tune`, used instead of the shipped one."""
+
+LEAST_GAIN = 1.05
+"""How much faster, over all steps of a kind, a backend must be to be asked ahead of the one that priority names."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a table tells layers apart by.
+
+    Attributes:
+        head_size: of keys and values.
+        group_size: query heads per KV head.
+        kv_cache_dtype: name of the KV format.
+        window: whether the layer has a sliding window.
+    """
+
+    head_size: int
+    group_size: int
+    kv_cache_dtype: str
+    window: bool
+
+    @staticmethod
+    def of(config: AttentionConfig) -> Kind:
+        """Return the kind of a layer."""
+        return Kind(config.head_size, config.group_size, config.kv_cache_dtype, config.sliding_window is not None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one kind of layer.
+
+    Attributes:
+        kind: of the layer.
+        us: step -> backend -> microseconds, only of results that were right.
+    """
+
+    kind: Kind
+    us: Mapping[str, Mapping[str, float]]
+
+    def speed(self, backend: str, other: str) -> float | None:
+        """Return how much faster `backend` is than `other`: the geometric mean over their common steps."""
+        ratios = [times[other] / times[backend] for times in self.us.values() if {backend, other} <= set(times)]
+        product = 1.0
+        for ratio in ratios:
+            product *= ratio
+        return float(product ** (1 / len(ratios))) if ratios else None
+
+
+@dataclass(frozen=True)
+class ChoiceTable:
+    """One table.
+
+    Attributes:
+        gpu, capability: where it was measured.
+        date: day of the run, ISO.
+        versions: of the packages that ran.
+        cells: what was measured.
+        source: file that it was read from.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    date: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    cells: tuple[Measured, ...] = ()
+    source: str = ""
+
+    def cell(self, kind: Kind) -> Measured | None:
+        """Return the cell of a kind; of other group sizes the nearest, `None` if head size, format or window differ."""
+        alike = [
+            cell
+            for cell in self.cells
+            if (cell.kind.head_size, cell.kind.kv_cache_dtype, cell.kind.window)
+            == (kind.head_size, kind.kv_cache_dtype, kind.window)
+        ]
+
+        def distance(cell: Measured) -> float:
+            pair = sorted((cell.kind.group_size, kind.group_size))
+            return pair[1] / pair[0]
+
+        return min(alike, key=distance, default=None)
+
+    def dump(self) -> str:
+        """Return the text of the file."""
+        data = asdict(self)
+        del data["source"]
+        return json.dumps({"format": FORMAT, **data}, indent=1) + "\n"
+
+
+def read_table(path: Path) -> ChoiceTable:
+    """Read and check a table.
+
+    Raises:
+        ConfigError: a missing or torn file, or one of another format.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return _table_of(data, str(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"choice table {path}: {type(error).__name__}: {error}",
+            f"a whole file of format {FORMAT}, as `python -m vattn tune --out` writes it",
+            "run `python -m vattn tune --out FILE` again on this GPU",
+        ) from error
+
+
+def _table_of(data: Any, source: str) -> ChoiceTable:
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']!r}")
+    major, minor = (int(part) for part in data["capability"])
+    cells = []
+    for cell in data["cells"]:
+        kind = cell["kind"]
+        measured = {
+            str(step): {str(name): float(us) for name, us in times.items()} for step, times in cell["us"].items()
+        }
+        if not all(us > 0 for times in measured.values() for us in times.values()):
+            raise ValueError("a time that is not positive")
+        if not isinstance(kind["window"], bool):
+            raise TypeError("window is no bool")
+        cells.append(
+            Measured(
+                Kind(int(kind["head_size"]), int(kind["group_size"]), str(kind["kv_cache_dtype"]), kind["window"]),
+                measured,
+            )
+        )
+    versions = {str(name): str(version) for name, version in data["versions"].items()}
+    return ChoiceTable(str(data["gpu"]), (major, minor), str(data["date"]), versions, tuple(cells), source)
+
+
+def table_for(device: DeviceInfo) -> ChoiceTable | None:
+    """Return the table for a GPU: the one that the environment names, else the shipped one; `None` without.
+
+    Raises:
+        ConfigError: the named table is torn, or of another GPU.
+    """
+    if device.type != "cuda":
+        return None
+    named = os.environ.get(VARIABLE)
+    if not named:
+        path = FOLDER / f"sm_{device.capability[0]}{device.capability[1]}.json"
+        return _read(str(path)) if path.is_file() else None
+    table = _read(named)
+    if table.capability != device.capability or device.name not in ("GPU", table.gpu):
+        raise ConfigError(
+            f"choice table {named} of {table.gpu} (sm_{table.capability[0]}{table.capability[1]}) on {device}",
+            "a table of this GPU",
+            f"run `python -m vattn tune --out FILE` here, or unset {VARIABLE}",
+        )
+    return table
+
+
+@lru_cache(maxsize=16)
+def _read(path: str) -> ChoiceTable:
+    return read_table(Path(path))
+
+
+def order(names: Sequence[str], config: AttentionConfig, device: DeviceInfo) -> tuple[tuple[str, ...], str | None]:
+    """Return backend names as measured, the fastest of them first, and why, `None` where no measurement counts.
+
+    Args:
+        names: in the order of their priority.
+    """
+    if config.batch_invariant:
+        return tuple(names), None
+    table = table_for(device)
+    cell = None if table is None else table.cell(Kind.of(config))
+    if table is None or cell is None:
+        return tuple(names), None
+    measured = {name for times in cell.us.values() for name in times}
+    first = next((name for name in names if name in measured), None)
+    if first is None:
+        return tuple(names), None
+    gains = {name: speed for name in measured if name in names and (speed := cell.speed(name, first)) is not None}
+    best = max(gains, key=lambda name: gains[name])
+    told = ", ".join(f"{name} {gains[name]:.2f}" for name in sorted(gains, key=lambda name: -gains[name]))
+    where = f"speeds over {first} on {table.gpu}, {table.date}, {cell.kind}: {told}"
+    if best == first or gains[best] < LEAST_GAIN:
+        return tuple(names), f"measured: {first} stays first ({where}; {LEAST_GAIN} would change it)"
+    moved = (best, *(name for name in names if name != best))
+    return moved, f"measured: {best} is asked first ({where})"

@@ -1,0 +1,1 @@
+"""`python -m vattn bench`: vattn beside every other library's kernels that this machine has, in one run."""

@@ -1,0 +1,185 @@
+"""The subcommand `bench` of `python -m vattn`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vattn.errors import ConfigError, DeviceError, VattnError
+
+SCRIPTS: dict[str, str] = {
+    "cache-update": "cache_update",
+    "fused-steps": "fused_steps",
+    "compile-time": "compile_time",
+}
+"""Benchmarks that lie beside the package in a checkout, under `benchmarks/`, and in no wheel."""
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the subcommand's arguments."""
+    parser.add_argument("what", choices=("attention", *SCRIPTS), help="what is measured")
+    parser.add_argument("--peers", default="all", help="peers by commas, all or none (default: all that are found)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page with the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a roofline (attention; needs matplotlib)")
+    parser.add_argument("--models", default="", help="layers by the beginnings of their names, by commas")
+    parser.add_argument("--work", default="", help="kinds of steps by the beginnings of their names, by semicolons")
+    parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    parser.add_argument("--replays", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    parser.add_argument("--fa3", metavar="PATH", help="a FlashAttention-3 library to load")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny cells by the clock")
+    parser.add_argument(
+        "--list", action="store_true", help="print models, kinds of steps and peers, and measure nothing"
+    )
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show results of an earlier --json")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the subcommand and return the exit status: 0, 1 where vattn failed in a cell, 2 for a mistake.
+
+    Args:
+        rest: further arguments, for the benchmarks of a checkout.
+    """
+    try:
+        if options.what != "attention":
+            return _script(options, rest)
+        if rest:
+            raise ConfigError(f"arguments {' '.join(rest)}", "those of bench --help", "correct them")
+        return _attention(options)
+    except VattnError as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
+
+
+def _attention(options: argparse.Namespace) -> int:
+    from vattn.bench import report
+
+    if options.plot:
+        report.check_plotting()
+    if options.list:
+        _list()
+        return 0
+    result = report.read_result(options.source) if options.source else _measure(options)
+    report.print_table(result)
+    if options.markdown:
+        options.markdown.write_text(report.markdown(result))
+    if options.plot:
+        report.plot(result, options.plot)
+    return 1 if report.failures(result["rows"]) else 0
+
+
+def _list() -> None:
+    from vattn.bench import peers, shapes
+    from vattn.doctor import aligned
+
+    print("models", aligned([[repr(layer)] for layer in shapes.LAYERS.values()]), sep="\n")
+    print("work", aligned([[name] for name in shapes.WORKS]), sep="\n")
+    print("peers", aligned([[p.key, p.name, p.problem() or "found"] for p in (*peers.PEERS, *peers.BESIDE)]), sep="\n")
+
+
+def _names(text: str, separator: str = ",") -> list[str]:
+    return [name.strip() for name in text.split(separator) if name.strip()]
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from vattn.bench import attention, ceilings, peers, report, shapes
+
+    cpu = options.device == "cpu"
+    if not cpu and not torch.cuda.is_available():
+        raise DeviceError(
+            "a benchmark on a machine without a usable GPU",
+            "a CUDA GPU, or --device cpu, which runs tiny cells to try the command",
+            "run `python -m vattn doctor` to see what was found",
+        )
+    for name, value in (("--block-size", options.block_size), ("--replays", options.replays)):
+        if value < 1 or (name == "--block-size" and (value % 8 or value > 256)):
+            raise ConfigError(f"{name} {value}", "block sizes of 8 to 256 by 8, at least one replay", "correct it")
+    if options.fa3:
+        from vattn.ops.flash_attention import load_flash_attn
+
+        load_flash_attn(options.fa3)
+    cells = shapes.choose_cells(_names(options.models), _names(options.work, ";"))
+    chosen = [peers.ON_CPU] if cpu else [*peers.OWN, *peers.choose_peers(_names(options.peers))]
+    states = {peer.name: peer.problem() or "found" for peer in chosen}
+    settings = attention.Settings(
+        caches=("bf16", "fp8") if options.cache == "both" else (options.cache,),
+        block_size=options.block_size,
+        replays=options.replays,
+        device=options.device,
+    )
+    if cpu:
+        cells = [shapes.tiny(*cell) for cell in cells]
+    result: dict[str, Any] = {
+        "format": report.FORMAT,
+        "command": " ".join(["python -m vattn", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": platform.processor() or "CPU" if cpu else torch.cuda.get_device_name(),
+        "versions": _versions(),
+        "peers": {name: state if state == "found" else f"missing: {state}" for name, state in states.items()},
+        "ceilings": {} if cpu else ceilings.measure(),
+        "rows": [],
+    }
+    found = [peer for peer in chosen if states[peer.name] == "found"]
+    for row in attention.run_cells(cells, found, settings, result["ceilings"]):
+        result["rows"].append(row)
+        print(" | ".join(report.cells_of(row)), file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run a benchmark of the checkout that the package lies in."""
+    name = SCRIPTS[options.what]
+    folder = Path(__file__).resolve().parents[2]
+    path = folder / "benchmarks" / f"{name}.py"
+    if not path.is_file():
+        raise ConfigError(
+            f"bench {options.what} from an installed package",
+            "a checkout of the repository, whose folder benchmarks/ no wheel has",
+            "clone the repository and run it there; bench attention needs no checkout",
+        )
+    for given, value in (("--plot", options.plot), ("--from", options.source)):
+        if value:
+            raise ConfigError(
+                f"{given} for bench {options.what}", "bench attention", "leave it out: --json has all numbers"
+            )
+    arguments = [] if options.json is None else ["--json", str(options.json)]
+    everything = options.peers == "all"
+    if options.what == "cache-update":
+        arguments += ["--markdown", str(options.markdown)] if options.markdown else []
+        arguments += ["--flashinfer"] if everything and importlib.util.find_spec("flashinfer") else []
+    elif options.what == "fused-steps":
+        arguments += ["--transformers"] if everything and importlib.util.find_spec("transformers") else []
+        arguments += ["--device", options.device]
+    sys.path.insert(0, str(folder))
+    before = sys.argv
+    sys.argv = [str(path), *arguments, *rest]
+    try:
+        importlib.import_module(f"benchmarks.{name}").main()
+    finally:
+        sys.argv = before
+    return 0

@@ -1,0 +1,133 @@
+"""Attention layers of real models, and the steps that an engine runs them on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vattn.errors import UnknownOptionError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer.
+
+    Attributes:
+        name: on the command line and in tables.
+        heads, kv_heads, head_size: of the layer, or of its part on one of the GPUs that share it.
+        window: sliding window, `None` for none.
+        soft_cap: of the scores, `None` for none.
+        sinks: whether it has attention sinks.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step.
+
+    Attributes:
+        name: on the command line and in tables.
+        requests: (new tokens, keys) of each request, the new ones among the keys.
+    """
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """Query rows of the step."""
+        return sum(query for query, _ in self.requests)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all requests have the same lengths."""
+        return len(set(self.requests)) == 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every request has one new token."""
+        return all(query == 1 for query, _ in self.requests)
+
+
+_LAYERS = (
+    LayerShape("llama3-8b", 32, 8, 128),
+    LayerShape("llama3-8b-tp8", 4, 1, 128),
+    LayerShape("llama3-70b", 64, 8, 128),
+    LayerShape("llama3-70b-tp8", 8, 1, 128),
+    LayerShape("qwen3-30b-a3b", 32, 4, 128),
+    LayerShape("gemma3-12b", 16, 8, 256),
+    LayerShape("gemma3-12b-window", 16, 8, 256, window=1024),
+    LayerShape("gemma3-12b-window-cap", 16, 8, 256, window=1024, soft_cap=50.0),
+    LayerShape("gpt-oss-20b", 64, 8, 64, sinks=True),
+    LayerShape("gpt-oss-20b-window", 64, 8, 64, window=128, sinks=True),
+)
+
+LAYERS: dict[str, LayerShape] = {layer.name: layer for layer in _LAYERS}
+
+_MIXED = tuple((n, n) for n in (8192, 1, 77, 3000, 513, 5000, 1024, 250, 2048, 4100, 33, 700, 6001, 128, 1500, 900))
+
+_WORKS = (
+    Work("decode 1x1k", ((1, 1024),)),
+    Work("decode 1x8k", ((1, 8192),)),
+    Work("decode 8x8k", ((1, 8192),) * 8),
+    Work("decode 32x1k", ((1, 1024),) * 32),
+    Work("decode 32x8k", ((1, 8192),) * 32),
+    Work("decode 64x4k", ((1, 4096),) * 64),
+    Work("decode skewed", ((1, 131072), *((1, 512 + 56 * i) for i in range(63)))),
+    Work("speculative 64x4k, 2", ((2, 4096),) * 64),
+    Work("speculative 64x4k, 4", ((4, 4096),) * 64),
+    Work("speculative 64x4k, 8", ((8, 4096),) * 64),
+    Work("prefill 1x8k", ((8192, 8192),)),
+    Work("prefill 16x1k", ((1024, 1024),) * 16),
+    Work("prefill mixed 1 to 8k", _MIXED),
+    Work("chunk 4x512 of 8k", ((512, 8192),) * 4),
+    Work("mixed 8x512 + 128 decodes of 4k", ((512, 512),) * 8 + ((1, 4096),) * 128),
+)
+
+WORKS: dict[str, Work] = {work.name: work for work in _WORKS}
+
+_SHORT = ("decode 64x4k", "speculative 64x4k, 4", "prefill 1x8k")
+
+
+def default_cells() -> list[tuple[LayerShape, Work]]:
+    """Return every work on Llama 3 8B, and one decode, one speculative step and one prefill on the other layers."""
+    first, *others = _LAYERS
+    return [(first, work) for work in _WORKS] + [(layer, WORKS[name]) for layer in others for name in _SHORT]
+
+
+def choose_cells(layers: Sequence[str], works: Sequence[str]) -> list[tuple[LayerShape, Work]]:
+    """Return the cells that names pick: all of a model or a kind of work by its beginning; none given: the default.
+
+    Raises:
+        UnknownOptionError: a name that begins nothing.
+    """
+    if not layers and not works:
+        return default_cells()
+    picked_layers = _picked("--models", layers, list(LAYERS)) if layers else [_LAYERS[0].name]
+    picked_works = _picked("--work", works, list(WORKS)) if works else list(WORKS)
+    return [(LAYERS[layer], WORKS[work]) for layer in picked_layers for work in picked_works]
+
+
+def _picked(option: str, asked: Sequence[str], names: list[str]) -> list[str]:
+    for name in asked:
+        if not any(known.startswith(name) for known in names):
+            raise UnknownOptionError(f"{option} {name!r}", "; ".join(names), "give the beginning of one of them")
+    # A name that is one of them exactly stands for itself, not for those that it begins.
+    return [known for known in names if known in asked or any(known.startswith(n) for n in asked if n not in names)]
+
+
+def tiny(layer: LayerShape, work: Work) -> tuple[LayerShape, Work]:
+    """Return a cell of the same kind that a CPU runs in a moment."""
+    requests = tuple((min(query, 5), min(keys, 40)) for query, keys in work.requests[-3:])
+    small = replace(
+        layer, heads=4, kv_heads=2, head_size=32, window=None if layer.window is None else min(layer.window, 16)
+    )
+    return small, replace(work, name=f"{work.name} (tiny)", requests=requests)
