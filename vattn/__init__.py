@@ -9,6 +9,8 @@ from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
+from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
+from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata, token_order
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
 from vattn.grouped_builder import GroupedMetadataBuilder
 from vattn.grouped_metadata import GroupedMetadata
@@ -79,10 +81,13 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "CrossAttention",
     "CrossAttentionSpec",
+    "DecodeInput",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "EncoderOnlyAttentionSpec",
     "FileConnector",
+    "FlashAttentionMetadata",
+    "FlashAttentionMetadataBuilder",
     "FullAttentionSpec",
     "FusionReport",
     "GroupedMetadata",
@@ -136,5 +141,6 @@ __all__ = [
     "rope_update_kv_cache",
     "save_encoder_scales",
     "swap_blocks",
+    "token_order",
     "update_kv_cache",
 ]

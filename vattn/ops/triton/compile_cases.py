@@ -15,9 +15,10 @@ from torch import Tensor
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
+from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import launch, merge, rope_cache_update, round_query
+from vattn.ops.triton import advance_step, launch, merge, rope_cache_update, round_query
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import RopeConfig
 
@@ -73,6 +74,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (merge, "merge_kernel"),
             (rope_cache_update, "rope_update_kernel"),
             (round_query, "round_query_kernel"),
+            (advance_step, "advance_step_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -253,7 +255,18 @@ def all_launches() -> Iterator[Launch]:
             yield from _features(target, dtype, cache, shape)
 
 
+def _advances(target: str) -> Iterator[Launch]:
+    for tokens, from_prefills in itertools.product((torch.int32, torch.int64), (False, True)):
+        rows = {name: _meta(8, dtype=torch.int32) for name in AdvanceArgs._fields[:9]}
+        rows.update((name, _meta(8, dtype=torch.int64)) for name in ("positions", "slot_mapping"))
+        rows.update((name, _meta(8, dtype=tokens)) for name in ("input_tokens", "input_positions", "sampled"))
+        table = _meta(8, 5, dtype=torch.int32)
+        args = AdvanceArgs(**rows, block_table=table, block_size=16, num_queries=8, from_prefills=from_prefills)
+        yield from record(f"{tokens} {from_prefills}", target, partial(advance_step.advance, args))
+
+
 def _small_kernels(target: str) -> Iterator[Launch]:
+    yield from _advances(target)
     for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
         yield from _rounded_queries(target, name)
