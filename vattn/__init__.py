@@ -65,6 +65,7 @@ from vattn.passes.report import FusionReport, fusion_report
 from vattn.rope_config import RopeConfig
 from vattn.token_tree import TokenTree
 from vattn.tree_metadata import TreeAttentionMetadataBuilder
+from vattn.warm_up import WarmupReport, warmup
 
 __version__ = "0.1.0"
 
@@ -110,6 +111,7 @@ __all__ = [
     "TokenTree",
     "TransferRequest",
     "TreeAttentionMetadataBuilder",
+    "WarmupReport",
     "allocate_kv_cache",
     "backend",
     "block_keys",
@@ -143,4 +145,5 @@ __all__ = [
     "swap_blocks",
     "token_order",
     "update_kv_cache",
+    "warmup",
 ]
