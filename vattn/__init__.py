@@ -12,6 +12,7 @@ from vattn.export import export_step
 from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
 from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata, token_order
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
+from vattn.generation import Generator, Request, Sampling
 from vattn.grouped_builder import GroupedMetadataBuilder
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.kv_cache import (
@@ -91,6 +92,7 @@ __all__ = [
     "FlashAttentionMetadataBuilder",
     "FullAttentionSpec",
     "FusionReport",
+    "Generator",
     "GroupedMetadata",
     "GroupedMetadataBuilder",
     "HostMemoryConnector",
@@ -103,7 +105,9 @@ __all__ = [
     "MLAConfig",
     "MMEncoderAttention",
     "QuantConfig",
+    "Request",
     "RopeConfig",
+    "Sampling",
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "StaticSinkAttention",

@@ -116,6 +116,14 @@ class TransferError(VattnError, RuntimeError):
     """Blocks could not be loaded from, or saved to, where a connector keeps them. One request fails, no other."""
 
 
+class RequestError(VattnError, ValueError):
+    """One request of a generator cannot be served. Only that request fails; the others go on."""
+
+
+class QueueFullError(VattnError, RuntimeError):
+    """A generator's queue has no room for another request now."""
+
+
 class SignatureError(VattnError, TypeError):
     """A function was decorated that lacks a parameter which the decorator needs."""
 

@@ -71,13 +71,17 @@ class PackedModel(nn.Module):
     Args:
         model: what `enable` was called with.
 
+    Attributes:
+        kv_cache: what `allocate` returned last; `None` before.
+
     Example: see `enable`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.cache = PackedCache()
+        self.kv_cache: KVCacheAllocation | None = None
+        self._packed_cache = PackedCache()
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -94,8 +98,13 @@ class PackedModel(nn.Module):
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices
-        out = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=False, **options)
+        out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
         return out.logits[0]
+
+    def allocate(self, **options: Any) -> KVCacheAllocation:
+        """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
+        self.kv_cache = allocate_kv_cache(self, dtype=self.model.dtype, **options)  # type: ignore[arg-type]
+        return self.kv_cache
 
 
 def enable(
@@ -156,14 +165,8 @@ def enable(
     set_attention(model, REPLACED if replaced else NAME)
     packed = PackedModel(model)
     if num_blocks is not None or memory is not None:
-        allocate(packed, num_blocks=num_blocks, memory=memory)
+        packed.allocate(num_blocks=num_blocks, memory=memory)
     return packed
-
-
-def allocate(model: nn.Module, **options: Any) -> KVCacheAllocation:
-    """Allocate the paged cache of an enabled model in its own dtype; see `vattn.allocate_kv_cache`."""
-    inner: Any = getattr(model, "model", model) if isinstance(model, PackedModel) else model
-    return allocate_kv_cache(model, dtype=inner.dtype, **options)
 
 
 def disable(model: nn.Module) -> None:

@@ -100,7 +100,7 @@ class KVConnector(Protocol):
         """End a load (`saved` is False) or a save. With an error, nothing of a save may be found later."""
 
 
-def block_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> list[str]:
+def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent: str | None = None) -> list[str]:
     """Return a content key for every whole block of a token sequence.
 
     A key depends on the block's tokens and on all tokens before them, so equal keys mean equal prefixes.
@@ -109,6 +109,7 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> list[s
         tokens: ids from the beginning of the request.
         block_size: tokens per block; a last block that is not full has no key.
         salt: whatever else the content depends on: adapters, images, a tenant.
+        parent: key of the block before `tokens`, which then do not begin the request; the salt is in it already.
 
     Example:
         >>> from vattn.kv_transfer import block_keys
@@ -116,12 +117,16 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> list[s
         ['8bfc6f19', '0ee0c057']
         >>> block_keys(range(40), 16)[0] == block_keys([*range(16), 99, 98], 16)[0]
         True
+        >>> first, second = block_keys(range(40), 16)
+        >>> block_keys(range(16, 40), 16, parent=first) == [second]
+        True
     """
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}", "a positive int", "pass the block size of the cache")
-    keys, parent = [], hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest()
+    before = hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest() if parent is None else bytes.fromhex(parent)
+    keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         text = ",".join(str(int(token)) for token in tokens[start : start + block_size])
-        parent = hashlib.sha256(parent + text.encode()).digest()
-        keys.append(parent.hex())
+        before = hashlib.sha256(before + text.encode()).digest()
+        keys.append(before.hex())
     return keys

@@ -1,0 +1,59 @@
+"""What a generator reports: of one step for one request, and of all steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vattn.generation.request import Request
+
+
+@dataclass
+class Statistics:
+    """What a generator has done and holds now.
+
+    Attributes:
+        steps: computed steps.
+        prompt_tokens, generated_tokens: of all requests; prompt tokens computed again after preemption count again.
+        reused_tokens: prompt tokens that were found in the cache.
+        preemptions: how often a request had to give its blocks back.
+        waiting, running: requests now.
+        used_blocks, num_blocks: blocks that requests hold now, and all that there are for them.
+        wasted_tokens: places in those blocks that hold no token.
+        seconds: wall time of all steps.
+        host_seconds: the part of it in which the device had nothing to do for lack of work from the host.
+        first_token_seconds: from arrival to the first token, of every request that has one.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    preemptions: int = 0
+    waiting: int = 0
+    running: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
+    wasted_tokens: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    first_token_seconds: tuple[float, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens by wall time."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step did for one request.
+
+    Attributes:
+        request: whose.
+        text: text that came, whole characters only; "" without a tokenizer.
+        tokens: ids that came: one, or none if the request has failed.
+    """
+
+    request: Request
+    text: str
+    tokens: tuple[int, ...]
