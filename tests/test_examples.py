@@ -76,6 +76,13 @@ def test_whisper_like_decoding() -> None:
     assert "graphs compiled: 3\n" in printed, "with encoder states, without, and a single row"
 
 
+def test_speculative_tree() -> None:
+    printed = run("10_speculative_tree.py")
+    assert printed.count("equal to greedy decoding: True") == 3
+    plain, trees = map(int, re.search(r"(\d+) steps of one token a request, (\d+) with trees", printed).groups())
+    assert plain == 64 and trees < plain * 0.75
+
+
 def test_all_examples_are_tested_and_short() -> None:
     source = Path(__file__).read_text()
     assert EXAMPLES

@@ -162,9 +162,10 @@ def test_an_old_package_is_refused_by_its_version(monkeypatch) -> None:
     ("changes", "says"),
     [
         ({}, "by xFormers' memory_efficient_attention_forward"),
-        ({"sliding_window": 9, **CAP}, "lacks windows, a soft cap"),
+        ({"sliding_window": 9, **CAP}, "lacks logits_soft_cap, sliding_window"),
+        ({"batch_invariant": True}, "lacks batch_invariant"),
         ({"block_size": 16}, "lacks blocks of 16 (multiples of 64)"),
-        ({"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, "lacks a fp8_e4m3 cache"),
+        ({"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, "lacks a cache of fp8_e4m3"),
     ],
 )
 def test_explain_says_which_kernel_runs(changes: dict[str, Any], says: str, monkeypatch) -> None:

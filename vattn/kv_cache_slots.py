@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vattn.config import AttentionConfig
-from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, ShapeError
-from vattn.ops.cache_layout import key_value_views
+from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
+from vattn.formats import KV_FORMATS
+from vattn.ops.cache_layout import key_value_views, packed_views
 
 
 def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: Tensor) -> None:
@@ -25,6 +26,7 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
 
     Raises:
         CacheNotBoundError: a layer without a cache.
+        UnsupportedRequestError: a cache of latents.
         ShapeError, DeviceError, ConfigError: slots of another shape, device or dtype, or no layer; nothing is copied.
 
     Bytes are copied, so scales and formats do not matter. It does not wait for the device, and a CUDA graph may capture
@@ -65,7 +67,13 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
         if not hasattr(layer, "bind_kv_cache"):
             continue
         cache, config = layer.kv_cache, layer.config
-        if not isinstance(cache, Tensor) or not isinstance(config, AttentionConfig):
+        if config is not None and not isinstance(config, AttentionConfig):
+            raise UnsupportedRequestError(
+                f"move_slots with a cache of {type(config).__name__}",
+                "caches of keys and values",
+                "recompute the tokens",
+            )
+        if not isinstance(cache, Tensor) or config is None:
             raise CacheNotBoundError(
                 f"layer {getattr(layer, 'prefix', '')!r} has no KV cache",
                 "layers with a bound cache",
@@ -78,9 +86,7 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
 
 def _move(cache: Tensor, config: AttentionConfig, source: Tensor, target: Tensor) -> None:
     size = config.block_size
-    for view in key_value_views(cache, config):
-        # FP8 as bytes: not every device can index FP8 dtypes.
-        rows = view.view(torch.uint8) if view.element_size() == 1 else view
+    for rows in _stored(cache, config):
         slots = rows.shape[0] * size
         valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
         # What is dropped repeats the first valid copy; without one, slot 0 gets its own content.
@@ -90,3 +96,13 @@ def _move(cache: Tensor, config: AttentionConfig, source: Tensor, target: Tensor
         came = torch.where(any_valid, source[index], 0)
         goes = torch.where(any_valid, target[index], 0)
         rows[goes // size, goes % size] = rows[came // size, came % size]
+
+
+def _stored(cache: Tensor, config: AttentionConfig) -> list[Tensor]:
+    """Return views `[num_blocks, block_size, ...]` that cover all bytes of every token."""
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        return [part for rows in packed_views(cache, config) for part in rows if part is not None]
+    # Pairs of heads lie in an ordinary cache.
+    views = cache.unbind(0) if config.head_pairs != "none" else key_value_views(cache, config)
+    # FP8 as bytes: not every device can index FP8 dtypes.
+    return [view.view(torch.uint8) if view.element_size() == 1 else view for view in views]

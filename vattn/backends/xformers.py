@@ -10,6 +10,7 @@ is read from the device and any call can be captured in a CUDA graph.
 from __future__ import annotations
 
 import copy
+import importlib
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Package, Sizes
+from vattn.backends.base import Package, Sizes, requested_features
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
@@ -51,7 +52,7 @@ class XFormersBackend(TritonAttentionBackend):
     def problem(self) -> str | None:
         """Return why this backend cannot be used in this process, `None` if it can."""
         triton = _OURS.package
-        return super().problem() or (None if triton is None else triton.problem())
+        return super().problem() or (None if triton is None else triton.problem()) or _library_problem()
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say which kernel decodes, and why it is not xFormers' if it is not."""
@@ -74,24 +75,30 @@ class XFormersBackend(TritonAttentionBackend):
         _decode(args, config)
 
 
+@lru_cache(maxsize=1)
+def _library_problem() -> str | None:
+    """Return why xFormers itself would refuse every call: it does where its compiled half could not be loaded."""
+    if not torch.cuda.is_available():
+        return None
+    library = importlib.import_module("xformers._cpp_lib")
+    failure = getattr(library, "_cpp_library_load_exception", None)
+    if failure is None:
+        return None
+    return f"xFormers runs nothing without its compiled half: {' '.join(str(failure).split())[:300]}"
+
+
 def own_kernel_reasons(config: AttentionConfig) -> list[str]:
     """Return what of a request xFormers' paged kernel lacks; empty where it can decode."""
-    asked = {
+    missing = {
         f"head size {config.head_size}": config.head_size not in HEAD_SIZES,
-        "unequal head sizes": config.head_size != config.head_size_v,
         f"blocks of {config.block_size} (multiples of {PAGE})": config.block_size % PAGE != 0,
         f"dtype {config.dtype}": config.dtype not in ("float16", "bfloat16"),
-        f"a {config.kv_cache_dtype} cache": config.kv_cache_dtype != config.dtype,
-        "HND layout": config.kv_cache_layout != "NHD",
-        "FP8 queries": config.query_format != "none",
-        f"output {config.output_format}": config.output_format != "none",
-        "windows": config.sliding_window is not None,
-        "a soft cap": config.logits_soft_cap is not None,
-        "sinks": config.sinks,
-        "multimodal ranges": config.mm_prefix != "none",
-        "a log-sum-exp in our form": config.lse,
+        f"a cache of {config.kv_cache_dtype}": config.kv_cache_dtype != config.dtype,
+        f"queries of {config.query_format}": config.query_format != "none",
+        f"outputs of {config.output_format}": config.output_format != "none",
     }
-    return [what for what, wanted in asked.items() if wanted]
+    # Its paged mask is the causal one and nothing else, and its splits follow the batch.
+    return [*(what for what, lacks in missing.items() if lacks), *sorted(requested_features(config))]
 
 
 def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
