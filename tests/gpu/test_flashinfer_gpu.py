@@ -156,9 +156,11 @@ def test_a_captured_call_is_replayed_with_other_lengths(lens, changes) -> None:
         seq_lens = [max(query, seq + min(shift, -seq % 16)) if seq else 0 for query, seq in lens]
         batch.seq_lens = seq_lens
         batch.args.seq_lens[: len(lens)] = torch.tensor(seq_lens, dtype=torch.int32).cuda()
-        batch.args.block_table[: len(lens)] = (
-            batch.args.block_table[: len(lens)].flip(1) if shift == 1 else (batch.args.block_table[: len(lens)])
-        )
+        if shift == 1:
+            # Other blocks too: those that hold keys change places.
+            for row, length in enumerate(seq_lens):
+                used = -(-length // 16)
+                batch.args.block_table[row, :used] = batch.args.block_table[row, :used].flip(0)
         plan(batch, batch.args.plan[0])
         batch.args.output.fill_(float("nan"))
         torch.cuda.set_sync_debug_mode("error")

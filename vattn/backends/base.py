@@ -224,6 +224,8 @@ class Capabilities:
         approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
         rope_update: whether there is `rope_kv_cache_update`, for every KV format that the backend stores.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
+        rounded_lse: whether softmax weights are summed after they were rounded to the model dtype, so that a
+            log-sum-exp is off by up to half a step of it.
         tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -247,6 +249,7 @@ class Capabilities:
     approximate_division: bool = False
     rope_update: bool = False
     cuda_graphs: str = "full"
+    rounded_lse: bool = False
     tree_masks_only: bool = False
     garbage_safe: bool = True
 

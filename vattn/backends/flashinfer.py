@@ -9,6 +9,7 @@ Values in memory that no request owns must be finite, block ids that name no blo
 sequence longer than its row of the block table ends with it. Sinks join the result afterwards, through the
 log-sum-exp. A tree goes in as a mask, so its biases are 0 or -inf. FlashInfer's XQA kernels are left out: on an FP8
 cache they round the query and the weights to e4m3, 3.5e-2 off a request for a 16-bit query, and give no log-sum-exp.
+Its own log-sum-exp adds weights up after rounding them to the model dtype.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         minimum_capability=(8, 0),
         package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
         cuda_graphs="manual",
+        rounded_lse=True,
         tree_masks_only=True,
         garbage_safe=False,
     )

@@ -127,6 +127,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(["python -m vattn", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": platform.processor() or "CPU" if cpu else torch.cuda.get_device_name(),
+        "capability": [0, 0] if cpu else list(torch.cuda.get_device_capability()),
         "versions": _versions(),
         "peers": {name: state if state == "found" else f"missing: {state}" for name, state in states.items()},
         "ceilings": {} if cpu else ceilings.measure(),

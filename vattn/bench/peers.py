@@ -347,7 +347,10 @@ PEERS: tuple[Peer, ...] = (
 )
 """What vattn's kernels are compared with. Contiguous ones read a copy of keys and values without blocks."""
 
-BESIDE: tuple[Peer, ...] = (Peer("vattn FLASHINFER", "flashinfer", _flashinfer_problem, _vattn("FLASHINFER")),)
+BESIDE: tuple[Peer, ...] = (
+    Peer("vattn FLASHINFER", "flashinfer", _flashinfer_problem, _vattn("FLASHINFER")),
+    Peer("vattn FLASH_ATTN", "fa3", _fa3_problem, _vattn("FLASH_ATTN")),
+)
 """The same libraries behind a backend of vattn, with what it adds."""
 
 ON_CPU = Peer("vattn TORCH_SDPA", "vattn", _none, _vattn("TORCH_SDPA"))
