@@ -34,14 +34,14 @@ class _Wrapper:
         assert int_workspace_buffer.dtype == torch.uint8
         self.int_workspace = int_workspace_buffer
 
-    def run(self, query: Tensor, cache: Any, out: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
-        assert return_lse and query.shape[0] == self.rows, "q.shape[0] does not match qo_indptr[-1]"
+    def run(self, query: Tensor, cache: Any, out: Tensor, return_lse: bool = False) -> Any:
+        assert query.shape[0] == self.rows, "q.shape[0] does not match qo_indptr[-1]"
         starts, parts = self.requests(cache)
         lse = torch.full(query.shape[:2], torch.nan)
         for request, (key, value) in enumerate(parts):
             first, last = int(starts[request]), int(starts[request + 1])
             out[first:last], lse[first:last] = self.one(query[first:last], key, value, request)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     def one(self, query: Tensor, key: Tensor, value: Tensor, request: int) -> tuple[Tensor, Tensor]:
         rows, keys, told = query.shape[0], key.shape[0], self.told

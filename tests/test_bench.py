@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import fake_flashinfer
 from tests.support import relative_l2
 from vattn.__main__ import main
 from vattn.bench import attention, peers, report, shapes
@@ -151,3 +152,14 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         report.check_plotting()
+
+
+def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr("vattn.backends.flashinfer._can_compile", lambda: True)
+    layer = shapes.LayerShape("x", 4, 2, 64, window=9, soft_cap=3.0)
+    cell = Cell(layer, shapes.Work("y", ((3, 40), (1, 16), (5, 5))), "bf16", 16, 0, "cpu")
+    assert cell.error(peers._flashinfer("fa2")(cell)()) < 1e-2
+    for wrong, family in ((Cell(layer, cell.work, "fp8", 16, 0, "cpu"), "fa3"),):
+        with pytest.raises(NotThisCellError):
+            peers._flashinfer(family)(wrong)

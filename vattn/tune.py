@@ -17,6 +17,7 @@ import torch
 from vattn.backends import choice_table, selector
 from vattn.backends.base import DeviceInfo
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
+from vattn.bench.command import forbid_builds
 from vattn.errors import ConfigError, DeviceError, VattnError
 
 BACKENDS = ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN")
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", type=Path, metavar="FILE", help="make the table of results of `bench attention --json`"
     )
     parser.add_argument("--check", type=Path, metavar="FILE", help="read a table, say what it changes, measure nothing")
+    parser.add_argument(
+        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+    )
     parser.add_argument("--shapes", default="", help=f"kinds of layers by commas: {'; '.join(SHAPES)}".replace(",", ""))
     parser.add_argument("--steps", default="", help=f"kinds of steps by semicolons: {'; '.join(STEPS)}")
     parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
@@ -68,6 +72,7 @@ def main(options: argparse.Namespace) -> int:
                 "a CUDA GPU",
                 "run `python -m vattn doctor` to see what was found",
             )
+        forbid_builds(options.build_peers)
         caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
         shapes = _picked("--shapes", options.shapes, ";", list(SHAPES))
         table = measure(shapes, _picked("--steps", options.steps, ";", list(STEPS)), caches, options.replays)

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument("--replays", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
     parser.add_argument("--fa3", metavar="PATH", help="a FlashAttention-3 library to load")
+    parser.add_argument(
+        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny cells by the clock")
     parser.add_argument(
         "--list", action="store_true", help="print models, kinds of steps and peers, and measure nothing"
@@ -111,6 +115,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         from vattn.ops.flash_attention import load_flash_attn
 
         load_flash_attn(options.fa3)
+    forbid_builds(options.build_peers or cpu)
     cells = shapes.choose_cells(_names(options.models), _names(options.work, ";"))
     chosen = [peers.ON_CPU] if cpu else [*peers.OWN, *peers.choose_peers(_names(options.peers))]
     states = {peer.name: peer.problem() or "found" for peer in chosen}
@@ -140,6 +145,12 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
     return result
+
+
+def forbid_builds(allowed: bool) -> None:
+    """Keep FlashInfer from compiling during a measurement, unless that is allowed."""
+    if not allowed:
+        os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
 def _versions() -> dict[str, str]:

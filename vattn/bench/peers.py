@@ -189,16 +189,11 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
         pages = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
         ids = torch.cat([row[:size] for row, size in zip(cell.table, sizes, strict=True)])
         last = torch.tensor([(keys - 1) % cell.block_size + 1 for _, keys in cell.work.requests], dtype=torch.int32)
-        buffers = [tensor.to(cell.device) for tensor in (cell.starts, pages, ids, last)]
         workspace = torch.empty(512 << 20, dtype=torch.uint8, device=cell.device)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(
             workspace,
             "NHD",
-            use_cuda_graph=cell.work.rows <= 16 * len(cell.work.requests),
-            qo_indptr_buf=buffers[0],
-            paged_kv_indptr_buf=buffers[1],
-            paged_kv_indices_buf=buffers[2],
-            paged_kv_last_page_len_buf=buffers[3],
+            # Planned for these lengths alone: its schedules for graphs that meet other lengths are slower.
             backend=family,
         )
         wrapper.plan(
