@@ -1,7 +1,7 @@
 """Continuous batching in about 100 lines: prompts of different lengths join and leave one batch on a paged cache.
 
 Long prompts are computed in chunks, so that the others keep decoding; blocks come from a pool and go back to it.
-`vattn/demo/generate.py` does the same with sampling, preemption and CUDA graphs.
+`vattn.Generator` does the same with sampling, preemption, prefixes found again and CUDA graphs.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ from torch import Tensor
 import vattn
 from vattn.block_pool import BlockTable
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.generate import model_inputs
 from vattn.demo.model import Llama
+from vattn.generation import model_inputs
 from vattn.kv_cache import KVCacheAllocation
 
 FOLDER = Path(__file__).parent / "demo_model"

@@ -14,7 +14,7 @@ from torch import Tensor
 import vattn
 from vattn.block_pool import BlockTable
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.generate import model_inputs
+from vattn.generation import model_inputs
 
 FOLDER = Path(__file__).parent / "demo_model"
 TEXT = "".join(f"def step_{number}(self):\n    return self.state[{number}]\n\n" for number in range(12))

@@ -19,10 +19,10 @@ import vattn
 from vattn.demo import main as demo
 from vattn.demo import quality
 from vattn.demo.checkpoint import build_llama, plant_outliers, read_checkpoint
-from vattn.demo.generate import Generator, Request, Scheduler, model_inputs
 from vattn.demo.model import AttentionOptions, Llama
 from vattn.demo.report import Progress, quoted
-from vattn.errors import DemoError, OutOfBlocksError
+from vattn.errors import DemoError
+from vattn.generation import Generator, Request, Sampling, model_inputs
 from vattn.kv_cache import KVCacheAllocation
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def assert_same_text(model: Llama, storage: KVCacheAllocation, got: Request, exp
     if got.output == expected.output:
         return
     length = next(i for i, (a, b) in enumerate(zip(got.output, expected.output, strict=True)) if a != b)
-    ids = expected.tokens[: len(expected.prompt) + length]
+    ids = expected.tokens(0, len(expected.prompt) + length)
     builder = vattn.AttentionMetadataBuilder(1, len(ids), len(ids), storage.block_size, layers=model)
     step = builder.build([len(ids)], [len(ids)], [list(range(1, storage.num_blocks))])
     with vattn.forward_context(step), torch.no_grad():
@@ -112,19 +112,15 @@ def test_greedy_texts_do_not_depend_on_batching_or_compilation(
     model, storage, _ = eager_and_compiled[0]
     alone = []
     for prompt in PROMPTS:
-        request = Request([0, *prompt], 24)
-        for _ in Generator(model, storage, max_num_reqs=1, token_budget=512).generate([request]):
-            pass
-        alone.append(request)
+        generator = Generator(model, cache=storage, max_num_reqs=1, token_budget=512, reuse_prefixes=False)
+        alone += generator.generate([[0, *prompt]], Sampling(24))
     for owner, owned, forward in eager_and_compiled:
         # 40 tokens a step cut the third prompt into chunks; three at once keep the fourth waiting.
         generator = Generator(
-            owner, owned, forward=forward, max_num_reqs=3, token_budget=40, graph_sizes=[3, 2] if owner is model else []
+            forward, cache=owned, max_num_reqs=3, token_budget=40, graph_sizes=[3, 2] if owner is model else []
         )
-        together = [Request([0, *prompt], 24) for prompt in PROMPTS]
-        for _ in generator.generate(together):
-            pass
-        assert generator.num_steps < sum(map(len, (r.output for r in together))), "steps were shared"
+        together = generator.generate([[0, *prompt] for prompt in PROMPTS], Sampling(24))
+        assert generator.statistics().steps < sum(map(len, (r.output for r in together))), "steps were shared"
         assert generator.scheduler.pool.num_used == 0
         for got, expected in zip(together, alone, strict=True):
             assert len(got.output) == 24
@@ -136,10 +132,8 @@ def test_preempted_requests_lose_no_token() -> None:
     roomy, roomy_storage = build(100)
     texts = []
     for owner, owned in ((model, storage), (roomy, roomy_storage)):
-        generator = Generator(owner, owned, max_num_reqs=3, token_budget=64)
-        requests = [Request([0, *prompt], 40) for prompt in PROMPTS]
-        for _ in generator.generate(requests):
-            pass
+        generator = Generator(owner, cache=owned, max_num_reqs=3, token_budget=64)
+        requests = generator.generate([[0, *prompt] for prompt in PROMPTS], Sampling(40))
         generator.scheduler.pool.check()
         texts.append(requests)
         if owned is storage:
@@ -151,35 +145,15 @@ def test_preempted_requests_lose_no_token() -> None:
 def test_sampled_text_depends_on_its_own_seed_only() -> None:
     model, storage = build(60)
 
-    def sample(requests: list[Request]) -> list[list[int]]:
-        for _ in Generator(model, storage).generate(requests):
-            pass
-        return [request.output for request in requests]
+    def sample(*seeds: int) -> list[list[int]]:
+        samplings = [Sampling(16, temperature=0.8, seed=seed) for seed in seeds]
+        done = Generator(model, cache=storage).generate([[0, *PROMPTS[1]]] * len(seeds), samplings)
+        return [request.output for request in done]
 
-    (alone,) = sample([Request([0, *PROMPTS[1]], 16, temperature=0.8, seed=4)])
-    together = sample([Request([0, *PROMPTS[1]], 16, temperature=0.8, seed=seed) for seed in (3, 4)])
+    (alone,) = sample(4)
+    together = sample(3, 4)
     assert together[1] == alone
     assert together[0] != alone
-
-
-def test_stop_token_ends_a_text() -> None:
-    request = Request([1], 10, stop_token=3)
-    for token in (2, 3):
-        request.accept(torch.nn.functional.one_hot(torch.tensor(token), 5).float())
-    assert request.stopped
-    assert request.output == [2]
-
-
-def test_scheduler_keeps_to_its_budget_and_refuses_what_never_fits() -> None:
-    scheduler = Scheduler(vattn.BlockPool(10), block_size=8, max_num_reqs=2, token_budget=16)
-    with pytest.raises(OutOfBlocksError, match=r"70 \+ 3 tokens needs 10 blocks.*up to 9"):
-        scheduler.add(Request([1] * 70, 3))
-    for length in (20, 5, 3):
-        scheduler.add(Request([1] * length, 2))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert [new for _, new in first] == [16]
-    assert [new for _, new in second] == [4, 5]
-    assert len(scheduler.waiting) == 1
 
 
 def quick_arguments(*more: str) -> list[str]:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import vattn
 from vattn import errors
+from vattn.generation.request import Request
+from vattn.generation.scheduler import Scheduler
 from vattn.generation.text import TextStream
 
 pytest.importorskip("transformers")
@@ -197,6 +199,19 @@ def test_text_is_streamed_in_whole_characters() -> None:
     shown = [stream.push(ids[: count + 1], last=count + 1 == len(ids)) for count in range(len(ids))]
     assert "".join(shown) == "naïve ☃ 漢字!" and "\ufffd" not in "".join(shown)
     assert stream.push([*ids, 0xE2], last=True) == "\ufffd"
+
+
+def test_the_scheduler_keeps_to_its_budget() -> None:
+    scheduler = Scheduler(vattn.BlockPool(10), block_size=8, max_num_reqs=2, token_budget=16, max_seq_len=80)
+    with pytest.raises(errors.OutOfBlocksError, match=r"70 \+ 4 tokens needs 10 blocks.*up to 9"):
+        scheduler.add(Request([1] * 70, vattn.Sampling(4)))
+    for length in (20, 5, 3):
+        scheduler.add(Request([length] * length, vattn.Sampling(2)))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [part.end - part.start for part in first] == [16]
+    assert [part.end - part.start for part in second] == [4, 5]
+    assert len(scheduler.waiting) == 1
+    assert scheduler.table_rows(second)[:, :3].tolist() == [[1, 2, 3], [4, 0, 0]]
 
 
 WRONG = {

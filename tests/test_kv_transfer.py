@@ -13,7 +13,7 @@ from torch import nn
 import vattn
 from vattn.block_pool import BlockPool, BlockTable
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.generate import model_inputs
+from vattn.generation import model_inputs
 from vattn.errors import BlockError, CacheError, ConfigError, GraphContractError, SignatureError, TransferError
 from vattn.formats import KV_FORMATS
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys

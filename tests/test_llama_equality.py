@@ -13,7 +13,7 @@ from torch import Tensor
 import vattn
 from tests.support import relative_l2
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.generate import model_inputs
+from vattn.generation import model_inputs
 from vattn.demo.model import AttentionOptions, Llama
 
 transformers = pytest.importorskip("transformers")

@@ -10,19 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import vattn
 from vattn.config import CacheConfig
 from vattn.demo import quality, report
 from vattn.demo.checkpoint import build_llama, plant_outliers, read_checkpoint
-from vattn.demo.generate import Generator, Request
 from vattn.demo.model import AttentionOptions, Llama, LlamaConfig
 from vattn.errors import DemoError, DeviceError, UnsupportedRequestError, VattnError
 from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.generation import Generator, Request, Sampling
 from vattn.kv_cache import KVCacheAllocation
 from vattn.layers import QuantConfig, clip_rates, observe_clipping
 
@@ -258,10 +258,10 @@ def _compare_speed(setting: Setting, model: Llama, cache: KVCacheAllocation, res
     print(f"graphs   : {why_no_graphs}")
 
 
-def _requests(setting: Setting) -> list[Request]:
+def _samplings(setting: Setting) -> list[Sampling]:
     return [
-        Request([0, *prompt], setting.max_new_tokens, setting.temperature, seed=i, stop_token=0)
-        for i, prompt in enumerate(setting.prompts)
+        Sampling(setting.max_new_tokens, setting.temperature, seed=i, stop_token_ids=(0,))
+        for i in range(len(setting.prompts))
     ]
 
 
@@ -273,9 +273,10 @@ def _generator(
     graph_sizes: Sequence[int] = (),
 ) -> Generator:
     return Generator(
-        model,
-        cache,
-        forward=forward,
+        model if forward is None else cast("nn.Module", forward),
+        cache=cache,
+        reuse_prefixes=False,
+        compile="none",
         max_num_reqs=MAX_NUM_REQS,
         token_budget=TOKEN_BUDGET,
         max_seq_len=_max_seq_len(setting),
@@ -285,11 +286,15 @@ def _generator(
 
 def _generate(setting: Setting, generator: Generator, label: str) -> tuple[list[Request], float]:
     """Run the prompts to their end; returns them and tokens per second."""
-    for _ in generator.generate([Request([0] * 5, 4)]):  # What is set up on first use is no part of the speed.
-        pass
-    requests = _requests(setting)
-    with report.Progress(label, sum(request.max_new_tokens for request in requests), "tokens") as bar:
-        for _ in generator.generate(requests):
+    # What is set up on first use is no part of the speed.
+    generator.generate([[0] * 5], Sampling(4, stop_token_ids=()))
+    requests = [
+        generator.add([0, *prompt], sampling)
+        for prompt, sampling in zip(setting.prompts, _samplings(setting), strict=True)
+    ]
+    with report.Progress(label, setting.max_new_tokens * len(requests), "tokens") as bar:
+        while generator.busy:
+            generator.step()
             bar.update(sum(len(request.output) for request in requests))
         seconds = bar.seconds
     return requests, sum(len(request.output) for request in requests) / seconds
@@ -302,8 +307,7 @@ def _compile(
     before, forward = _graph_count(), vattn.compile(model)
     try:
         with report.Progress("compiling", total=1, unit="models") as bar:
-            for _ in _generator(setting, model, cache, forward).generate([Request([0] * 5, 2)]):
-                pass
+            _generator(setting, model, cache, forward).generate([[0] * 5], Sampling(2, stop_token_ids=()))
             bar.update(1)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         reason = str(error.inner_exception).strip().splitlines()[0]
