@@ -17,12 +17,14 @@ from queries import PER_HEAD, PER_TENSOR, REFUSED, Written, heads, inputs, round
 from torch import Tensor, nn
 
 import vattn
+from tests.support import make_config
 from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
 from vattn.errors import FusionError
 from vattn.passes import query_quant
 from vattn.passes.pipeline import fuse_graph
 from vattn.passes.probe import same_bits
-from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK
+from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK, in_load
 from vattn.passes.report import NodeReport
 
 SCALES = [0.0137, 0.031]
@@ -313,6 +315,18 @@ def test_export_and_aot_inductor(tmp_path: Any) -> None:
     with step(model, [3, 4]):
         want = model(inputs(7)).float()
     assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_the_report_says_where_a_small_kernel_rounds_first() -> None:
+    pytest.importorskip("triton")
+    hopper, fp8 = DeviceInfo("cuda", (9, 0), "GPU"), {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
+    asked = {"head_size": 128, "dtype": "bfloat16", "query_format": "fp8_e4m3", "query_scale": "tensor"}
+    config = make_config(**asked, **fp8, backend="TRITON_ATTN", query_load="approximate_divide")
+    assert in_load(config, hopper) == (
+        f"{IN_LOAD} (Hopper's prefill kernel takes the query rounded: a small kernel does that first)"
+    )
+    assert in_load(config.replace(kv_cache_dtype="bfloat16", kv_scale="none"), hopper) == IN_LOAD
+    assert in_load(config.replace(backend="TORCH_SDPA", query_load="divide"), DeviceInfo.of("cpu")) == IN_LOAD
 
 
 def test_a_query_in_the_models_dtype_is_not_mentioned() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vattn.backends.base import FEATURES, Backend, Capabilities, Package, Sizes
+from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Package, Sizes
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -21,7 +21,7 @@ class TritonAttentionBackend(Backend):
     capabilities = Capabilities(
         devices=("cuda", "interpreter"),
         dtypes=tuple(MODEL_DTYPES),
-        kv_cache_dtypes=tuple(name for name, fmt in KV_FORMATS.items() if not fmt.packed),
+        kv_cache_dtypes=tuple(KV_FORMATS),
         query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
@@ -49,6 +49,9 @@ class TritonAttentionBackend(Backend):
             found.append(
                 f"head_size {config.head_size} is computed as {columns} (columns of zeros in the kernel, not in memory)"
             )
+        taker = takes_rounded_queries(config)
+        if taker:
+            found.append(f"{taker} takes the query rounded: a small kernel does that first")
         if config.batch_invariant:
             found.append(
                 "batch_invariant: the general kernel with tiles of one size and no splits; a row is bitwise the same "
@@ -108,10 +111,25 @@ class TritonAttentionBackend(Backend):
         update_kv_cache(args, config)
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
-        """Run `vattn::rope_kv_cache_update`, in one launch."""
+        """Run `vattn::rope_kv_cache_update`: in one launch, for packed formats in two."""
         from vattn.ops.triton.rope_cache_update import rope_update
 
         rope_update(args, rope, config)
+
+
+def takes_rounded_queries(config: AttentionConfig) -> str:
+    """Return which kernel takes rounded alone the queries that the op is to round, empty if none may run."""
+    if config.query_load == "plain" or config.batch_invariant:
+        return ""
+    from vattn.ops.gluon import prefill_launch
+    from vattn.ops.triton import encoder
+    from vattn.ops.triton.round_query import after_rounding
+
+    plain = after_rounding(config)
+    if not encoder.refusals(plain):
+        return "the kernel for long encoder inputs"
+    hopper = DeviceInfo("cuda", prefill_launch.CAPABILITY, "Hopper")
+    return "" if prefill_launch.refusals(plain, hopper) else "Hopper's prefill kernel"
 
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -17,7 +17,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import output_quant, report
-from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_moves, describe_query, find_query
+from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_moves, describe_query, find_query, in_load
 from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
 from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
 from vattn.passes.rewrite import rewrite, rewrite_query
@@ -202,10 +202,12 @@ def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:
             found = find_query(attention)
             if found is None:
                 return IN_PRODUCER, FUSED, ""
-            line = source_line(before_moves(call.kwargs["query"]))  # type: ignore[arg-type]
+            query = call.kwargs["query"]
+            text = f"{in_load(found.config, value(query).device)}, behind {found.behind}"  # type: ignore[arg-type]
+            line = source_line(before_moves(query))  # type: ignore[arg-type]
             rewrite_query(attention, found)
-            return f"{IN_LOAD}, behind {found.behind}", FUSED, line
-        return text, FUSED if text in (IN_LOAD, IN_PRODUCER) else "", ""
+            return text, FUSED, line
+        return text, FUSED if text.startswith((IN_LOAD, IN_PRODUCER)) else "", ""
     except Refusal as refusal:
         return f"{text}: {refusal.reason}", NEAR_MISS, source_line(refusal.node)
     except Exception as error:
@@ -215,8 +217,10 @@ def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:
 
 def _graph_name(graph: Graph) -> str:
     """Return a name that the same graph has in every process."""
-    digest = hashlib.sha256(str(graph).encode())
+    digest = hashlib.sha256()
     for node in graph.nodes:
+        target = str(node.target).partition(" at 0x")[0]  # of a plain function, whose address differs
+        digest.update(f"{node.name} {target} {node.args} {node.kwargs}\n".encode())
         if node.op == "placeholder":
             val = value(node)
             digest.update(str((tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else val).encode())

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.passes import probe
@@ -87,7 +88,7 @@ def describe_query(call: Node) -> str:
     if config.query_format == "none":
         return TURNED_BACK if _was_fp8(query) else ""
     if not config.takes_fp8_query:
-        return IN_LOAD
+        return in_load(config, value(query).device)
     maker = before_moves(query)
     if maker.op != "call_function":
         return IS_INPUT
@@ -95,6 +96,16 @@ def describe_query(call: Node) -> str:
         return f"FP8, made by {_name(maker)}"
     chain = _chain(query, config)
     return f"{OWN_KERNEL} {_name(chain.end)}" if chain.has_own_kernel else IN_PRODUCER
+
+
+def in_load(config: AttentionConfig, device: torch.device | DeviceInfo) -> str:
+    """Return that the op rounds the query, and what the chosen backend says of doing so."""
+    chosen = selector.explain(config, device).chosen
+    if chosen is None:
+        return IN_LOAD
+    backend = selector.get_backend(chosen)
+    said = [note for note in backend.notes(config) if note not in backend.notes(config.replace(query_load="plain"))]
+    return f"{IN_LOAD} ({'; '.join(said)})" if said else IN_LOAD
 
 
 def find_query(attention: AttentionNode) -> FoundQuery | None:

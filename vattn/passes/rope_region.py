@@ -273,14 +273,18 @@ def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
     """Return a hash of everything that a verdict about the history of a node depends on."""
     names = {node: f"%{index}" for index, node in enumerate(past)}
     symbols: dict[str, str] = {}
+    sizes: dict[Any, str] = {}
 
     def shown(size: Any) -> str:
         if isinstance(size, int):
             return str(size)
         text = expression(size)
-        for symbol in sorted(text.free_symbols, key=str):
-            symbols.setdefault(str(symbol), f"n{len(symbols)}")
-        return str(text.xreplace({symbol: type(symbol)(symbols[str(symbol)]) for symbol in text.free_symbols}))
+        if text not in sizes:
+            for symbol in sorted(text.free_symbols, key=str):
+                symbols.setdefault(str(symbol), f"n{len(symbols)}")
+            renamed = {symbol: type(symbol)(symbols[str(symbol)]) for symbol in text.free_symbols}
+            sizes[text] = str(text.xreplace(renamed))
+        return sizes[text]
 
     lines = [extra]
     for node in past:
