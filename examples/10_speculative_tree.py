@@ -12,7 +12,7 @@ from torch import Tensor
 
 import vattn
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.generate import model_inputs
+from vattn.generation.generator import model_inputs
 
 FOLDER = Path(__file__).parent / "demo_model"
 MAX_SEQ_LEN, BLOCK_SIZE, MAX_NODES, NEW_TOKENS = 320, 16, 20, 64
