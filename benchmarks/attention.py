@@ -28,7 +28,6 @@ from vattn.config import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.triton.launch import paged_attention
 
 BLOCK = 16
 ROTATED_BYTES = 300 << 20
@@ -153,12 +152,9 @@ def config_of(cell: Cell) -> AttentionConfig:
 
 
 def vattn_steps(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: ignore[no-untyped-def]
-    """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share.
-
-    Several rows per request go to the general kernel.
-    """
+    """Return a decode step of vattn's fast path and the making of its schedule, which all layers of a step share."""
     config, tokens = config_of(cell), cell.shape.tokens
-    shape = decode_fast.plan_shape(config, cell.batch, torch.device("cuda:0"))
+    shape = decode_fast.plan_shape(config, tokens * cell.batch, cell.batch, torch.device("cuda:0"))
     schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
     output = torch.full_like(cell.query, float("nan"))
     args = AttentionArgs(
@@ -168,14 +164,11 @@ def vattn_steps(cell: Cell, tuning: Tuning | None, workspace: Tensor):  # type: 
     )  # fmt: skip
 
     def plan() -> Tensor:
-        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning)
+        decode_fast.plan(cell.starts, cell.seq_lens, schedule, config, tuning, tokens)
         return schedule
 
     def step() -> Tensor:
-        if tokens == 1:
-            decode_fast.decode(args, config, tuning)
-        else:
-            paged_attention(args, config)
+        decode_fast.decode(args, config, tuning)
         return output
 
     plan()

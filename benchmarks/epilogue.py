@@ -58,7 +58,8 @@ def decode_inputs(batch: int, context: int, fp8: bool) -> list[Inputs]:
     made = []
     for cell in [decode_bench.Cell(shape, fp8, seed) for seed in range(count)]:
         config = decode_bench.config_of(cell).replace(backend="TRITON_ATTN")
-        schedule = torch.zeros(decode_fast.plan_shape(config, batch, torch.device("cuda:0")), dtype=torch.int32).cuda()
+        shape = decode_fast.plan_shape(config, batch, batch, torch.device("cuda:0"))
+        schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(cell.starts, cell.seq_lens, schedule, config)
         cache = cell.cache.view(torch.uint8) if fp8 else cell.cache
         args = _arguments(cell.query, cache, cell.starts, cell.seq_lens, cell.table, cell.ones, [schedule], workspace)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import peers
 from benchmarks.timing import Timer, interleave
 from vattn.config import AttentionConfig
-from vattn.ops.arguments import AttentionArgs
+from vattn.ops.arguments import AttentionArgs, PlanArgs
 
 HEADS, KV_HEADS = 32, 8
 WARM_SECONDS = 0.3
@@ -104,7 +104,8 @@ class Cell:
 
 
 def vattn_step(cell: Cell, window: int, query: Tensor, general: bool = False) -> Callable[[], Tensor]:
-    """Return a step of vattn's Hopper prefill kernel, its schedule included, or of the general one."""
+    """Return a step of vattn's Hopper prefill kernel, its schedule made once, or of the general one."""
+    from vattn.backends import selector
     from vattn.ops.gluon import prefill_launch
     from vattn.ops.triton.launch import paged_attention
 
@@ -117,10 +118,14 @@ def vattn_step(cell: Cell, window: int, query: Tensor, general: bool = False) ->
     )  # fmt: skip
     output = torch.full_like(cell.query, float("nan"))
     one = cell.one if cell.fp8 else None
+    backend = selector.get_backend("TRITON_ATTN")
+    shape = backend.plan_shape(config, query.shape[0], *cell.table.shape)
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+    backend.plan(PlanArgs(cell.starts, cell.seq_lens, schedule, config.encode()), config)
     args = AttentionArgs(
         query, cell.cache.view(torch.uint8) if cell.fp8 else cell.cache, cell.starts, cell.seq_lens, cell.table,
-        output, None, None, None, one if quantised else None, one, one, None, None, None, None, None, None, None, [],
-        None, config.encode(),
+        output, None, None, None, one if quantised else None, one, one, None, None, None, None, None, None, None,
+        [schedule], None, config.encode(),
     )  # fmt: skip
 
     def step() -> Tensor:

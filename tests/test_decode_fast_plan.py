@@ -14,24 +14,32 @@ TILE = 16
 
 
 def make_plan(
-    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1, requests: int = 32
+    query_lens: list[int],
+    seq_lens: list[int],
+    ctas: int,
+    window: int = 0,
+    unit: int = 1,
+    requests: int = 32,
+    tokens: int = 1,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
     from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 
     num_reqs = len(seq_lens)
     waves = -(-num_reqs // ctas)
-    max_items = (waves + WAVE_CHOICES.value - 1) * ctas
+    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if tokens == 1 else 2 * num_reqs + WAVE_CHOICES.value * ctas
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    schedule = torch.full((1 + max_items + num_reqs, 8), -99, dtype=torch.int32)
+    schedule = torch.full((1 + max_items + 2 * num_reqs, 8), -99, dtype=torch.int32)
+    chunks = None if tokens == 1 else torch.full((2 * num_reqs, 4), -99, dtype=torch.int32)
     plan_kernel[(1,)](
-        starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, num_reqs, ctas, waves, max_items,
-        WINDOW=window, UNIT=unit, REQUESTS=requests,
+        starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks, num_reqs, ctas, waves, max_items,
+        TOKENS=tokens, WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
     active, num_splits = schedule[0, :2].tolist()
-    assert 0 < active <= ctas
+    assert 0 < active <= ctas or not any(query_lens)
+    assert schedule[0, 2] == sum(query_lens)
     records = schedule[1 : 1 + max_items].tolist()
-    return walk(records, active), schedule[1 + max_items :][:num_splits, :3].tolist()
+    return walk(records, active), schedule[1 + max_items :][:num_splits, :4].tolist()
 
 
 def walk(records: list[list[int]], active: int) -> list[list[int]]:
@@ -65,7 +73,7 @@ def check_plan(
             tiles.setdefault(row, []).append((begin, end))
             slots.setdefault(row, []).append(slot)
     assert sorted(tiles) == list(range(len(seq_lens))), "every row of the query is written, padding included"
-    split_of = {row: list(range(first, first + count)) for row, first, count in splits}
+    split_of = {row: list(range(first, first + count)) for row, first, count, _ in splits}
     for row, ranges in tiles.items():
         ranges.sort()
         assert all((b[0] - ranges[0][0]) % unit == 0 for b in ranges), "chunks are whole units"
@@ -133,3 +141,34 @@ def test_mixed_lengths_are_balanced(ctas: int, unit: int) -> None:
 
 def test_one_short_request_uses_a_tile_per_cta() -> None:
     assert len(check_plan([1], [1000], 132)) == 63
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_several_rows_at_a_time(tokens: int, window: int) -> None:
+    rng = random.Random(tokens + window)
+    for trial in range(4):
+        count = rng.randrange(1, 40)
+        query_lens = [tokens] * count if trial < 1 else rng.choices((0, 1, tokens, 3 * tokens + 1), k=count)
+        while sum(query_lens) > tokens * count:
+            query_lens[rng.randrange(count)] = 0
+        seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]
+        items, splits = make_plan(query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+        found: dict[int, list[list[int]]] = {}
+        for request, first_row, rows, seq_len, begin, end, slot, _ in items:
+            before = first_row - starts[request]
+            assert 0 < rows <= tokens and before % tokens == 0 and before + rows <= query_lens[request]
+            assert seq_len == seq_lens[request] - query_lens[request] + before + rows
+            found.setdefault(first_row, []).append([begin, end, slot, rows, seq_len])
+        assert sum(parts[0][3] for parts in found.values()) == sum(query_lens)
+        split_of = {row: (list(range(first, first + parts)), rows) for row, first, parts, rows in splits}
+        for row, parts in found.items():
+            parts.sort()
+            rows, seq_len = parts[0][3:]
+            assert parts[0][0] == (max(0, seq_len - rows + 1 - window) // TILE if window else 0)
+            assert parts[-1][1] == -(-seq_len // TILE)
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), "chunks meet"
+            slots = sorted(part[2] for part in parts)
+            assert (slots, rows) == split_of.pop(row) if len(parts) > 1 else slots == [-1]
+        assert not split_of

@@ -113,3 +113,31 @@ def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
     boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config)
     assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
+
+
+def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how many rows there are, holds the schedule of any kind of step, and never shrinks."""
+    from vattn.errors import ShapeError
+    from vattn.ops.triton import decode_fast
+
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    config, device = make_config(**LLAMA), torch.device("cpu")
+    steps = [
+        (tokens, reqs) for reqs in (1, 2, 3, 17, 256) for tokens in (1, 2, 5, 64, 192, 256, 300, 1024, 8192, 20000)
+    ]
+    for tokens, reqs in steps:
+        shape = decode_fast.plan_shape(config, tokens, reqs, device)
+        schedule = torch.empty(shape, dtype=torch.int32)
+        assert decode_fast.tokens_of_plan(schedule, config, reqs) == max(tokens, reqs)
+        if prefill_launch.is_prefill(tokens, reqs):
+            assert prefill_launch.plan_rows(config, tokens, reqs) <= shape[0]
+        rows = decode_fast.rows_at_a_time(config, tokens, reqs)
+        if rows:
+            tuning = decode_fast.choose_tuning(config, reqs, rows)
+            items = decode_fast.sizing(config, reqs, tuning, device, rows).max_items
+            assert 1 + items + decode_fast.chunks_of(reqs, rows) <= shape[0]
+        larger = decode_fast.plan_shape(config, tokens + 1, reqs + 1, device)
+        assert larger[0] >= shape[0]
+    for shape in ((7, 8), (100000, 7), (5,), (decode_fast.plan_shape(config, 4, 4, device)[0] + 1, 8)):
+        with pytest.raises(ShapeError, match="schedule has shape"):
+            decode_fast.tokens_of_plan(torch.empty(shape), config, 4)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conformance.compare import compare, on_cpu
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn import quantization
 from vattn.backends.base import DeviceInfo
@@ -39,7 +40,7 @@ def check(batch: Batch, tuning: Any = None, plan: bool = False) -> None:
     assert decode_fast.accepts(batch.args, batch.config)
     args = batch.args
     if plan:
-        shape = decode_fast.plan_shape(batch.config, args.seq_lens.shape[0], device)
+        shape = decode_fast.plan_shape(batch.config, args.query.shape[0], args.seq_lens.shape[0], device)
         schedule = torch.full(shape, -7, dtype=torch.int32, device=device)
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, batch.config, tuning)
         args = args._replace(plan=[schedule])
@@ -171,6 +172,7 @@ def test_gluon(heads: int, slots: int, cache: dict[str, Any]) -> None:
 
 
 GLUON: dict[str, dict[str, Any]] = {
+    "groups of 16": {"num_heads": 32, "sinks": True, "sliding_window": 300},
     "hnd": {"kv_cache_layout": "HND", "block_size": 48},
     "fp16": {"dtype": "float16", "block_size": 128},
     "head size 64": {"head_size": 64, "num_heads": 14},
@@ -203,6 +205,59 @@ def test_large_groups_of_fp8_caches_use_gluon() -> None:
     batch = decode_batch([(211 * i) % 3001 for i in range(40)], num_heads=28, num_kv_heads=4, sinks=True, **FP8)
     assert decode_fast.choose_tuning(batch.config, 40).slots
     check(batch, plan=True)
+
+
+def speculative_batch(query_lens: list[int], lengths: list[int], tokens: int, padding: int, **changes: Any) -> Batch:
+    """A step of `tokens` rows per request on average, padding included."""
+    values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}
+    rows = tokens * (len(lengths) + padding) - sum(query_lens)
+    return random_paged_batch(
+        make_config(**values), query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=rows, device="cuda"
+    )
+
+
+SPECULATIVE = [
+    (2, {}),
+    (4, {}),
+    (3, {"num_heads": 10}),
+    (2, {"num_heads": 16}),
+    (8, {"num_heads": 2}),
+    (5, {"num_heads": 3, "num_kv_heads": 1}),
+]
+LENGTHS = [8, 15, 16, 17, 300, 1000, 33, 64, 129, 9, 511, 47, 5000]
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize(("tokens", "changes"), SPECULATIVE, ids=str)
+def test_speculative_steps(tokens: int, changes: dict[str, Any], cache: dict[str, Any]) -> None:
+    check(speculative_batch([tokens] * len(LENGTHS), LENGTHS, tokens, 0, **changes, **cache))
+    check(speculative_batch([tokens] * 3, [8, 20011, 700], tokens, 2, sinks=True, **changes, **cache))
+    check(speculative_batch([tokens], [9001], tokens, 0, **changes, **cache))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_speculative_features(feature: str, cache: dict[str, Any]) -> None:
+    if FEATURES[feature].get("head_size") != 256:
+        check(speculative_batch([4] * len(LENGTHS), LENGTHS, 4, 1, **FEATURES[feature], **cache))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_rows_that_are_not_dealt_out_evenly(head_size: int, cache: dict[str, Any]) -> None:
+    changes = {"head_size": head_size, "sinks": True, **cache}
+    check(speculative_batch([4, 1, 0, 9, 2], [40, 700, 90, 3000, 2], 4, 0, **changes))
+    check(speculative_batch([0, 40, 0, 1], [90, 2500, 7, 64], 4, 7, sliding_window=300, **changes))
+    check(speculative_batch([0, 0], [90, 250], 2, 0, **changes))
+
+
+@pytest.mark.parametrize("output_format", ["fp8_static", "fp8_group128", "nvfp4"])
+def test_speculative_outputs(output_format: str) -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = speculative_batch([4, 4, 2], [3000, 7, 77], 4, 1, output_format=output_format, **FP8)
+    decode_fast.decode(batch.args, batch.config)
+    compare(on_cpu(batch), *(part.cpu() for part in batch.expected()))
 
 
 def test_large_batches_of_plain_caches_use_gluon() -> None:
@@ -238,7 +293,7 @@ def test_replays_follow_the_lengths() -> None:
 
     batch = decode_batch([900, 17, 300, 64], **FP8)
     args = batch.args
-    shape = decode_fast.plan_shape(batch.config, 4, args.query.device)
+    shape = decode_fast.plan_shape(batch.config, 4, 4, args.query.device)
     schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
     args = args._replace(plan=[schedule])
 

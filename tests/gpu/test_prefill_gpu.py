@@ -103,7 +103,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"sliding_window": 333, "logits_soft_cap": 20.0, "sinks": True, "kv_cache_layout": "HND"},
     "large scores": {"scale": 3.0},
 }
-OUTPUTS = ["fp8_static", "fp8_per_token", "fp8_group128", "nvfp4_swizzled"]
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "fp8_static": {},
+    "fp8_per_token": {},
+    "fp8_group128": {"output_min_scale": 1e-3},
+    "fp8_group128_pow2": {"output_arithmetic": "multiply"},
+    "fp8_group64_col": {},
+    "fp8_group64_pow2_col": {"sinks": True, "kv_cache_layout": "HND"},
+    "nvfp4": {"block_size": 64},
+    "nvfp4_swizzled": {},
+}
 
 
 @pytest.mark.parametrize("case", SHAPES)
@@ -112,6 +121,7 @@ def test_shapes(case: str) -> None:
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {"plain": {}, "wide": {"head_size": 256}, "widened": FP8, "native": NATIVE}
+NARROW: dict[str, dict[str, Any]] = {"narrow": {"head_size": 64}, "narrow, native": {"head_size": 64, **NATIVE}}
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -120,10 +130,16 @@ def test_features(case: str, products: str) -> None:
     check(prefill_batch(padding=3, **PRODUCTS[products], **FEATURES[case]))
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("products", [*PRODUCTS, *NARROW])
 @pytest.mark.parametrize("output_format", OUTPUTS)
 def test_output_formats(output_format: str, products: str) -> None:
-    check(prefill_batch(output_format=output_format, padding=9, **PRODUCTS[products]))
+    changes = {**(PRODUCTS | NARROW)[products], **OUTPUTS[output_format]}
+    check(prefill_batch(output_format=output_format, padding=9, **changes))
+
+
+def test_swizzled_scales_of_whole_and_of_broken_tiles() -> None:
+    for rows in (256, 300):
+        check(prefill_batch([(rows, rows)], output_format="nvfp4_swizzled"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 50}, FP8, NATIVE], ids=str)
@@ -155,6 +171,25 @@ def test_long_requests_of_narrow_heads() -> None:
     requests = [(3000, 9001), (2500, 2500), (1, 17), (4100, 4500)]
     for changes in ({}, {"dtype": "float16", "sliding_window": 700}, {"sinks": True, "logits_soft_cap": 20.0}):
         check(prefill_batch(requests, head_size=64, num_heads=4, num_kv_heads=2, padding=7, **changes))
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_layers_share_a_schedule_made_once_a_step(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.backends import selector
+    from vattn.ops.gluon import prefill_launch
+
+    batch = prefill_batch(padding=40, backend="TRITON_ATTN", **PRODUCTS[products])
+    args = batch.args
+    shape = selector.get_backend("TRITON_ATTN").plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
+    schedule = torch.full(shape, -1, dtype=torch.int32, device="cuda")
+    torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+    filled = schedule.clone()
+    monkeypatch.setattr(prefill_launch, "plan", None)
+    for _ in range(3):
+        args.output.view(torch.uint8).fill_(0xFF)
+        torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+        compare_rows(batch)
+    assert torch.equal(schedule, filled)
 
 
 def test_replays_in_a_graph_with_other_lengths() -> None:

@@ -60,24 +60,34 @@ class TritonAttentionBackend(Backend):
         return found
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
-        """Return the shape of the fast decode path's schedule; `()` where a layer or the current GPU has none."""
-        if not torch.cuda.is_available():
+        """Return the shape of the schedule of the paths made for Hopper; `()` where neither runs the layer."""
+        if not any(_fast_paths(config)):
             return ()
         from vattn.ops.triton import decode_fast
 
         device = torch.device("cuda", torch.cuda.current_device())
-        return decode_fast.plan_shape(config, num_reqs, device) if decode_fast.runs(config, device) else ()
+        return decode_fast.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: AttentionConfig) -> str:
         """Return what two layers must have in common to share one schedule."""
-        names = ("num_kv_heads", "head_size", "kv_cache_dtype", "sliding_window")
-        return " ".join([self.name, *(f"{name}={getattr(config, name)}" for name in names)])
+        names = ("num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "query_format", "sliding_window")
+        paths = zip(("decode", "prefill"), _fast_paths(config), strict=True)
+        fast = [f"fast_{name}" for name, runs in paths if runs]
+        return " ".join([self.name, *(f"{name}={getattr(config, name)}" for name in names), *fast])
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
-        """Fill the fast decode path's schedule."""
+        """Fill the schedule of a step for the path that takes it, which its shapes tell; otherwise leave it alone."""
+        from vattn.ops.gluon import prefill_launch
         from vattn.ops.triton import decode_fast
 
-        decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+        decodes, prefills = _fast_paths(config)
+        num_reqs = args.seq_lens.shape[0]
+        num_tokens = decode_fast.tokens_of_plan(args.schedule, config, num_reqs)
+        rows = decode_fast.rows_at_a_time(config, num_tokens, num_reqs)
+        if decodes and rows:
+            decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows)
+        elif prefills and prefill_launch.is_prefill(num_tokens, num_reqs):
+            prefill_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config)
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
@@ -130,6 +140,20 @@ def takes_rounded_queries(config: AttentionConfig) -> str:
         return "the kernel for long encoder inputs"
     hopper = DeviceInfo("cuda", prefill_launch.CAPABILITY, "Hopper")
     return "" if prefill_launch.refusals(plain, hopper) else "Hopper's prefill kernel"
+
+
+def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
+    """Return whether the current GPU runs a layer's decode steps and its prefills by the paths made for Hopper."""
+    if not torch.cuda.is_available():
+        return False, False
+    from vattn.ops.gluon import prefill_launch
+    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton.round_query import after_rounding
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Where the kernel does not round the query, it is rounded first.
+    plain = after_rounding(config)
+    return decode_fast.runs(plain, device), prefill_launch.runs(plain, device)
 
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -110,10 +110,12 @@ def load_item(schedule, cta, item, ctas):
 
 
 @gluon.jit
-def row_tiles(row_of_request, num_rows, seq_len, item_begin, item_end, table_tiles, WINDOW: gl.constexpr):
-    """Return visible keys [begin, end) and tiles [first, last) of a row."""
-    end = seq_len - num_rows + 1 + row_of_request
-    begin = gl.maximum(end - WINDOW, 0) if WINDOW else 0
+def row_tiles(
+    row_of_request, num_rows, seq_len, item_begin, item_end, table_tiles, TOKENS: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Return visible keys [begin, end) and tiles [first, last) of up to TOKENS rows."""
+    end = seq_len - num_rows + gl.minimum(row_of_request + TOKENS, num_rows)
+    begin = gl.maximum(seq_len - num_rows + 1 + row_of_request - WINDOW, 0) if WINDOW else 0
     first = gl.maximum(item_begin, begin // TILE_TOKENS)
     last = gl.minimum(gl.minimum(item_end, (end + TILE_TOKENS - 1) // TILE_TOKENS), table_tiles)
     return begin, end, first, last
@@ -129,7 +131,7 @@ def load_tile(key_boxes, value_boxes, page, head0, inside, key_ready, value_read
 def produce(
     key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready, value_ready,
     released, HEAD_GROUPS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    TOKENS: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring of stages with the tiles of this CTA's items, SLOTS tiles a stage."""
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
@@ -145,9 +147,9 @@ def produce(
     while item >= 0:
         request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(schedule, cta, item, ctas)
         table = block_table + request.to(gl.int64) * table_stride
-        for row_of_request in range(0, num_rows):
+        for row_of_request in range(0, num_rows, TOKENS):
             _, _, first, last = row_tiles(
-                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, WINDOW
+                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, TOKENS, WINDOW
             )
             has_keys = first < last
             p0 = gl.load(table + first // PER_BLOCK, mask=has_keys, other=0)
@@ -198,20 +200,31 @@ def produce(
 
 
 @gluon.jit
-def keep_low_rows(scores, BATCH: gl.constexpr):
-    """Return rows 0 to 7 of scores `[batch, 16, 16]`."""
-    low, _ = scores.reshape([BATCH, 2, QUERY_ROWS, TILE_TOKENS]).permute((0, 2, 3, 1)).split()
-    return low
+def keep_rows(scores, BATCH: gl.constexpr, ROWS: gl.constexpr):
+    """Return the first ROWS rows of scores `[batch, 16, 16]`: 8 or all."""
+    if ROWS == 16:
+        return scores
+    else:
+        low, _ = scores.reshape([BATCH, 2, QUERY_ROWS, TILE_TOKENS]).permute((0, 2, 3, 1)).split()
+        return low
 
 
 @gluon.jit
-def multiply_values(values, weights, acc_a, acc_b, FP8: gl.constexpr):
-    """Return the accumulators plus `V^T P^T`."""
+def multiply_values(values, weights, acc_a, acc_b, FP8: gl.constexpr, ROWS: gl.constexpr):
+    """Return the accumulators plus `V^T P^T` of 8 rows, or plus `P V` of 16."""
+    values_a = values
+    values_b = values
     if FP8:
         values_a, values_b = unpack_values(values)
-        return mma_v2(values_a, weights, acc_a), mma_v2(values_b, weights, acc_b)
+    if ROWS == 8:
+        acc_a = mma_v2(values_a, weights, acc_a)
+        if FP8:
+            acc_b = mma_v2(values_b, weights, acc_b)
     else:
-        return mma_v2(values, weights, acc_a), acc_b
+        acc_a = mma_v2(weights, values_a, acc_a)
+        if FP8:
+            acc_b = mma_v2(weights, values_b, acc_b)
+    return acc_a, acc_b
 
 
 @gluon.jit
@@ -242,9 +255,9 @@ def consume(
     query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
     sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride, group_stride, table_stride,
     table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, WINDOW: gl.constexpr,
+    FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
     KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr,
     OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     NUM_WARPS: gl.constexpr,
@@ -261,7 +274,9 @@ def consume(
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=2)
     # A thread holds every slot of its elements, so that merging the slots stays inside it.
-    MERGE: gl.constexpr = gl.BlockedLayout([SLOTS, 1, 1, 4], [1, 1, 16, 2], [1, HEADS, SLOTS, 1], [3, 2, 1, 0])
+    MERGE: gl.constexpr = gl.BlockedLayout(
+        [SLOTS, 1, 1, 4], [1, 1, 128 // ROWS, ROWS // 4], [1, HEADS, SLOTS, 1], [3, 2, 1, 0]
+    )
     MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
     MERGED_ROWS: gl.constexpr = gl.SliceLayout(1, MERGED)
     if OVERLAP:
@@ -272,22 +287,30 @@ def consume(
     row_q = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))[None, :, None]
     pair_q = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
     head_q = head0 + batch_q % HEADS
-    mask_q = (row_q < GROUP) & (head_q < NUM_KV_HEADS) & (pair_q < WIDTH)
+    # Rows are (token, head of the group).
+    token_q = row_q // GROUP
+    mask_q = (row_q < TOKENS * GROUP) & (head_q < NUM_KV_HEADS) & (pair_q < WIDTH)
     batch_s = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     slot_s = batch_s // HEADS
     full = gl.zeros([BATCH, 16, TILE_TOKENS], gl.int32, MMA)
     token_s = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-    low_token = keep_low_rows(full + slot_s * TILE_TOKENS + token_s, BATCH)
-    batch_v = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
-    token_v = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    low_token = keep_rows(full + slot_s * TILE_TOKENS + token_s, BATCH, ROWS)
+    row_s = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    later = keep_rows(full + gl.minimum(row_s // GROUP, TOKENS - 1), BATCH, ROWS)
+    if ROWS == 8:
+        batch_v = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+        token_v = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    else:
+        batch_v = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
+        token_v = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
     slot_v = batch_v // HEADS
     head_m = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, MERGED_ROWS))[:, None]
-    row_m = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(0, MERGED_ROWS))[None, :]
-    mask_m = (head_m < NUM_KV_HEADS) & (row_m < GROUP)
+    row_m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MERGED_ROWS))[None, :]
+    token_m = row_m // GROUP
     pair_m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, MERGED)))[None, :, None]
     STEP: gl.constexpr = 2 if FP8 else 1
     column_m = STEP * pair_m
-    head_of_row = head_m * GROUP + row_m
+    head_of_row = head_m * GROUP + row_m % GROUP
 
     query_step = gl.zeros([BATCH, 1, 1], gl.float32, LEFT) + 1.0
     if QUERY_LOAD != "plain" and QUERY_SCALE == 1:
@@ -295,7 +318,7 @@ def consume(
     if QUERY_LOAD != "plain" and QUERY_SCALE == 2:
         query_step = query_step * gl.load(q_scale + head_q, mask=head_q < NUM_KV_HEADS, other=1.0)
     factor = gl.zeros([BATCH, 1, 1], gl.float32, MMA) + score_scale
-    value_factor = gl.zeros([HEADS, QUERY_ROWS], gl.float32, MERGED_ROWS) + 1.0
+    value_factor = gl.zeros([HEADS, ROWS], gl.float32, MERGED_ROWS) + 1.0
     head_f = head0 + batch_s % HEADS
     if QUERY_SCALE == 1:
         factor = factor * gl.load(q_scale)
@@ -306,9 +329,10 @@ def consume(
         value_factor = value_factor * gl.load(v_scale)
     if KV_SCALE == 2:
         factor = factor * gl.load(k_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0)
-        value_factor = value_factor * gl.load(v_scale + head_m + 0 * row_m, mask=mask_m, other=1.0)
+        is_head = (head_m < NUM_KV_HEADS) & (row_m < ROWS)
+        value_factor = value_factor * gl.load(v_scale + head_m + 0 * row_m, mask=is_head, other=1.0)
 
-    factor = keep_low_rows(full.to(gl.float32) + factor, BATCH)
+    factor = keep_rows(full.to(gl.float32) + factor, BATCH, ROWS)
     given_scale = load_scale(output_scale)
 
     stage = 0
@@ -321,23 +345,31 @@ def consume(
             schedule, cta, item, ctas
         )
         table = block_table + request.to(gl.int64) * table_stride
-        for row_of_request in range(0, num_rows):
+        for row_of_request in range(0, num_rows, TOKENS):
             row = first_row + row_of_request
+            rows_left = num_rows - row_of_request
             begin, end, first, last = row_tiles(
-                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, WINDOW
+                row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, TOKENS, WINDOW
             )
             end = gl.minimum(end, last * TILE_TOKENS)
-            query_rows = row.to(gl.int64) * query_stride + (head_q * GROUP + row_q) * query_head_stride
+            # Where the keys of every row end; the window counts from there.
+            row_end = later + (seq_len - rows_left + 1)
+            query_rows = (row + token_q).to(gl.int64) * query_stride
+            query_rows = query_rows + (head_q * GROUP + row_q % GROUP) * query_head_stride
+            present = mask_q & (token_q < rows_left)
             if FP8:
                 column = pair_q // 2 * 4 + pair_q % 2
-                query_a = load_query(query, query_rows, column, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
-                query_b = load_query(query, query_rows, column + 2, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
+                query_a = load_query(query, query_rows, column, present, query_step, QUERY_LOAD, FP8, DTYPE)
+                query_b = load_query(query, query_rows, column + 2, present, query_step, QUERY_LOAD, FP8, DTYPE)
             else:
-                query_a = load_query(query, query_rows, pair_q, mask_q, query_step, QUERY_LOAD, FP8, DTYPE)
+                query_a = load_query(query, query_rows, pair_q, present, query_step, QUERY_LOAD, FP8, DTYPE)
                 query_b = query_a
-            acc_a = gl.zeros([BATCH, WIDTH, QUERY_ROWS], gl.float32, MMA)
+            if ROWS == 8:
+                acc_a = gl.zeros([BATCH, WIDTH, ROWS], gl.float32, MMA)
+            else:
+                acc_a = gl.zeros([BATCH, ROWS, WIDTH], gl.float32, MMA)
             acc_b = acc_a
-            total = keep_low_rows(gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA), BATCH)
+            total = keep_rows(gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA), BATCH, ROWS)
             maximum = gl.max(total, 2) + LOWEST_MAXIMUM
             last_page = gl.maximum(last - 1, 0) // PER_BLOCK
             has_keys = first < last
@@ -347,7 +379,9 @@ def consume(
             for tile in range(first, last, SLOTS):
                 next_page = gl.load(table + gl.minimum((tile + SLOTS + slot_s) // PER_BLOCK, last_page))
                 tile_end = gl.where((page >= 0) & (page < num_blocks), end, 0)
-                low_end = keep_low_rows(full + tile_end, BATCH)
+                low_end = keep_rows(full + tile_end, BATCH, ROWS)
+                if TOKENS > 1:
+                    low_end = gl.minimum(low_end, row_end)
                 page = next_page
                 mbarrier.wait(key_ready.index(stage), phase)
                 key = keys.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(RIGHT)
@@ -358,38 +392,52 @@ def consume(
                     scores = mma_v2(query_b, key_b, scores)
                 else:
                     scores = mma_v2(query_a, key, scores)
-                low = keep_low_rows(scores, BATCH) * factor
+                low = keep_rows(scores, BATCH, ROWS) * factor
                 if SOFT_CAP:
                     low = soft_cap * (1.0 - 2.0 / (gl.exp2(low) + 1.0))
                 token = low_token + tile * TILE_TOKENS
-                low = gl.where((token >= begin) & (token < low_end), low, float("-inf"))
+                visible = (token >= begin) & (token < low_end)
+                if TOKENS > 1 and WINDOW:
+                    visible = visible & (token >= row_end - WINDOW)
+                low = gl.where(visible, low, float("-inf"))
                 new_maximum = gl.maximum(maximum, gl.max(low, 2))
                 decay = gl.exp2(maximum - new_maximum)
                 maximum = new_maximum
                 weights = gl.exp2(low - new_maximum.expand_dims(2))
                 total = total * decay.expand_dims(2) + weights
-                column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
+                if ROWS == 8:
+                    column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
+                    right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
+                else:
+                    column_decay = gl.convert_layout(decay, gl.SliceLayout(2, MMA)).expand_dims(2)
+                    right = gl.convert_layout(weights.to(DTYPE), LEFT)
                 acc_a = acc_a * column_decay
                 if FP8:
                     acc_b = acc_b * column_decay
-                right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
                 mbarrier.wait(value_ready.index(stage), phase)
-                value = values.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(LEFT)
+                value_tile = values.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH])
+                if ROWS == 8:
+                    value = value_tile.permute((0, 2, 1)).load(LEFT)
+                else:
+                    value = value_tile.load(RIGHT)
                 mbarrier.arrive(released.index(stage), count=1)
                 if (tile * TILE_TOKENS < begin) | ((tile + SLOTS) * TILE_TOKENS > end):
                     # Values of hidden tokens may be NaN.
                     kept = keep_visible(value, (tile + slot_v) * TILE_TOKENS + token_v, begin, end)
-                    acc_a, acc_b = multiply_values(kept, right, acc_a, acc_b, FP8)
+                    acc_a, acc_b = multiply_values(kept, right, acc_a, acc_b, FP8, ROWS)
                 else:
-                    acc_a, acc_b = multiply_values(value, right, acc_a, acc_b, FP8)
+                    acc_a, acc_b = multiply_values(value, right, acc_a, acc_b, FP8, ROWS)
                 stage += 1
                 if stage == STAGES:
                     stage = 0
                     phase ^= 1
 
-            maxima.store(maximum.reshape([SLOTS, HEADS, QUERY_ROWS]))
-            sums.store(gl.sum(total, 2).reshape([SLOTS, HEADS, QUERY_ROWS]))
-            accs.store(acc_a.reshape([SLOTS, HEADS, WIDTH, QUERY_ROWS]))
+            if ROWS == 16:
+                acc_a = acc_a.permute((0, 2, 1))
+                acc_b = acc_b.permute((0, 2, 1))
+            maxima.store(maximum.reshape([SLOTS, HEADS, ROWS]))
+            sums.store(gl.sum(total, 2).reshape([SLOTS, HEADS, ROWS]))
+            accs.store(acc_a.reshape([SLOTS, HEADS, WIDTH, ROWS]))
             slot_maximum = maxima.load(gl.SliceLayout(2, MERGE))
             merged_maximum = gl.max(slot_maximum, 0)
             weight = gl.exp2(slot_maximum - merged_maximum.expand_dims(0))
@@ -399,15 +447,16 @@ def consume(
             result_a = gl.sum(accs.load(MERGE) * weight, 0)
             result_b = result_a
             if FP8:
-                accs.store(acc_b.reshape([SLOTS, HEADS, WIDTH, QUERY_ROWS]))
+                accs.store(acc_b.reshape([SLOTS, HEADS, WIDTH, ROWS]))
                 result_b = gl.sum(accs.load(MERGE) * weight, 0)
-            offsets = head_of_row.expand_dims(1) * HEAD_SIZE + column_m
+            mask_m = (head_m < NUM_KV_HEADS) & (row_m < TOKENS * GROUP) & (token_m < rows_left)
             mask = mask_m.expand_dims(1) & (pair_m < WIDTH)
             if slot >= 0:
-                stats = partial_stats + (slot.to(gl.int64) * NUM_HEADS + head_of_row) * 2
+                place = (slot.to(gl.int64) * TOKENS + token_m) * NUM_HEADS + head_of_row
+                stats = partial_stats + place * 2
                 gl.store(stats, row_maximum, mask=mask_m)
                 gl.store(stats + 1, row_total, mask=mask_m)
-                partial = partial_output + slot.to(gl.int64) * (NUM_HEADS * HEAD_SIZE) + offsets
+                partial = partial_output + place.expand_dims(1) * HEAD_SIZE + column_m
                 gl.store(partial, result_a, mask=mask)
                 if FP8:
                     gl.store(partial + 1, result_b, mask=mask)
@@ -422,20 +471,22 @@ def consume(
                     norm = norm * decay_m
                     row_maximum = with_sink
                 norm = (norm / gl.where(row_total == 0.0, 1.0, row_total)).expand_dims(1)
-                start = output + row.to(gl.int64) * output_stride
                 if GROUPS[0] > 0:
+                    start = output + row.to(gl.int64) * output_stride
                     scales = block_scale + row.to(gl.int64) * scale_stride
                     store_groups(
                         start, scales, result_a * norm, result_b * norm, head0, given_scale, group_stride, HEADS,
                         NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, GROUPS,
                     )  # fmt: skip
                 else:
-                    store_result(start + offsets, result_a * norm, mask, given_scale, MODEL, OUTPUT)
+                    starts = (row + token_m).to(gl.int64) * output_stride + head_of_row * HEAD_SIZE
+                    start = output + starts.expand_dims(1) + column_m
+                    store_result(start, result_a * norm, mask, given_scale, MODEL, OUTPUT)
                     if FP8:
-                        store_result(start + offsets + 1, result_b * norm, mask, given_scale, MODEL, OUTPUT)
+                        store_result(start + 1, result_b * norm, mask, given_scale, MODEL, OUTPUT)
                 if lse is not None:
                     log = LN2 * (row_maximum + gl.log2(row_total))
-                    gl.store(lse + row.to(gl.int64) * NUM_HEADS + head_of_row, log, mask=mask_m)
+                    gl.store(lse + (row + token_m).to(gl.int64) * NUM_HEADS + head_of_row, log, mask=mask_m)
 
 
 @gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
@@ -444,16 +495,18 @@ def decode_kernel(
     q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
     group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
     QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
     MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
 
-    SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. OVERLAP: launched while the kernel before may
-    still run, so wait for it first.
+    SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
+    time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
+    first.
     """
+    ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
     let_next_kernel_start()
@@ -461,11 +514,11 @@ def decode_kernel(
     values = gl.allocate_shared_memory(
         value_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], value_boxes.layout
     )
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    maxima = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, QUERY_ROWS], ROWS)
-    sums = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, QUERY_ROWS], ROWS)
+    in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    maxima = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, ROWS], in_order)
+    sums = gl.allocate_shared_memory(gl.float32, [SLOTS, HEADS, ROWS], in_order)
     accs = gl.allocate_shared_memory(
-        gl.float32, [SLOTS, HEADS, WIDTH, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        gl.float32, [SLOTS, HEADS, WIDTH, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     )
     key_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     value_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -481,12 +534,12 @@ def decode_kernel(
                 k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
                 group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready,
                 value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE,
-                WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS, SLOTS, STAGES,
-                OVERLAP, num_warps,
+                TOKENS, ROWS, WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS,
+                SLOTS, STAGES, OVERLAP, num_warps,
             )),
             (produce, (
                 key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,
-                value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, WINDOW, SLOTS, STAGES, OVERLAP,
+                value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, TOKENS, WINDOW, SLOTS, STAGES, OVERLAP,
             )),
         ],
         [1],

@@ -90,10 +90,54 @@ def group_codes(x, step, GROUPS: gl.constexpr):
 
 @gluon.jit
 def group_maximum(x):
-    """Return the largest magnitudes along axis 2 of `[heads, groups, columns, rows]`, NaN where there is one."""
+    """Return the largest magnitudes along axis 2, that of a group's columns, NaN where there is one."""
     largest = gl.max(gl.abs(x), 2)
     has_nan = gl.max((x != x).to(gl.int32), 2) > 0
     return gl.where(has_nan, float("nan"), largest)
+
+
+@gluon.jit
+def store_row_groups(
+    output, scales, x, first_row, row, rows, first_column, scale, scale_stride, group_stride, STRIDE: gl.constexpr,
+    MODEL: gl.constexpr, GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Quantise results `[R, C]` in whole groups; store codes and scales.
+
+    Args:
+        first_row, row, rows: row of the output at which a tile starts, rows of the tile that these are, its end.
+        first_column: of the flattened row of STRIDE columns.
+        SCALE_COLUMNS: of scales in 128 x 4 tiles; 0 for those with strides.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    COUNT: gl.constexpr = COLUMNS // GROUPS[0]
+    values = x.to(MODEL).to(gl.float32).reshape([ROWS, COUNT, GROUPS[0]])
+    largest = group_maximum(values)
+    stored, step = group_scales(largest, scale, GROUPS)
+    PLACE: gl.constexpr = largest.type.layout
+    scale_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACE))
+    group = first_column // GROUPS[0] + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))
+    inside = (scale_row[:, None] < rows) & (group[None, :] >= 0)
+    scale_row = (first_row + scale_row)[:, None]
+    if SCALE_COLUMNS:
+        tile = scale_row // 128 * (SCALE_COLUMNS // 4) + group[None, :] // 4
+        place = tile.to(gl.int64) * 512 + scale_row % 32 * 16 + scale_row % 128 // 32 * 4 + group[None, :] % 4
+    else:
+        place = scale_row.to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
+    gl.store(scales + place, stored, mask=inside)
+    codes = group_codes(values, step.expand_dims(2), GROUPS)
+    PER_BYTE: gl.constexpr = 2 if GROUPS[1] else 1
+    if GROUPS[1]:
+        nibbles = codes.reshape([ROWS, COLUMNS // 2, 2])
+        ODD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, nibbles.type.layout))
+        codes = gl.sum(nibbles << (4 * gl.arange(0, 2, layout=ODD))[None, None, :], 2).to(gl.uint8)
+    else:
+        codes = codes.reshape([ROWS, COLUMNS])
+    CODES: gl.constexpr = codes.type.layout
+    code_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CODES))
+    byte = first_column // PER_BYTE + gl.arange(0, COLUMNS // PER_BYTE, layout=gl.SliceLayout(0, CODES))
+    offsets = (first_row + code_row)[:, None].to(gl.int64) * (STRIDE // PER_BYTE) + byte[None, :]
+    gl.store(output + offsets, codes, mask=(code_row[:, None] < rows) & (byte[None, :] >= 0))
 
 
 @gluon.jit

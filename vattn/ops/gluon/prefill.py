@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
-from vattn.ops.gluon.epilogue import load_scale, store_result
+from vattn.ops.gluon.epilogue import load_scale, store_result, store_row_groups
 from vattn.ops.gluon.prefill_convert import TURN_TOKENS, convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
@@ -158,17 +158,27 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr,
-    D: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if D == 256:
         # By halves: the shared memory through which rows are sorted is scarce.
         low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
-        store_columns(output, output_scale, low, first_row, rows, head, 0, GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT)
-        store_columns(output, output_scale, high, first_row, rows, head, 128, GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT)
+        store_columns(
+            output, block_scale, output_scale, scale_stride, group_stride, low, first_row, rows, head, 0, GROUP_INDEX,
+            HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
+        store_columns(
+            output, block_scale, output_scale, scale_stride, group_stride, high, first_row, rows, head, 128,
+            GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
     else:
-        store_columns(output, output_scale, result, first_row, rows, head, 0, GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT)
+        store_columns(
+            output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
+            GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
     if lse is not None:
         log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
         gl.store(lse + (first_row + log_row).to(gl.int64) * HEADS + head, log_sum, mask=log_row < rows)
@@ -176,30 +186,39 @@ def store_rows(
 
 @gluon.jit
 def store_columns(
-    output, output_scale, result, first_row, rows, head, FIRST: gl.constexpr, GROUP_INDEX: gl.constexpr,
-    HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, MODEL: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Store COLUMNS columns of this warpgroup's rows."""
     THREADS: gl.constexpr = COLUMNS // 8
     coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
     rounded = gl.convert_layout(result.to(MODEL), coalesced)
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
-    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
-    offsets = (first_row + row)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] >= 0)
-    if OUTPUT == "none":
-        gl.store(output + offsets, rounded, mask=mask)
+    if OUTPUT_GROUPS[0] > 0:
+        store_row_groups(
+            output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,
+            load_scale(output_scale), scale_stride, group_stride, HEADS * D, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
     else:
-        store_result(output + offsets, rounded.to(gl.float32), mask, load_scale(output_scale), MODEL, OUTPUT)
+        row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
+        column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
+        offsets = (first_row + row)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
+        mask = (row[:, None] < rows) & (column[None, :] >= 0)
+        if OUTPUT == "none":
+            gl.store(output + offsets, rounded, mask=mask)
+        else:
+            store_result(output + offsets, rounded.to(gl.float32), mask, load_scale(output_scale), MODEL, OUTPUT)
 
 
 @gluon.jit
 def consume(
-    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys, values, words,
-    messages, query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
-    GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr,
-    CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
+    soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
+    value_empty, message_full, message_empty, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr, HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr,
+    KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     N: gl.constexpr = KEYS
@@ -332,8 +351,9 @@ def consume(
                 norm = norm * gl.load(v_scale + head // (HEADS // KV_HEADS) * (KV_SCALE - 1))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
-                output, lse, output_scale, result, log_sum, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
-            )
+                output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
+                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             if sinks is not None:
@@ -341,8 +361,9 @@ def consume(
                     empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + gl.load(sinks + head).to(gl.float32)
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
-                output, lse, output_scale, nothing, empty, first_row, rows, head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT
-            )
+                output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
+                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, first, end, head = receive(
             messages, message_full, message_empty, turn, 4
@@ -351,14 +372,15 @@ def consume(
         take_turn(MINE)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def prefill_kernel(
-    query_boxes, key_boxes, value_boxes, output, lse, sinks, q_scale, k_scale, v_scale, output_scale, schedule,
-    block_table, table_stride, table_width, num_blocks, query_head_stride, scale, soft_cap, HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HND: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
-    CACHE: gl.constexpr, GROUPS: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, num_warps: gl.constexpr,
+    query_boxes, key_boxes, value_boxes, output, lse, block_scale, sinks, q_scale, k_scale, v_scale, output_scale,
+    scale_stride, group_stride, schedule, counter, block_table, table_stride, table_width, num_blocks,
+    query_head_stride, scale, soft_cap, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr,
+    D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr, GROUPS: gl.constexpr,
+    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description."""
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -408,28 +430,31 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, 2, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 1, 2, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 2, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 2, 0, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
-                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
+                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
+                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
+                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
+                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
                 )),
             ],
             [4, 4, 1],
@@ -439,22 +464,24 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
-                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
+                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
+                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
+                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
+                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
                 )),
             ],
             [4, 1],
@@ -464,16 +491,18 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (convert, (
                     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
@@ -481,10 +510,11 @@ def prefill_kernel(
                     KEYS, RAW_STAGES, STAGES, CACHE, 2,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
-                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, RAW_STAGES,
+                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
+                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
+                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
+                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES,
+                    RAW_STAGES,
                 )),
             ],
             [4, 2, 1],
@@ -494,16 +524,18 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (consume, (
-                    output, lse, sinks, output_scale, q_scale, k_scale, v_scale, scale, soft_cap, queries, keys,
-                    values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-                    message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP,
-                    STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT,
+                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
+                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
+                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
+                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    SCALE_COLUMNS,
                 )),
                 (convert, (
                     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
@@ -511,10 +543,11 @@ def prefill_kernel(
                     KEYS, RAW_STAGES, STAGES, CACHE, 4,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
-                    query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
-                    raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty, HEADS,
-                    KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, RAW_STAGES, RAW_STAGES,
+                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
+                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
+                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
+                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, RAW_STAGES,
+                    RAW_STAGES,
                 )),
             ],
             [4, 4, 1],

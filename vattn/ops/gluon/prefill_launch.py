@@ -27,7 +27,9 @@ from vattn.ops.cache_layout import key_value_views
 from vattn.ops.gluon.prefill import WIDENED_SHRINK, prefill_kernel
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
-from vattn.ops.triton.epilogue import row_output
+from vattn.ops.triton import decode_fast
+from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
+from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
 
 CAPABILITY = (9, 0)
@@ -83,25 +85,33 @@ def runs(config: AttentionConfig, device: torch.device) -> bool:
     return not refusals(config, DeviceInfo.of(device))
 
 
+def is_prefill(num_tokens: int, num_reqs: int) -> bool:
+    """Return whether a step of these shapes has many rows per request on average."""
+    return num_tokens >= MIN_ROWS_PER_REQUEST * num_reqs > 0
+
+
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: a layer that `runs`, and many rows per request on average."""
-    num_reqs = args.seq_lens.shape[0]
+    """Return whether this call goes the fast way: a layer that `runs`, and a step that is a prefill."""
     has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
-    is_prefill = num_reqs > 0 and args.query.shape[0] >= MIN_ROWS_PER_REQUEST * num_reqs
-    return is_prefill and has_keys and runs(config, args.query.device)
+    shapes = args.query.shape[0], args.seq_lens.shape[0]
+    return is_prefill(*shapes) and has_keys and runs(config, args.query.device)
 
 
-def plan(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig, groups: int) -> Tensor:
-    """Return a new schedule of a step, filled on the device."""
-    num_reqs, rows = seq_lens.shape[0], GROUP_ROWS.value * groups
-    tiles = max_row_tiles(num_tokens, num_reqs, rows)
-    schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=seq_lens.device)
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens: int, config: AttentionConfig) -> None:
+    """Fill the schedule of a prefill step on the device: rows of `RECORD_WORDS`, as many as `plan_rows` or more."""
+    num_reqs = seq_lens.shape[0]
+    rows = GROUP_ROWS.value * warpgroups(config, num_tokens // num_reqs)
     prefill_plan_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, num_reqs, num_tokens, tiles, WINDOW=config.sliding_window or 0,
-        ROWS=rows, KEYS=key_tile(config), CHUNK=128, REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))),
-        num_warps=8,
+        query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
+        WINDOW=config.sliding_window or 0, ROWS=rows, KEYS=key_tile(config), CHUNK=128,
+        REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
     )  # fmt: skip
-    return schedule
+
+
+def plan_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
+    """Return how many rows a schedule needs."""
+    rows = GROUP_ROWS.value * warpgroups(config, num_tokens // num_reqs)
+    return 1 + 2 * max_row_tiles(num_tokens, num_reqs, rows)
 
 
 def prefill(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -109,17 +119,29 @@ def prefill(args: AttentionArgs, config: AttentionConfig) -> None:
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
-    groups = warpgroups(config, num_tokens // num_reqs)
-    schedule = plan(args.query_start_loc, args.seq_lens, num_tokens, config, groups)
+    shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if schedule is None:
+        shape = plan_rows(config, num_tokens, num_reqs), RECORD_WORDS
+        schedule = torch.empty(shape, dtype=torch.int32, device=args.query.device)
+        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config)
     fmt = OUTPUT_FORMATS[config.output_format]
-    output = args.output
-    if fmt.group_size:
+    output, finished = args.output, not fmt.group_size or groups_fit_heads(config, swizzled=True)
+    if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
+    groups = warpgroups(config, num_tokens // num_reqs)
     launch(args, config, schedule, output, multiprocessors(args.query.device), groups)
-    if fmt.group_size:
+    if not finished:
         from vattn.ops.triton.launch import _launch_finish
 
         _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+def swizzled_columns(config: AttentionConfig) -> int:
+    """Return the columns of block scales in 128 x 4 tiles, 0 for formats that have none such."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    shape = fmt.block_scale_shape(128, config.num_heads * config.head_size_v)
+    return shape[1] if shape and fmt.swizzled else 0
 
 
 @lru_cache(maxsize=64)
@@ -131,7 +153,7 @@ def multiprocessors(device: torch.device) -> int:
 def launch(
     args: AttentionArgs, config: AttentionConfig, schedule: Tensor, output: Tensor, ctas: int, groups: int
 ) -> None:
-    """Launch the attention kernel; `output` is in the model dtype or, for static FP8, the final one."""
+    """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows."""
     key, value = key_value_views(args.kv_cache, config)
     query, cache = args.query, products_of(config)
     if cache != "plain":
@@ -144,12 +166,21 @@ def launch(
         scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
     if cache == "widened" and config.dtype == "bfloat16":
         scale /= WIDENED_SHRINK.value
+    scales, strides = None, (0, 0)
+    if groups_fit_heads(config, swizzled=True) and args.output_block_scale is not None:
+        scales = as_bytes(args.output_block_scale)
+        strides = (scales.stride(0), scales.stride(1))
+        if swizzled_columns(config) and query.shape[0] % 128:
+            # The last tiles of scales reach past the last row.
+            scales[-128:].zero_()
+    # Layers share the schedule, so what hands out its row tiles is of this call.
+    counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     items = max_row_tiles(query.shape[0], args.seq_lens.shape[0], GROUP_ROWS.value * groups) * config.num_heads
     prefill_kernel[(min(ctas, items),)](
         query_boxes=query_boxes(query), key_boxes=cache_boxes(key, config), value_boxes=cache_boxes(value, config),
-        output=output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, lse=args.lse,
+        output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
-        output_scale=args.output_scale, schedule=schedule, block_table=args.block_table,
+        output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, **constants(config, groups),
     )  # fmt: skip
@@ -188,7 +219,9 @@ def constants(config: AttentionConfig, groups: int) -> dict[str, Any]:
         "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": 4 if narrow else 3 if cache == "native" else 2,
         "RAW_STAGES": 2 if narrow or cache == "native" else 1, "CACHE": cache, "GROUPS": groups,
         "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
-        "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config), "num_warps": 4,
+        "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config),
+        "OUTPUT_GROUPS": group_constants(config, swizzled=True), "SCALE_COLUMNS": swizzled_columns(config),
+        "num_warps": 4,
     }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def load_tile(
 
 @gluon.jit
 def produce(
-    query_boxes, key_boxes, value_boxes, schedule, block_table, table_stride, table_width, num_blocks,
+    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
     query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full, key_empty,
     value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
@@ -96,7 +96,7 @@ def produce(
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)
         if rows > 0:
-            item = gl.atomic_add(schedule + 1, 1, sem="relaxed") + gl.num_programs(0)
+            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)

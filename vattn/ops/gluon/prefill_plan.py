@@ -1,8 +1,8 @@
 """Device code of the prefill schedule: one small kernel cuts a step's query rows into row tiles, longest first.
 
-The schedule is int32 `[1 + 2 * max_tiles, 8]`:
+The schedule is int32 `[1 + 2 * max_tiles, 8]` or longer, made once a step:
 
-- row 0: number of row tiles, the counter that hands them out;
+- row 0: number of row tiles;
 - rows 1 to max_tiles, a row tile each, by falling number of key tiles: request, first row of the query, rows, position
   of the first row (negative where a query is longer than its sequence), seq_len (-1: rows of padding), first and end
   key tile (equal: the rows see nothing), unused;
@@ -127,4 +127,3 @@ def prefill_plan_kernel(
     for first_tile in range(0, total, CHUNK):
         sort_tiles(unsorted, schedule, first_tile, total, CHUNK)
     tl.store(schedule, total)
-    tl.store(schedule + 1, 0)

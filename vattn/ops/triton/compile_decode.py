@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -28,7 +29,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import decode_fast
+from vattn.ops.triton import decode_fast, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10
@@ -66,7 +67,15 @@ def configs() -> Iterator[AttentionConfig]:
     yield base.replace(head_size=256, head_size_v=256)
 
 
-def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str, Any]]]:
+def rows_per_request(config: AttentionConfig) -> list[int]:
+    """Return how many rows a request may have in a step."""
+    if config.head_size not in decode_fast.SPECULATIVE_HEAD_SIZES or config.query_load != "plain":
+        return [1]
+    most = decode_fast.MAX_GROUP_SIZE // config.group_size
+    return sorted({1, min(2, most), most})
+
+
+def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tuple[Any, dict[str, Any]]]:
     """Return the launches of a decode step, recorded on tensors without storage."""
     found: list[tuple[Any, dict[str, Any]]] = []
 
@@ -87,7 +96,7 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
 
     dtype = getattr(torch, config.dtype)
     quantised = config.kv_scale != "none"
-    rows = (num_reqs, config.num_heads, config.head_size)
+    rows = (num_reqs * tokens, config.num_heads, config.head_size)
     scale = empty(config.num_kv_heads) if quantised else None
     q_scale = None if config.query_scale == "none" else empty(config.num_kv_heads)
     lengths = empty(num_reqs, dtype=torch.int32)
@@ -96,7 +105,7 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
     args = AttentionArgs(
         query, torch.empty(kv_cache_shape(config, 64), dtype=kv_cache_dtype(config), device="meta"),
         empty(num_reqs + 1, dtype=torch.int32), lengths, empty(num_reqs, 8, dtype=torch.int32),
-        output, block_scale, empty(num_reqs, config.num_heads) if config.lse else None, empty(1), q_scale,
+        output, block_scale, empty(*rows[:2]) if config.lse else None, empty(1), q_scale,
         scale, scale, None, empty(config.num_heads) if config.sinks else None, None, None, None, None, None, [], None,
         config.encode(),
     )  # fmt: skip
@@ -107,6 +116,7 @@ def recorded(config: AttentionConfig, num_reqs: int) -> list[tuple[Any, dict[str
             (gluon_decode, "decode_kernel"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
+        stack.enter_context(mock.patch.object(launch, "_launch_finish"))  # Compiled with the general kernel.
         decode_fast.decode(args, config)
     return found
 
@@ -168,8 +178,8 @@ def main() -> int:
     chosen = list(configs()) if options_given.all else list(configs())[options_given.seed % 4 :: 4]
     failures, seen = 0, set()
     for config in chosen:
-        for num_reqs in (4, 64):
-            for kernel, arguments in recorded(config, num_reqs):
+        for num_reqs, tokens in itertools.product((4, 64), rows_per_request(config)):
+            for kernel, arguments in recorded(config, num_reqs, tokens):
                 source, options = source_of(kernel, arguments)
                 key = (source.hash(), str(options))
                 if key in seen:
@@ -177,7 +187,7 @@ def main() -> int:
                 seen.add(key)
                 for problem in problems_of(kernel, arguments):
                     failures += 1
-                    print(f"{kernel.__name__} for {num_reqs} x {config.encode()}: {problem}")
+                    print(f"{kernel.__name__} for {num_reqs} x {tokens} rows, {config.encode()}: {problem}")
     print(f"{len(seen)} kernels compiled, {failures} problems")
     return int(failures > 0)
 

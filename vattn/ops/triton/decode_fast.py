@@ -1,9 +1,9 @@
 """The fast decode path of TRITON_ATTN on Hopper: who may use it, its schedule, and the launches.
 
-Shapes choose it: as many query rows as requests, the shape of a decode step. The op reads no length on the host, so
-equal counts do not prove one row per request; the schedule, made on the device, is right for any split of the rows:
-requests of one row are spread over CTAs, a request of several rows is walked by one CTA row after row (slow, but
-right), and requests without rows take care of the rows of padding.
+Shapes choose it: as many query rows as requests, the shape of a decode step, or a few times as many, that of a
+speculative one. The op reads no length on the host, so counts do not prove that rows are dealt out evenly; the
+schedule, made on the device, is right for any split of the rows: requests of up to so many rows are spread over CTAs, a
+request of more is walked by one CTA, some rows after the others (slow, but right).
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
+SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
 BLOCK_SIZES = Sizes(step=16, low=16, high=256)
 MAX_GROUP_SIZE = 16
+"""Query heads per KV head; where several rows of a request are attended at a time, that times the rows."""
+
 DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
 FEATURES = frozenset(
@@ -71,20 +74,22 @@ class Tuning:
     max_registers: int | None = None
 
 
-def choose_tuning(config: AttentionConfig, num_reqs: int) -> Tuning:
+def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
     """Return the tuning of a layer for this many requests: what was best on an H200 in `benchmarks/attention.py`.
 
-    Narrow rows need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays
-    where the CTAs of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
+    The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
+    need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs
+    of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
     row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    if num_reqs >= 16 and config.group_size <= QUERY_ROWS.value:
-        if plain and heads == 2 and row_bytes <= 256:
-            return Tuning(2, 512 // row_bytes, ctas=1, slots=4, overlap=True)
-        if not plain and config.group_size > 4 and config.num_kv_heads % 4 == 0 and config.head_size == 128:
-            return Tuning(4, 5, ctas=1, slots=2, overlap=True)
+    large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
+    if tokens > 1 or (large and (plain or config.group_size > 4)):
+        stages = 512 // row_bytes if plain else 5
+        if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
+            return Tuning(4, stages, ctas=1, slots=2, overlap=True)
+        return Tuning(heads, stages, ctas=1, slots=4, overlap=True)
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
 
@@ -121,17 +126,24 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
+def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
+    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way."""
+    tokens = num_tokens // max(num_reqs, 1)
+    fits = tokens == 1 or (tokens * config.group_size <= MAX_GROUP_SIZE and config.head_size in SPECULATIVE_HEAD_SIZES)
+    return tokens if fits and tokens * num_reqs == num_tokens else 0
+
+
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
+    """Return whether this call goes the fast way: the layer is accepted and so are the rows per request."""
     num_reqs = args.seq_lens.shape[0]
-    is_decode = args.query.shape[0] == num_reqs > 0
-    return is_decode and runs(config, args.query.device) and _load_has_run(config, num_reqs)
+    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs)
+    return tokens > 0 and runs(config, args.query.device) and _load_has_run(config, num_reqs, tokens)
 
 
 @lru_cache(maxsize=4096)
-def _load_has_run(config: AttentionConfig, num_reqs: int) -> bool:
+def _load_has_run(config: AttentionConfig, num_reqs: int, tokens: int) -> bool:
     """Return whether queries have been loaded like this on a GPU: rounded ones on FP8 caches, by the Triton kernel."""
-    on_fp8 = config.kv_cache_dtype in QUANTISED_CACHES and not choose_tuning(config, num_reqs).slots
+    on_fp8 = config.kv_cache_dtype in QUANTISED_CACHES and not choose_tuning(config, num_reqs, tokens).slots
     return config.query_load == "plain" or on_fp8
 
 
@@ -156,12 +168,20 @@ class Sizing:
     max_items: int
 
 
-def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device) -> Sizing:
+def chunks_of(num_reqs: int, tokens: int) -> int:
+    """Return the most chunks of `tokens` rows that so many requests have between them, that many rows each on average.
+
+    With one row at a time requests stay whole.
+    """
+    return num_reqs if tokens == 1 else 2 * num_reqs
+
+
+def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device, tokens: int = 1) -> Sizing:
     """Return the sizes for a batch of this many requests."""
     groups = -(-config.num_kv_heads // tuning.heads)
     most = most_ctas(config, device)
     ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
-    return Sizing(ctas, -(-num_reqs // ctas), num_reqs + WAVE_CHOICES.value * most)
+    return Sizing(ctas, -(-num_reqs // ctas), chunks_of(num_reqs, tokens) + WAVE_CHOICES.value * most)
 
 
 @lru_cache(maxsize=64)
@@ -169,28 +189,57 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def plan_shape(config: AttentionConfig, num_reqs: int, device: torch.device) -> tuple[int, int]:
-    """Return the shape of the int32 schedule of a decode step; its size never falls with the batch."""
-    return 1 + 2 * num_reqs + WAVE_CHOICES.value * most_ctas(config, device), ITEM_FIELDS.value
+def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
+    """Return the shape of the int32 schedule of a step, of whatever kind; its size never falls with tokens or requests.
+
+    It tells how many query rows the step has. A prefill's schedule fits in as well.
+    """
+    return _plan_rows(config, num_reqs, device) + 2 * max(num_tokens - num_reqs, 0), ITEM_FIELDS.value
+
+
+def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
+    return 1 + 2 * num_reqs + WAVE_CHOICES.value * most_ctas(config, device)
+
+
+def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> int:
+    """Return the query rows of the step that a schedule was allocated for.
+
+    Raises:
+        ShapeError: it is of no such step.
+    """
+    rows = schedule.shape[0] - _plan_rows(config, num_reqs, schedule.device) if schedule.ndim == 2 else -1
+    if rows < 0 or rows % 2 or schedule.shape[1] != ITEM_FIELDS.value:
+        expected = plan_shape(config, num_reqs, num_reqs, schedule.device)
+        raise ShapeError(
+            f"schedule has shape {tuple(schedule.shape)}",
+            f"{expected}, and 2 rows more for every row of the query beyond {num_reqs}",
+            "make it by Backend.plan_shape",
+        )
+    return num_reqs + rows // 2
 
 
 def plan(
-    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig, tuning: Tuning | None = None
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    schedule: Tensor,
+    config: AttentionConfig,
+    tuning: Tuning | None = None,
+    tokens: int = 1,
 ) -> None:
     """Fill the schedule of a decode step on the device.
 
-    Raises:
-        ShapeError: the schedule was made for another batch size.
+    Args:
+        tokens: rows of a request that are attended at a time.
     """
     num_reqs = seq_lens.shape[0]
-    shape = plan_shape(config, num_reqs, seq_lens.device)
-    if tuple(schedule.shape) != shape:
-        raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
-    tuning = tuning or choose_tuning(config, num_reqs)
-    sizes = sizing(config, num_reqs, tuning, seq_lens.device)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens)
+    chunks = None
+    if tokens > 1:
+        chunks = torch.empty((chunks_of(num_reqs, tokens), 4), dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
+        TOKENS=tokens, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
@@ -198,31 +247,34 @@ def plan(
 def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
     """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the shapes would choose."""
     num_reqs, device = args.seq_lens.shape[0], args.query.device
-    tuning = tuning or choose_tuning(config, num_reqs)
-    sizes = sizing(config, num_reqs, tuning, device)
-    shape = plan_shape(config, num_reqs, device)
+    tokens = args.query.shape[0] // num_reqs
+    tuning = tuning or choose_tuning(config, num_reqs, tokens)
+    sizes = sizing(config, num_reqs, tuning, device, tokens)
+    shape = plan_shape(config, args.query.shape[0], num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
+        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens)
     fmt = OUTPUT_FORMATS[config.output_format]
+    sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
     few = num_reqs <= 4
     # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
     wide = few and 2 * fmt.group_size > config.head_size
-    output, finished = args.output, not fmt.group_size or (groups_fit_heads(config) and not wide)
+    output, finished = args.output, not fmt.group_size or (groups_fit_heads(config) and not sixteen_rows and not wide)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-    partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items, device)
+    partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
     common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
     # A program that computes scales has whole groups, and more warps for its wider part.
     most_parts = config.head_size // fmt.group_size if finished and fmt.group_size else 4
     parts = min(4, most_parts) if few else 1
-    programs = min(num_reqs * config.num_heads * parts, 8 * _multiprocessors(device))
+    programs = min(num_reqs * tokens * config.num_heads * parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=tuning.overlap,
+        num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16,
+        OVERLAP=tuning.overlap,
         num_warps=16 // parts if few else 1, launch_pdl=True, **common,
     )  # fmt: skip
     if not finished:
@@ -281,7 +333,7 @@ def _boxes(cache: Tensor, tuning: Tuning, quantised: bool) -> Any:
     return GluonDescriptor(cache, shape, strides, box, layout)
 
 
-def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -> dict[str, Any]:
     """Return what the main kernel is specialised for, the reduction's constants aside."""
     quantised = config.kv_cache_dtype in QUANTISED_CACHES
     constants = {
@@ -292,7 +344,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
-    return constants | ({"SLOTS": tuning.slots} if tuning.slots else {"ASSEMBLY": True})
+    return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
 
 
 def _launch_decode(
@@ -325,5 +377,6 @@ def _launch_decode(
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         score_scale=score_scale, soft_cap=soft_cap, num_warps=warps, launch_pdl=tuning.overlap,
-        maxnreg=tuning.max_registers, **common, **decode_constants(config, tuning),
+        maxnreg=tuning.max_registers, **common,
+        **decode_constants(config, tuning, args.query.shape[0] // args.seq_lens.shape[0]),
     )  # fmt: skip

@@ -475,12 +475,13 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def reduce_kernel(
     schedule, sinks, v_scale, output_scale, output, block_scale, lse, partial_output, partial_stats, output_stride,
-    scale_stride, group_stride, max_items, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr,
-    OUTPUT: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
+    scale_stride, group_stride, max_items, num_tokens, TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    KV_SCALE: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of split requests; programs walk over (split request, head, COLUMNS of the head).
+    """Combine the partial results of split requests; programs walk over (split row, head, COLUMNS of the head).
 
+    Partial results are of TOKENS rows each. If these are several, rows of padding are written here as well.
     OVERLAP: the main kernel may have been launched before the kernel ahead of it was done.
     """
     tl.extra.cuda.gdc_launch_dependents()
@@ -490,13 +491,23 @@ def reduce_kernel(
     num_splits = tl.load(schedule + 1)
     PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
     splits = schedule + (max_items + 1) * SPLIT_FIELDS
-    for work in range(tl.program_id(0), num_splits * (NUM_HEADS * PARTS), tl.num_programs(0)):
+    split_rows = num_splits * TOKENS
+    num_rows = split_rows
+    first_padding = 0
+    if TOKENS > 1:
+        first_padding = tl.load(schedule + 2)
+        num_rows += num_tokens - first_padding
+    for work in range(tl.program_id(0), num_rows * (NUM_HEADS * PARTS), tl.num_programs(0)):
         column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         head = (work // PARTS) % NUM_HEADS
-        record = splits + (work // (PARTS * NUM_HEADS)) * SPLIT_FIELDS
-        row = tl.load(record)
+        index = work // (PARTS * NUM_HEADS)
+        is_padding = index >= split_rows
+        record = splits + tl.where(is_padding, 0, index // TOKENS) * SPLIT_FIELDS
         first_slot = tl.load(record + 1)
-        end_slot = first_slot + tl.load(record + 2)
+        end_slot = first_slot + tl.where(is_padding, 0, tl.load(record + 2))
+        # Past the rows of a request its last one is written again.
+        token = tl.minimum(index % TOKENS, tl.load(record + 3) - 1)
+        row = tl.where(is_padding, first_padding + index - split_rows, tl.load(record) + token)
         factor = 1.0
         if KV_SCALE == 1:
             factor = tl.load(v_scale)
@@ -504,7 +515,7 @@ def reduce_kernel(
             factor = tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS))
         sink = float("-inf")
         if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            sink = tl.where(is_padding, float("-inf"), tl.load(sinks + head).to(tl.float32) * LOG2E)
         # Without overlap all this is older than the main kernel, and only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
         scale = load_scale(output_scale)
@@ -514,7 +525,7 @@ def reduce_kernel(
         for start in tl.range(first_slot, end_slot, SPLITS):
             slot = start + tl.arange(0, SPLITS)
             present = slot < end_slot
-            partial = slot.to(tl.int64) * NUM_HEADS + head
+            partial = (slot.to(tl.int64) * TOKENS + token) * NUM_HEADS + head
             part_maximum = tl.load(partial_stats + partial * 2, mask=present, other=LOWEST_MAXIMUM)
             part_total = tl.load(partial_stats + partial * 2 + 1, mask=present, other=0.0)
             part = tl.load(

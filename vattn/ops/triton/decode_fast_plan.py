@@ -2,11 +2,11 @@
 
 The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 
-- row 0: number of CTAs with work, number of split requests;
+- row 0: number of CTAs with work, number of split requests, first row of padding;
 - rows 1 to max_items, an item each: request (-1 for a padding row of the query), first row, number of rows, seq_len,
   first tile, end tile, slot of its partial result (-1: it writes the result itself), next item of the same CTA (-1:
   none); CTA c starts at item c;
-- the last rows, a split request each: row, first slot, number of slots.
+- the last rows, a split request each: row, first slot, number of slots, number of rows.
 
 Two ways of sharing the work are estimated, and the cheaper one is taken:
 
@@ -15,8 +15,9 @@ Two ways of sharing the work are estimated, and the cheaper one is taken:
 - Even shares: the requests are laid end to end and the line is cut into as many equal shares as there are CTAs.
   Lengths of every mixture are balanced this way, at the price of more splits.
 
-A request of several rows is one item, since its slots would not fit. A request without rows stands for a row of
-padding.
+Where one row is attended at a time (TOKENS 1), a request of several rows is one item, since its slots would not fit,
+and a request without rows stands for a row of padding. Where several are, requests are cut into chunks of so many rows
+first, which are treated like requests, and the reduction takes care of the padding.
 """
 
 from __future__ import annotations
@@ -37,37 +38,76 @@ SHARES_COST = tl.constexpr(3.0)
 
 
 @triton.jit
-def request_tiles(query_start_loc, seq_lens, request, inside, WINDOW: tl.constexpr):
-    """Return first row, rows, seq_len, first tile and visible tiles; tiles count for requests of one row alone."""
-    first_row = tl.load(query_start_loc + request, mask=inside, other=0)
-    rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row
-    seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
-    end_tile = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
-    first_tile = tl.zeros_like(end_tile)
-    if WINDOW:
-        first_tile = tl.where(rows == 1, tl.maximum(seq_len - WINDOW, 0) // TILE_TOKENS, 0)
-    tiles = tl.where(rows == 1, end_tile - first_tile, 0)
-    return first_row, rows, seq_len, first_tile, tiles
+def cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS: tl.constexpr, REQUESTS: tl.constexpr):
+    """Cut requests into chunks of up to TOKENS rows, int32 `[B + T / TOKENS, 4]`: request, first row, rows, seq_len.
+
+    Returns:
+        Number of chunks. From here on they are what requests are where TOKENS is 1.
+    """
+    count = tl.zeros([], tl.int32)
+    for start in range(0, num_reqs, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        inside = request < num_reqs
+        first_row = tl.load(query_start_loc + request, mask=inside, other=0)
+        rows = tl.maximum(tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row, 0)
+        seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
+        parts = (rows + TOKENS - 1) // TOKENS
+        place = count + tl.cumsum(parts, 0) - parts
+        for part in range(0, tl.max(parts, 0)):
+            record = chunks + (place + part) * 4
+            before = part * TOKENS
+            now = tl.minimum(rows - before, TOKENS)
+            tl.store(record, request, mask=part < parts)
+            tl.store(record + 1, first_row + before, mask=part < parts)
+            tl.store(record + 2, now, mask=part < parts)
+            tl.store(record + 3, seq_len - rows + before + now, mask=part < parts)
+        count += tl.sum(parts, 0)
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit
-def request_units(query_start_loc, seq_lens, request, inside, WINDOW: tl.constexpr, UNIT: tl.constexpr):
+def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return request, first row, rows, seq_len, first tile and visible tiles; tiles count for 1 to TOKENS rows."""
+    if TOKENS > 1:
+        request = tl.load(chunks + index * 4, mask=inside, other=0)
+        first_row = tl.load(chunks + index * 4 + 1, mask=inside, other=0)
+        rows = tl.load(chunks + index * 4 + 2, mask=inside, other=0)
+        seq_len = tl.maximum(tl.load(chunks + index * 4 + 3, mask=inside, other=0), 0)
+    else:
+        request = index
+        first_row = tl.load(query_start_loc + index, mask=inside, other=0)
+        rows = tl.load(query_start_loc + index + 1, mask=inside, other=0) - first_row
+        seq_len = tl.maximum(tl.load(seq_lens + index, mask=inside, other=0), 0)
+    end_tile = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
+    first_tile = tl.zeros_like(end_tile)
+    few = (rows > 0) & (rows <= TOKENS)
+    if WINDOW:
+        first_tile = tl.where(few, tl.maximum(seq_len - rows + 1 - WINDOW, 0) // TILE_TOKENS, 0)
+    tiles = tl.where(few, end_tile - first_tile, 0)
+    return request, first_row, rows, seq_len, first_tile, tiles
+
+
+@triton.jit
+def request_units(
+    query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr
+):
     """Return the units of UNIT tiles that requests count as, one at least; 0 outside."""
-    _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, request, inside, WINDOW)
+    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW)
     return tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
 
 
 @triton.jit
 def choose_chunk(
-    query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW: tl.constexpr, UNIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Return how many units an item may have, 0 for even shares, and the units of all requests."""
     longest = 1
     total = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
+        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
         longest = tl.maximum(longest, tl.max(units, 0))
         total += tl.sum(units, 0)
     waves = waves_of_requests + tl.arange(0, WAVE_CHOICES)
@@ -78,7 +118,7 @@ def choose_chunk(
         items = tl.zeros([WAVE_CHOICES], tl.int32)
         for start in range(0, num_reqs, REQUESTS):
             request = start + tl.arange(0, REQUESTS)
-            units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
+            units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
             items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
@@ -107,37 +147,48 @@ def share_of(unit, total, shares):
 
 @triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
 def plan_kernel(
-    query_start_loc, seq_lens, schedule, num_reqs, ctas, waves_of_requests, max_items, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
+    query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
-    chunk, total = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, waves_of_requests, WINDOW, UNIT, REQUESTS)
+    padding_row = tl.load(query_start_loc + num_reqs)
+    tl.store(schedule + 2, padding_row)
+    if TOKENS > 1:
+        num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, REQUESTS)
+    chunk, total = choose_chunk(
+        query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS
+    )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
+    total = tl.maximum(total, 1)
     shares = tl.minimum(ctas, total)
     num_chunks = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        units = request_units(query_start_loc, seq_lens, request, request < num_reqs, WINDOW, UNIT)
+        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
         num_chunks += tl.sum((units + chunk - 1) // chunk, 0)
-    padding_row = tl.load(query_start_loc + num_reqs)
     line = 0
     num_items = 0
     num_slots = 0
     num_splits = 0
     for start in range(0, num_reqs, REQUESTS):
-        request = start + tl.arange(0, REQUESTS)
-        inside = request < num_reqs
-        first_row, rows, seq_len, first_tile, tiles = request_tiles(query_start_loc, seq_lens, request, inside, WINDOW)
+        index = start + tl.arange(0, REQUESTS)
+        inside = index < num_reqs
+        request, first_row, rows, seq_len, first_tile, tiles = request_tiles(
+            query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW
+        )
         is_empty = inside & (rows <= 0)
         pads_before = tl.cumsum(is_empty.to(tl.int32), 0) - is_empty.to(tl.int32)
         first_row = tl.where(is_empty, padding_row + pads_before, first_row)
         padding_row += tl.sum(is_empty.to(tl.int32), 0)
         # A request without rows is written without rows where there is no padding left for it.
-        rows = tl.where(is_empty, (first_row < num_reqs).to(tl.int32), rows)
+        if TOKENS == 1:
+            rows = tl.where(is_empty, (first_row < num_reqs).to(tl.int32), rows)
+        else:
+            rows = tl.maximum(rows, 0)
         seq_len = tl.where(is_empty, 0, seq_len)
-        many_rows = rows > 1
+        many_rows = rows > TOKENS
         base_tile = tl.where(many_rows, 0, first_tile)
         all_tiles = tl.where(many_rows, (seq_len + TILE_TOKENS - 1) // TILE_TOKENS, tiles)
 
@@ -160,12 +211,12 @@ def plan_kernel(
             begin = tl.where(even_shares, tl.maximum(share_begin - place, 0), length * part // count)
             end = tl.where(even_shares, tl.minimum(share_end - place, length), length * (part + 1) // count)
             # In even shares the item that opens a share has its number, the others follow by request.
-            of_line = tl.where(place + begin == share_begin, share, shares + request[:, None])
-            next_of_line = tl.where(place + end < share_end, shares + request[:, None] + 1, -1)
-            index = tl.where(even_shares, of_line, item[:, None] + part)
-            next_of_turn = tl.where(index + ctas < num_chunks, index + ctas, -1)
-            record = schedule + (1 + index) * ITEM_FIELDS
-            mask = (part < parts[:, None]) & (index < max_items)
+            of_line = tl.where(place + begin == share_begin, share, shares + index[:, None])
+            next_of_line = tl.where(place + end < share_end, shares + index[:, None] + 1, -1)
+            number = tl.where(even_shares, of_line, item[:, None] + part)
+            next_of_turn = tl.where(number + ctas < num_chunks, number + ctas, -1)
+            record = schedule + (1 + number) * ITEM_FIELDS
+            mask = (part < parts[:, None]) & (number < max_items)
             tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
             tl.store(record + 1, first_row[:, None], mask=mask)
             tl.store(record + 2, rows[:, None], mask=mask)
@@ -179,9 +230,11 @@ def plan_kernel(
         tl.store(record, first_row, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
+        tl.store(record + 3, rows, mask=is_split > 0)
         line += tl.sum(units, 0)
         num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
-    tl.store(schedule, tl.where(even_shares, shares, tl.minimum(ctas, num_chunks)))
+    active = tl.where(even_shares, shares, tl.minimum(ctas, num_chunks))
+    tl.store(schedule, tl.where(num_items > 0, active, 0))
     tl.store(schedule + 1, num_splits)

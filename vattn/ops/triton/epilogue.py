@@ -21,20 +21,25 @@ MIN_ABSMAX = tl.constexpr(1e-10)
 """`vattn.quantization.MIN_ABSMAX`; a test compares them."""
 
 
-def groups_fit_heads(config: AttentionConfig) -> bool:
-    """Return whether a kernel that owns whole heads can compute the scales of the output format."""
+def groups_fit_heads(config: AttentionConfig, swizzled: bool = False) -> bool:
+    """Return whether a kernel that owns whole heads can compute the scales of the output format.
+
+    Args:
+        swizzled: whether the kernel can store them in 128 x 4 tiles.
+    """
     fmt = OUTPUT_FORMATS[config.output_format]
-    return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
+    return fmt.group_size > 0 and swizzled >= fmt.swizzled and config.head_size_v % fmt.group_size == 0
 
 
-def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
+def group_constants(config: AttentionConfig, swizzled: bool = False) -> tuple[Any, ...]:
     """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
 
     Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic.
+    `swizzled` as in `groups_fit_heads`.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
-    size = fmt.group_size if groups_fit_heads(config) else 0
+    size = fmt.group_size if groups_fit_heads(config, swizzled) else 0
     return size, fmt.static_scale, fmt.power_of_two, least, config.output_arithmetic
 
 
