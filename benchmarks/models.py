@@ -1,0 +1,226 @@
+"""Time a transformers model on vattn: decode steps, and many requests through the generator.
+
+    python benchmarks/models.py --json out.json --baseline 1 32
+
+The model has the shape of Llama 3 8B and random weights. A step's floor is the bytes of weights and cache that it must
+read, at the rate that reading large tensors reached in the same run. The baseline is transformers' own `generate` with
+a static cache, compiled; a step of it is what more tokens add to a call. `--small` tries the benchmark on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vattn
+from benchmarks.fused_steps import Sizes, transformers_ms
+from vattn.integrations.transformers import PackedModel, enable
+
+LARGE = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def make_model(shape: dict[str, int], layers: int | None, device: str) -> Any:
+    """Return a model with random weights in bf16, made on the device."""
+    import transformers
+
+    config = transformers.LlamaConfig(**{**shape, **({"num_hidden_layers": layers} if layers else {})})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def read_rate(device: str) -> float:
+    """Return bytes a second of reading large tensors, the best of a few."""
+    x = torch.ones(1 << (31 if device == "cuda" else 24), dtype=torch.uint8, device=device).view(torch.int32)
+    best = 0.0
+    for _ in range(6):
+        synchronise(device)
+        begin = time.perf_counter()
+        for _ in range(4):
+            x.max()
+        synchronise(device)
+        best = max(best, 4 * x.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def weight_bytes(packed: PackedModel) -> int:
+    """Return the bytes of weights that a step reads: all but the embedding, of which it reads rows."""
+    inner: Any = packed.model
+    own = sum(p.nbytes for p in inner.parameters())
+    tied = inner.config.tie_word_embeddings
+    return own - (0 if tied else inner.get_input_embeddings().weight.nbytes)
+
+
+def decode_steps(packed: PackedModel, batch: int, context: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Time steps of the generator, and replays of its graph alone."""
+    device = packed.model.device.type
+    vocabulary = packed.model.config.vocab_size
+    rng = random.Random(batch)
+    generator = vattn.Generator(
+        packed, max_num_reqs=max(2, batch), graph_sizes=[batch] if device == "cuda" else (), **options
+    )
+    sampling = vattn.Sampling(steps + 8, stop_token_ids=())
+    for _ in range(batch):
+        generator.add([rng.randrange(vocabulary) for _ in range(context)], sampling)
+    while generator.scheduler.waiting or any(not request.output for request in generator.scheduler.running):
+        generator.step()
+    walls = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        generator.step()
+        walls.append(time.perf_counter() - begin)
+    replay = float("nan")
+    if generator.graphs is not None:
+        (entry,) = generator.graphs._entries.values()
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(20):
+            entry.graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        replay = events[0].elapsed_time(events[1]) / 20
+    while generator.busy:
+        generator.cancel(
+            generator.scheduler.running[0] if generator.scheduler.running else generator.scheduler.waiting[0]
+        )
+    cache = batch * (context + steps // 2) * packed.kv_cache.bytes_per_block / packed.kv_cache.block_size
+    return {
+        "batch": batch, "context": context, "wall_ms": statistics.median(walls) * 1e3, "replay_ms": replay,
+        "bytes": weight_bytes(packed) + cache,
+    }  # fmt: skip
+
+
+def serve(
+    packed: PackedModel, lengths: list[int], new: int, graph_sizes: Any, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Run requests to their end; wall time includes everything but compiling."""
+    rng, vocabulary = random.Random(0), packed.model.config.vocab_size
+    generator = vattn.Generator(packed, max_num_reqs=len(lengths), graph_sizes=graph_sizes, **options)
+    sampling = vattn.Sampling(new, stop_token_ids=())
+    generator.generate([[1, 2, 3]] * 2, vattn.Sampling(2, stop_token_ids=()))
+    prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
+    before = generator.statistics()
+    counted = before.steps, before.seconds, before.host_seconds
+    requests = [generator.add(prompt, sampling) for prompt in prompts]
+    begin, waste = time.perf_counter(), []
+    while generator.busy:
+        generator.step()
+        now = generator.statistics()
+        waste.append((now.wasted_tokens, now.used_blocks))
+    seconds = time.perf_counter() - begin
+    assert all(request.state == "finished" for request in requests)
+    size = packed.kv_cache.block_size
+    now = generator.statistics()
+    steps, taken, host = now.steps - counted[0], now.seconds - counted[1], now.host_seconds - counted[2]
+    return {
+        "requests": len(lengths), "prompt": [min(lengths), max(lengths)], "new": new, "seconds": seconds,
+        "tokens_per_second": len(lengths) * new / seconds, "steps": steps, "host_share": host / taken,
+        "preemptions": now.preemptions, "waste": max((w / (u * size) for w, u in waste if u), default=0.0),
+        "first_token_seconds": statistics.median(now.first_token_seconds[2:]),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run what was asked for and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--baseline", type=int, nargs="*", default=[], help="batch sizes of transformers' own steps")
+    parser.add_argument("--serve", nargs="*", default=["64", "mixed"], choices=["64", "mixed"])
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
+    parser.add_argument("--memory", default="60GiB")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = SMALL if args.small else LARGE
+    context, steps = (32, 6) if args.small else (1024, 40)
+    begin = time.perf_counter()
+    rate = read_rate(device)
+    model = make_model(shape, args.layers, device)
+    quantised = args.kv_cache_dtype != "auto"
+    packed = enable(
+        model,
+        cache_config=vattn.CacheConfig(cache_dtype=args.kv_cache_dtype),
+        quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
+        memory="16MiB" if args.small else args.memory,
+    )
+    options: dict[str, Any] = {
+        "max_seq_len": 8192 if not args.small else 512,
+        "token_budget": 8192,
+        "reuse_prefixes": False,
+    }
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
+        "kv_cache_dtype": args.kv_cache_dtype, "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [],
+    }  # fmt: skip
+
+    def show(kind: str, row: dict[str, Any]) -> None:
+        result[kind].append(row)
+        print(kind, {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1))
+
+    how = args.compile
+    for batch in args.batches:
+        begin = time.perf_counter()
+        row = decode_steps(packed, batch, context, steps, {**options, "compile": how})
+        how = "none" if how in (None, "layers") else how  # the layers are compiled by now
+        row["floor_ms"] = row["bytes"] / rate * 1e3
+        row["over_floor"] = row["replay_ms"] / row["floor_ms"]
+        row["seconds_with_compiling"] = time.perf_counter() - begin
+        show("steps", row)
+    new = 4 if args.small else 128
+    if "64" in args.serve:
+        lengths = [1024 if not args.small else 64] * (64 if not args.small else 8)
+        show("serve", serve(packed, lengths, new, None, {**options, "compile": how}))
+    if "mixed" in args.serve:
+        rng = random.Random(1)
+        lengths = [rng.randint(16, 4096 if not args.small else 128) for _ in range(256 if not args.small else 8)]
+        show("serve", serve(packed, lengths, new, None, {**options, "compile": how}))
+    if args.baseline:
+        del packed, model
+        sizes = Sizes() if not args.small else Sizes(2, 64, 4, 2, 16, 128)
+        result["baseline"] = {}
+        for batch in args.baseline:
+            torch.cuda.empty_cache() if device == "cuda" else None
+            result["baseline"][batch] = transformers_ms(sizes, batch, context, 24, device)
+            print("transformers", batch, result["baseline"][batch], flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
