@@ -18,14 +18,14 @@ OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "s
 
 PUBLIC_NAMES = """
 Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType BlockPool
-CUDAGraphRunner CacheConfig ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec EncoderFP8Config
+CUDAGraphRunner CacheConfig ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec DifferentialAttention EncoderFP8Config
 EncoderOnlyAttention EncoderOnlyAttentionSpec FileConnector FullAttentionSpec FusionReport GroupedMetadata
 GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec KVConnector KVTransfer MLAAttention
 MLAAttentionSpec MLAConfig MMEncoderAttention QuantConfig RopeConfig SinkFullAttentionSpec SlidingWindowSpec
 StaticSinkAttention
 TQFullAttentionSpec TokenTree TransferRequest TreeAttentionMetadataBuilder move_slots
 allocate_kv_cache backend block_keys check_cu_seqlens clip_rates compile
-compile_regions copy_blocks disable enable errors explain export_step fast_prefill forward_context fusion_report
+compile_regions copy_blocks differential_lambda_init disable enable errors explain export_step fast_prefill forward_context fusion_report
 kept_rows kv_cache_shape load_flash_attn maybe_transfer_kv_layer merge_attn_states observe_clipping options
 pad_cu_seqlens paged_attention read_encoder_scales register_backend rope_update_kv_cache save_encoder_scales
 swap_blocks update_kv_cache

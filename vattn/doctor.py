@@ -46,11 +46,14 @@ def plain_request(backend: Backend) -> AttentionConfig:
     can = backend.capabilities
     dtype = can.dtypes[0]
     cache = dtype if dtype in can.kv_cache_dtypes else can.kv_cache_dtypes[0]
+    head_size = next(size for size in (64, 128, *range(8, 520, 8)) if size in can.head_sizes)
+    pairs = "head_pairs" in can.required_features
     return AttentionConfig(
         num_heads=2,
         num_kv_heads=1,
-        head_size=next(size for size in (64, 128, *range(8, 520, 8)) if size in can.head_sizes),
-        head_size_v=next(size for size in (64, 128, *range(8, 520, 8)) if size in can.head_sizes),
+        head_size=head_size,
+        head_size_v=2 * head_size if pairs else head_size,
+        head_pairs="even" if pairs else "none",
         scale=0.125,
         dtype=dtype,
         kv_cache_dtype=cache,
@@ -149,7 +152,8 @@ def check_backends() -> list[tuple[str, str, str]]:
     for name in selector.backend_names():
         for index, device in enumerate(devices()):
             backend = selector.get_backend(name)
-            if unusable(backend, device) is not None:
+            # What is for one kind of layer alone hands its requests to another backend.
+            if unusable(backend, device) is not None or backend.capabilities.required_features:
                 continue
             where = "cpu" if device.type == "cpu" else f"cuda:{index - 1}"
             try:

@@ -12,7 +12,7 @@ from tests.conformance.rows import Row
 from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch, random_scale
 from vattn.backends import selector
 from vattn.config import AttentionConfig
-from vattn.formats import MODEL_DTYPES
+from vattn.formats import KV_FORMATS, MODEL_DTYPES
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 
@@ -31,6 +31,9 @@ def fitted(values: dict[str, Any], fixed: Collection[str] = ()) -> dict[str, Any
     """
     can = selector.get_backend(values["backend"]).capabilities
     values = dict(values)
+    packed = KV_FORMATS[values.get("kv_cache_dtype", "float32")].packed
+    if "head_pairs" in can.required_features and not packed and not {"kv_cache_layout", "head_size_v"} & set(values):
+        values.setdefault("head_pairs", "odd" if values.get("block_size", 16) else "none")
     if "dtype" not in fixed and values.get("dtype", "float32") not in can.dtypes:
         values["dtype"] = can.dtypes[-1]
     sizes = {"head_size": (16, can.head_sizes), "head_size_v": (16, can.head_sizes), "block_size": (8, can.block_sizes)}

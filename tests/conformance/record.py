@@ -109,16 +109,18 @@ def _error_of(batch: Batch) -> float | None:
     return largest_error(result, expected[0])
 
 
-def record_rows(recorder: Recorder, part: int, parts: int) -> None:
-    """Run this part's share of the hand-picked rows."""
+def record_rows(recorder: Recorder, until: float, part: int, parts: int) -> None:
+    """Run this part's share of the hand-picked rows, until the time is up."""
     for name, row in list(ROWS.items())[part::parts]:
+        if time.monotonic() > until:
+            return
         batch = batch_of_row(row, recorder.backend, device=recorder.device, seed=len(name))
         recorder.attempt(batch, f"row {name}")
 
 
-def record_fuzz(recorder: Recorder, seconds: float, most: int, part: int) -> None:
+def record_fuzz(recorder: Recorder, until: float, most: int, part: int) -> None:
     """Run random requests, most of which the backend accepts, until time or count is up."""
-    until, reasons = time.monotonic() + seconds, selector.get_backend(recorder.backend).reasons
+    reasons = selector.get_backend(recorder.backend).reasons
     info = DeviceInfo.of(recorder.device)
     rng = random.Random(f"record {fuzz_seed()} {recorder.backend} {part}")
     base = PLAIN.replace(backend=recorder.backend)
@@ -202,9 +204,9 @@ def main() -> None:
     if problem is not None:
         parser.exit(1, f"{given.backend}: {problem}\n")
     part, parts = map(int, given.part.split("/"))
-    started = time.monotonic()
-    record_rows(recorder, part, parts)
-    record_fuzz(recorder, given.seconds - (time.monotonic() - started), given.most, part)
+    until = time.monotonic() + given.seconds
+    record_rows(recorder, until, part, parts)
+    record_fuzz(recorder, until, given.most, part)
     run = recorder.record()
     print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
     for line in recorder.errors:

@@ -242,7 +242,10 @@ def draw_request(
 
 def _draw_config(rng: random.Random, backend: str, required: tuple[str, ...], size: Size) -> AttentionConfig:
     can = selector.get_backend(backend).capabilities
-    features = draw_features(rng, required, can.features)
+    needed = [name for name in can.required_features if name not in required]
+    # A pair that contradicts what the backend requires is drawn all the same, and refused.
+    fitting = [name for name in needed if not any({name, other} == both for other in required for both in _EXCLUSIVE)]
+    features = draw_features(rng, (*required, *fitting), can.features)
     config = _draw_sizes(rng, config_with(features, _draw_base(rng, features, backend, size)))
     if not is_storable(config) and rng.random() >= 0.03:
         scaled = KV_FORMATS[config.kv_cache_dtype].quantised

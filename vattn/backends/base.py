@@ -216,6 +216,7 @@ class Capabilities:
         query_loads: names of `vattn.formats.QUERY_LOADS` that the backend has.
         head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
         features: allowed names of `FEATURES`.
+        required_features: names of `FEATURES` that every request must ask for; the backend is for nothing else.
         exclusions: combinations that are refused.
         minimum_capability: lowest compute capability on CUDA.
         format_capability: lowest compute capability for a KV, query or output format by name.
@@ -240,6 +241,7 @@ class Capabilities:
     head_sizes: Sizes
     block_sizes: Sizes
     features: frozenset[str]
+    required_features: frozenset[str] = frozenset()
     exclusions: tuple[Exclusion, ...] = ()
     minimum_capability: tuple[int, int] = (0, 0)
     format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -344,9 +346,15 @@ class Backend:
     def _feature_reasons(self, config: AttentionConfig) -> list[str]:
         asked = requested_features(config)
         found = [f"{name} is not implemented" for name in FEATURES if name in asked - self.capabilities.features]
+        needed = self.capabilities.required_features - asked
+        found += [f"no {name}, which every request to this backend has" for name in sorted(needed)]
         present = request_parts(config)
         found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
         return found
+
+    def runs_on(self, config: AttentionConfig, device: DeviceInfo) -> str:
+        """Return the name of the backend whose kernels run a request: this one, unless it hands requests on."""
+        return self.name
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Return what this backend does to run a request that it accepts, such as padding; for `explain`."""

@@ -30,6 +30,7 @@ BUILTIN: dict[str, str] = {
     "TRITON_ATTN": "triton_attn:TritonAttentionBackend",
     "FLASH_ATTN": "flash_attn:FlashAttentionBackend",
     "FLASHINFER": "flashinfer:FlashInferBackend",
+    "DIFFERENTIAL_FLASH_ATTN": "differential_flash_attn:DifferentialFlashAttentionBackend",
     "XFORMERS": "xformers:XFormersBackend",
     "TREE_ATTN": "tree_attn:TreeAttentionBackend",
 }

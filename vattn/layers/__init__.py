@@ -2,6 +2,7 @@
 
 from vattn.layers.attention import Attention
 from vattn.layers.cross_attention import CrossAttention
+from vattn.layers.differential_attention import DifferentialAttention, differential_lambda_init
 from vattn.layers.encoder_only_attention import EncoderOnlyAttention
 from vattn.layers.encoder_scales import EncoderFP8Config, read_encoder_scales, save_encoder_scales
 from vattn.layers.mla_attention import MLAAttention
@@ -13,6 +14,7 @@ from vattn.layers.static_sink_attention import StaticSinkAttention
 __all__ = [
     "Attention",
     "CrossAttention",
+    "DifferentialAttention",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "MLAAttention",
@@ -21,6 +23,7 @@ __all__ = [
     "StaticSinkAttention",
     "check_cu_seqlens",
     "clip_rates",
+    "differential_lambda_init",
     "observe_clipping",
     "pad_cu_seqlens",
     "read_encoder_scales",

@@ -193,7 +193,15 @@ class BoundCache(CacheScales):
             self._check_target(target)
             check_sharing(self.prefix, self._request_config(dtype), target._request_config(dtype))
         config = self._request_config(dtype, None if target is None else target.k_scale)
-        return config.replace(backend=selector.choose(config, device).name)
+        return config.replace(backend=self._choose_backend(config, device))
+
+    def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
+        """Return the name of the backend that runs what the layer makes of a request.
+
+        Raises:
+            UnsupportedRequestError: none, or not the one asked for, does.
+        """
+        return selector.choose(config, device).name
 
     def _check_target(self, target: BoundCache) -> None:
         """Refuse a target of another kind; what configs tell is compared elsewhere."""

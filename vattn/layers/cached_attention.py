@@ -170,28 +170,8 @@ class CachedAttention(BoundCache):
         op_config: str,
     ) -> None:
         """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
-        self._check_rows(query, key, step)
-        for target in self._target:
-            if target.kv_cache is not self.kv_cache:
-                raise CacheError(
-                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
-                    "the cache that both were bound to",
-                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
-                )
-        inputs = (query, key, value, self.sinks)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            raise GradientError(
-                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
-                "inference only; attention has no backward",
-                "call the model under torch.no_grad() or torch.inference_mode()",
-            )
+        self._check_inputs(query, key, value, step)
         config = AttentionConfig.parse(op_config)
-        if step.block_size not in (0, config.block_size):
-            raise MetadataError(
-                f"metadata for blocks of {step.block_size} tokens in layer {self.prefix!r}",
-                f"blocks of {config.block_size} tokens",
-                "give the builder layers=model, or the block_size of CacheConfig",
-            )
         if key is not None and value is not None and step.key_slots is not None:
             assert self.kv_cache is not None
             update = CacheUpdateArgs(key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, op_config)
@@ -200,6 +180,35 @@ class CachedAttention(BoundCache):
             query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
         args = self._arguments(query, step, output, block_scale, op_config)
         checks.check_attention(AttentionArgs(*args), config)
+
+    def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
+        """Refuse tensors that do not go with the step or the layer, whatever the op."""
+        assert self.config is not None
+        self._check_rows(query, key, step)
+        for target in self._target:
+            if target.kv_cache is not self.kv_cache:
+                raise CacheError(
+                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
+                    "the cache that both were bound to",
+                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
+                )
+        inputs = (query, key, value, *self._learned())
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            raise GradientError(
+                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
+                "inference only; attention has no backward",
+                "call the model under torch.no_grad() or torch.inference_mode()",
+            )
+        if step.block_size not in (0, self.config.block_size):
+            raise MetadataError(
+                f"metadata for blocks of {step.block_size} tokens in layer {self.prefix!r}",
+                f"blocks of {self.config.block_size} tokens",
+                "give the builder layers=model, or the block_size of CacheConfig",
+            )
+
+    def _learned(self) -> tuple[Tensor | None, ...]:
+        """Return the layer's own tensors that could ask for a gradient."""
+        return (self.sinks,)
 
     def _check_rows(self, query: Tensor, key: Tensor | None, step: LayerStep) -> None:
         """Refuse tensors of other row counts than the step's."""

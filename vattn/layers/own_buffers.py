@@ -21,10 +21,15 @@ _OWN_BUFFERS = (
     "alibi_slopes",
     "sinks",
     "sink_blocks",
+    "lambda_q1",
+    "lambda_k1",
+    "lambda_q2",
+    "lambda_k2",
     "amax_history",
     "amax_steps",
 )
-"""Small tensors that follow the cache to its device and keep their dtype; sinks only where they are no parameter."""
+"""Small tensors that follow the cache to its device and keep their dtype; sinks and lambdas only where they are no
+parameter."""
 
 
 class OwnBuffers(nn.Module):

@@ -1,0 +1,136 @@
+"""DIFFERENTIAL_FLASH_ATTN: the halves of differential attention (arXiv 2410.05258) on whatever backend runs them.
+
+`vattn.DifferentialAttention` makes the halves and their difference. This backend is for nothing else; it hands each
+half to the first backend of the device that reads pairs of heads, TRITON_ATTN on a GPU and TORCH_SDPA on a CPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Sizes
+from vattn.config import AttentionConfig
+from vattn.errors import CacheError, ConfigError
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+
+
+class DifferentialFlashAttentionBackend(Backend):
+    """Run one half of pairs of heads by a backend beneath."""
+
+    name = "DIFFERENTIAL_FLASH_ATTN"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda", "interpreter"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(name for name, fmt in KV_FORMATS.items() if not fmt.packed),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder",),
+        head_sizes=Sizes(8, 8, 512),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset(FEATURES)
+        - {"context_parallel", "batch_invariant", "hnd_layout", "contiguous_kv", "unequal_head_sizes"},
+        required_features=frozenset({"head_pairs"}),
+        query_loads=QUERY_LOADS,
+        output_variants=True,
+        approximate_division=True,
+    )
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return `(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size)`: halves, then keys and values.
+
+        It is the shape of `kv_cache_view`, not of the storage.
+
+        Raises:
+            ConfigError: an odd number of KV heads, or a block size that is no multiple of 16.
+
+        Example:
+            >>> from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
+            >>> DifferentialFlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 64)
+            (2, 2, 100, 16, 4, 64)
+        """
+        if num_kv_heads % 2 or num_kv_heads < 2:
+            raise ConfigError(f"num_kv_heads={num_kv_heads}", "a number divisible by 2", "heads come in pairs")
+        if block_size % 16 or block_size < 16:
+            raise ConfigError(f"block_size={block_size}", "a multiple of 16", "block_size=16")
+        return 2, 2, num_blocks, block_size, num_kv_heads // 2, head_size
+
+    @staticmethod
+    def kv_cache_view(kv_cache: Tensor) -> Tensor:
+        """Return the view `[half, key or value, num_blocks, block_size, num_kv_heads / 2, head_size]` of a storage.
+
+        Args:
+            kv_cache: `[2, num_blocks, block_size, num_kv_heads, head_size]`, as a layer has it. Not copied: what is
+                written to the view is in the cache.
+
+        Example:
+            >>> import torch
+            >>> from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
+            >>> DifferentialFlashAttentionBackend.kv_cache_view(torch.zeros(2, 100, 16, 8, 64)).shape
+            torch.Size([2, 2, 100, 16, 4, 64])
+        """
+        if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or kv_cache.shape[3] % 2:
+            raise CacheError(
+                f"a cache of shape {tuple(kv_cache.shape)}",
+                "[2, num_blocks, block_size, num_kv_heads, head_size] with an even num_kv_heads",
+                "pass layer.kv_cache of a vattn.DifferentialAttention",
+            )
+        return kv_cache.unflatten(3, (kv_cache.shape[3] // 2, 2)).permute(4, 0, 1, 2, 3, 5)
+
+    def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return why no backend beneath runs a half, or why it is none."""
+        found = super().limits(config, device)
+        if found or beneath(config, device) is not None:
+            return found
+        return [f"{name}: {'; '.join(reasons)}" for name, reasons in _refusals(config, device).items()]
+
+    def running(self) -> tuple[str, str] | None:
+        """Return the torch version: which kernels run depends on the device."""
+        return "torch", torch.__version__.split("+")[0]
+
+    def runs_on(self, config: AttentionConfig, device: DeviceInfo) -> str:
+        """Return the name of the backend beneath."""
+        return beneath(config, device) or self.name
+
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Say what runs the halves."""
+        return ["the two halves run on the first other backend of the device that reads pairs of heads"]
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention` of one half."""
+        backend, inner = self._beneath(config, args.query.device)
+        backend.attention(args._replace(config=inner.encode()), inner)
+
+    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
+        """Run `vattn::kv_cache_update` of one half's keys and of the values of both."""
+        backend, inner = self._beneath(config, args.key.device)
+        backend.kv_cache_update(args._replace(config=inner.encode()), inner)
+
+    def _beneath(self, config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
+        from vattn.backends import selector
+
+        name = beneath(config, DeviceInfo.of(device))
+        assert name is not None  # `reasons` refused the call otherwise
+        return selector.get_backend(name), config.replace(backend=name)
+
+
+@lru_cache(maxsize=4096)
+def beneath(config: AttentionConfig, device: DeviceInfo) -> str | None:
+    """Return the first backend of a device that runs one half, `None` if there is none."""
+    return next((name for name, reasons in _refusals(config, device).items() if not reasons), None)
+
+
+def _refusals(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
+    """Return the reasons of every backend that reads pairs of heads, in the device's order."""
+    from vattn.backends import selector
+
+    others = (selector.get_backend(name) for name in selector.priority(device))
+    return {
+        other.name: other.reasons(config.replace(backend=other.name), device)
+        for other in others
+        if "head_pairs" in other.capabilities.features and not other.capabilities.required_features
+    }

@@ -1,0 +1,311 @@
+"""`DifferentialAttention`: the difference of two softmax attentions over one paged KV cache (arXiv 2410.05258).
+
+Heads lie in pairs, the two of a pair side by side: heads 0 and 1, 2 and 3, ... With `V` the values of a pair of KV
+heads beside each other, `[keys, 2 D]`, a pair of query heads gives
+
+    subln(softmax(Q_even K_even^T) V - lambda * softmax(Q_odd K_odd^T) V) * (1 - lambda_init)
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+
+which are two calls of `vattn::attention` with values twice as wide: the cache is an ordinary one, read by pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
+from vattn.config import AttentionConfig, CacheConfig
+from vattn.errors import ConfigError, ShapeError
+from vattn.formats import OUTPUT_FORMATS
+from vattn.layers.attention import Attention
+from vattn.layers.bound_cache import BoundCache
+from vattn.layers.layer_step import LayerStep, check_output_shape, split_heads
+from vattn.layers.request import StepKind, check_extra, named_arguments, own_tensor, step_configs
+from vattn.layers.scales import QuantConfig
+from vattn.metadata import AttentionMetadata
+from vattn.ops import checks
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.quantization import encode_query, quantise_output
+
+_LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def differential_lambda_init(depth: int) -> float:
+    """Return the paper's `lambda_init` of a layer, `0.8 - 0.6 exp(-0.3 depth)`; `depth` counts layers from 0.
+
+    Example:
+        >>> import vattn
+        >>> round(vattn.differential_lambda_init(0), 3), round(vattn.differential_lambda_init(10), 3)
+        (0.2, 0.77)
+    """
+    if type(depth) is not int or depth < 0:
+        raise ConfigError(f"depth={depth!r}", "an int from 0 up", "pass the index of the layer")
+    return 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+class DifferentialAttention(Attention):
+    """Attend by the difference of two softmax maps, through a paged KV cache.
+
+    Args:
+        num_heads, head_size, scale: query heads (even), key width of one head, factor of the scores.
+        num_kv_heads: KV heads, even and a divisor of `num_heads`; default `num_heads`.
+        lambda_q1, lambda_k1, lambda_q2, lambda_k2: vectors of `head_size` entries. A parameter is kept, and is the
+            layer's own from then on; anything else is copied as fp32.
+        lambda_init: the number beside them, `vattn.differential_lambda_init(depth)` in the paper.
+        subln: module that normalises the last dimension of `[T, num_heads / 2, 2 * head_size]`; default
+            `nn.RMSNorm(2 * head_size, eps=1e-5)`.
+        cache_config, quant_config, logits_soft_cap, per_layer_sliding_window, prefix, kv_sharing_target_layer_name,
+            attn_backend, alibi_slopes, sinks, fast_prefill: as for `Attention`. Slopes and sinks are one per query
+            head; `quant_config.output_format` quantises what the layer returns. Any backend with pairs of heads runs
+            it; `"DIFFERENTIAL_FLASH_ATTN"` is the first of them on the device.
+
+    Who has these settings in a dict of those names passes `**differential_flash_attention_config`.
+
+    Raises:
+        ConfigError: an odd head count, lambdas that are missing, or a cache that holds no pairs (HND, packed formats).
+        ShapeError: a lambda of another length.
+
+    Lambda is computed in every call, on the device, from the vectors as they are: reloaded weights count at once, in a
+    captured graph too.
+
+    Example:
+        >>> import torch, vattn
+        >>> lambdas = {name: torch.zeros(16) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+        >>> layer = vattn.DifferentialAttention(4, 16, 0.25, num_kv_heads=2, lambda_init=0.2, **lambdas)
+        >>> _ = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, block_size=16)
+        >>> step = builder.build(query_lens=[3], seq_lens=[3], block_tables=[[1]])
+        >>> with torch.no_grad():
+        ...     layer(*(torch.randn(3, heads * 16) for heads in (4, 2, 2)), metadata=step).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        lambda_q1: Tensor | Sequence[float] | None = None,
+        lambda_k1: Tensor | Sequence[float] | None = None,
+        lambda_q2: Tensor | Sequence[float] | None = None,
+        lambda_k2: Tensor | Sequence[float] | None = None,
+        lambda_init: float | None = None,
+        subln: nn.Module | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantConfig | None = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+        kv_sharing_target_layer_name: str | None = None,
+        attn_backend: str | None = None,
+        **extra: Any,
+    ) -> None:
+        check_extra(type(self).__name__, extra, named_arguments(type(self)))
+        _check_even(prefix, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            logits_soft_cap=logits_soft_cap,
+            per_layer_sliding_window=per_layer_sliding_window,
+            prefix=prefix,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            attn_backend=attn_backend,
+            **extra,
+        )
+        vectors = dict(zip(_LAMBDAS, (lambda_q1, lambda_k1, lambda_q2, lambda_k2), strict=True))
+        self._register_lambdas(vectors, lambda_init)
+        if subln is not None and not isinstance(subln, nn.Module):
+            raise ConfigError(f"subln of type {type(subln).__name__}", "a module or None", "pass nn.RMSNorm(...)")
+        self.subln = nn.RMSNorm(2 * head_size, eps=1e-5) if subln is None else subln
+        self._update_op = ""
+        self._odd_ops: dict[StepKind, str] = {}
+        half_of(self._request_config(torch.bfloat16), "even")
+
+    def _register_lambdas(self, vectors: dict[str, Any], lambda_init: float | None) -> None:
+        missing = [name for name, vector in vectors.items() if vector is None]
+        missing += ["lambda_init"] if lambda_init is None else []
+        if missing or lambda_init is None:
+            raise ConfigError(
+                f"layer {self.prefix!r} without {', '.join(missing)}",
+                "four vectors of head_size entries and the number lambda_init",
+                "pass them, or use vattn.Attention for attention without a difference",
+            )
+        if isinstance(lambda_init, bool) or not isinstance(lambda_init, (int, float)) or not 0 <= lambda_init < 1:
+            raise ConfigError(
+                f"lambda_init={lambda_init!r}", "a number from 0 to below 1", "vattn.differential_lambda_init(depth)"
+            )
+        self.lambda_init = float(lambda_init)
+        # Buffers made in inference mode could not be loaded outside of it.
+        with torch.inference_mode(False):
+            for name, vector in vectors.items():
+                kept = vector if isinstance(vector, nn.Parameter) else own_tensor(vector)
+                if tuple(kept.shape) != (self.head_size,):
+                    raise ShapeError(
+                        f"{name} has shape {tuple(kept.shape)} in layer {self.prefix!r}",
+                        f"({self.head_size},), one entry per column of a head",
+                        "check head_size: that of one head, half the width of a pair",
+                    )
+                if isinstance(kept, nn.Parameter):
+                    self.register_parameter(name, kept)
+                else:
+                    self.register_buffer(name, kept)
+
+    def lambda_full(self) -> Tensor:
+        """Return lambda as fp32 `[]`, from the vectors as they are now."""
+        q1, k1, q2, k2 = (getattr(self, name).detach().float() for name in _LAMBDAS)
+        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+
+    def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
+        half = half_of(config, "even")
+        return selector.choose(half, device).runs_on(half, DeviceInfo.of(device))
+
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
+        """Give the layer its raw storage, that of an ordinary cache; as for every layer."""
+        super().bind_kv_cache(storage, dtype, target)
+        assert self.config is not None
+        device = DeviceInfo.of(storage.device)
+        self._update_op = self.config.encode()
+        self._ops, self._refused = step_configs(half_of(self.config, "even"), device)
+        self._odd_ops, _ = step_configs(half_of(self.config, "odd"), device)
+        # Schedules are made for layers with one kind of heads.
+        self._plan_key = ""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new keys and values to the cache and attend; arguments and results are those of `Attention`.
+
+        A layer that shares a cache takes queries only, of any step: prompts, chunks, prefix hits and decodes.
+        """
+        metadata = self._own_part(metadata)
+        query = split_heads("query", query, self.num_heads, self.head_size)
+        self._check_given(key, value, metadata)
+        output, block_scale = OUTPUT_FORMATS[self.quant_config.output_format].allocate(
+            query, self.head_size, query.dtype
+        )
+        if output_shape is not None:
+            check_output_shape(output, output_shape)
+        if metadata is None:
+            output.zero_()
+            if block_scale is not None:
+                block_scale.zero_()
+            return self._shaped(output, block_scale, output_shape)
+        self._check_bound(query)
+        step = self._layer_step(metadata)
+        if self.fast_prefill:
+            step = step.kept(metadata)
+        even = self._op_config(step)
+        odd = self._odd_ops[step.kind()]
+        if key is not None and value is not None:
+            key = split_heads("key", key, self.num_kv_heads, self.head_size)
+            value = split_heads("value", value, self.num_kv_heads, self.head_size)
+        if not torch.compiler.is_compiling():
+            self._check_halves(query, key, value, step, even)
+        if key is not None and value is not None and step.key_slots is not None:
+            self._write_cache(query, key, value, step.query_slots, step.key_slots, self._update_op)
+        first, second = (self._attend(query, step, index, text) for index, text in enumerate((even, odd)))
+        self._combine(first, second, step, output, block_scale)
+        return self._shaped(output, block_scale, output_shape)
+
+    def _attend(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> Tensor:
+        """Return one half's attention `[T, num_heads / 2, 2 * head_size]`, in the model dtype."""
+        arguments = self._half_arguments(query, step, index, op_config)
+        torch.ops.vattn.attention(*arguments)
+        return arguments[AttentionArgs._fields.index("output")]
+
+    def _half_arguments(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> tuple[Any, ...]:
+        half = query[:, index::2]
+        output = query.new_empty(half.shape[0], half.shape[1], 2 * self.head_size)
+        inputs = {name: _every_second(getattr(self, name), index) for name in ("q_scale", "k_scale")}
+        inputs.update({name: _every_second(getattr(self, name), index) for name in ("alibi_slopes", "sinks")})
+        # The values of a pair are one row: its second half gets its own scale after the call.
+        inputs.update(v_scale=_every_second(self.v_scale, 0), output_scale=None)
+        if inputs["q_scale"] is not None:
+            half = encode_query(half, inputs["q_scale"], self.num_kv_heads // 2)
+        return step.arguments(half, self.kv_cache, output, None, inputs, op_config)
+
+    def _combine(
+        self, first: Tensor, second: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None
+    ) -> None:
+        """Write the normalised difference of two halves into the layer's output."""
+        difference = (first.float() - self.lambda_full() * second.float()) * self._value_factors(first)
+        normed = self.subln(difference.to(first.dtype)) * (1 - self.lambda_init)
+        # A norm with a bias makes something of rows of padding.
+        rows = torch.arange(first.shape[0], device=first.device)
+        normed = torch.where((rows < step.query_start_loc[-1])[:, None, None], normed, 0).to(first.dtype)
+        rounded = normed.reshape(first.shape[0], self.num_heads, self.head_size)
+        quantise_output(rounded, self.quant_config.output_format, output, block_scale, self.output_scale)
+
+    def _value_factors(self, half: Tensor) -> Tensor | float:
+        """Return what the columns of a half must be multiplied by: scales of second values differ from first ones'."""
+        if self.v_scale is None or self.v_scale.numel() == 1:
+            return 1.0
+        ratio = self.v_scale[1::2] / self.v_scale[0::2]
+        per_head = ratio.repeat_interleave(half.shape[1] // ratio.shape[0])[:, None]
+        return torch.cat((torch.ones_like(per_head), per_head), dim=1).repeat_interleave(self.head_size, dim=1)
+
+    def _check_halves(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep, op_config: str
+    ) -> None:
+        """Refuse what an op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        assert self.config is not None and self.kv_cache is not None
+        self._check_inputs(query, key, value, step)
+        if key is not None and value is not None and step.key_slots is not None:
+            update = CacheUpdateArgs(
+                key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, self._update_op
+            )
+            checks.check_kv_cache_update(update, self.config)
+        config = AttentionConfig.parse(op_config)
+        checks.check_attention(AttentionArgs(*self._half_arguments(query, step, 0, op_config)), config)
+
+    def _learned(self) -> tuple[Tensor | None, ...]:
+        return (*super()._learned(), *(getattr(self, name) for name in _LAMBDAS), *self.subln.parameters())
+
+    def extra_repr(self) -> str:
+        """Show the request, `lambda_init` and the chosen backend."""
+        return f"{super().extra_repr()}, lambda_init={self.lambda_init:.4g}"
+
+
+def half_of(config: AttentionConfig, pairs: str) -> AttentionConfig:
+    """Return the config of the even or the odd half of a request for all heads; its output is not quantised."""
+    return config.replace(
+        num_heads=config.num_heads // 2,
+        num_kv_heads=config.num_kv_heads // 2,
+        head_size_v=2 * config.head_size,
+        head_pairs=pairs,
+        output_format="none",
+    )
+
+
+def _every_second(values: Tensor | None, index: int) -> Tensor | None:
+    """Return every second entry of one value per head, a single value or `None` as it is."""
+    return values if values is None or values.numel() == 1 else values[index::2].contiguous()
+
+
+def _check_even(prefix: str, num_heads: int, num_kv_heads: int) -> None:
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if type(count) is not int or count < 2 or count % 2:
+            raise ConfigError(
+                f"{name}={count!r} in layer {prefix!r} of differential attention",
+                "an even number: heads come in pairs",
+                "check the head counts of the model (after tensor-parallel splitting)",
+            )
