@@ -8,21 +8,28 @@ from torch import Tensor, nn
 import vattn
 
 VOCABULARY, BLOCK = 97, 16
-HEADS, WIDTH = 4, 32
+HEADS = 4
 
 
 class Greedy(nn.Module):
     """Embeddings of tokens and positions, two attention layers, and the next token by argmax."""
 
-    def __init__(self, backend: str, dtype: torch.dtype, device: str, windows: tuple[int | None, ...] = (None, 21)):
+    def __init__(
+        self,
+        backend: str,
+        dtype: torch.dtype,
+        device: str,
+        width: int = 32,
+        windows: tuple[int | None, ...] = (None, 21),
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
-        size = HEADS * WIDTH
+        size = HEADS * width
         self.tokens, self.positions = nn.Embedding(VOCABULARY, size), nn.Embedding(512, size)
         self.qkv = nn.ModuleList(nn.Linear(size, 2 * size) for _ in windows)
         self.layers = nn.ModuleList(
             vattn.Attention(
-                HEADS, WIDTH, WIDTH**-0.5, num_kv_heads=2, per_layer_sliding_window=window, attn_backend=backend
+                HEADS, width, width**-0.5, num_kv_heads=2, per_layer_sliding_window=window, attn_backend=backend
             )
             for window in windows
         )
@@ -33,7 +40,8 @@ class Greedy(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden = self.tokens(tokens) + self.positions(positions)
         for qkv, layer in zip(self.qkv, self.layers, strict=True):
-            query, key, value = qkv(hidden).split([HEADS * WIDTH, HEADS * WIDTH // 2, HEADS * WIDTH // 2], -1)
+            size = hidden.shape[-1]
+            query, key, value = qkv(hidden).split([size, size // 2, size // 2], -1)
             hidden = hidden + layer(query, key, value)
         return self.head(hidden)
 
@@ -58,15 +66,18 @@ def prefill(model: Greedy, prompts: list[list[int]]) -> list[int]:
     return logits[ends].argmax(-1).tolist()
 
 
-def single_steps(model: Greedy, lengths: list[int], tokens: list[int], count: int) -> list[list[int]]:
+def single_steps(
+    model: Greedy, lengths: list[int], tokens: list[int], count: int, batch_size: int | None = None
+) -> list[list[int]]:
     """Decode so many tokens for each request, each step built on the host."""
     builder, device, found = builder_for(model), model.head.weight.device, []
+    real, missing = len(lengths), (batch_size or len(lengths)) - len(lengths)
     for index in range(count):
         grown = [length + 1 + index for length in lengths]
-        step = builder.build([1] * len(lengths), grown, TABLES[: len(lengths)])
+        step = builder.build([1] * real, grown, TABLES[:real], batch_size=batch_size)
         with vattn.forward_context(step.common):
-            logits = model(torch.tensor(tokens, device=device), step.common.positions)
-        tokens = logits.argmax(-1).tolist()
+            logits = model(torch.tensor(tokens + [0] * missing, device=device), step.common.positions)
+        tokens = logits.argmax(-1).tolist()[:real]
         found.append(tokens)
     return found
 

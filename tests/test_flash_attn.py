@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import types
 
@@ -20,8 +21,10 @@ from vattn.errors import CacheError, ConfigError, UnsupportedRequestError
 from vattn.ops import flash_attention
 from vattn.ops import flash_attention_plan as planning
 from vattn.ops.arguments import PlanArgs
+from vattn.ops.binary_rows import put_right
 from vattn.ops.flash_attention import LIBRARY_VARIABLE, FlashLibrary, find_library
 
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 HOPPER = DeviceInfo("cuda", (9, 0), "H")
 PLAIN = make_config(
     dtype="bfloat16", kv_cache_dtype="bfloat16", head_size=64, head_size_v=64, block_size=16, backend="FLASH_ATTN"
@@ -168,6 +171,7 @@ def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None
         (FA3_PACKAGE, {"sinks": True}, "sinks is not implemented"),
         (FA4, FP8, "kv_cache_dtype fp8_e4m3"),
         (FA2, {}, "block_size 16"),
+        (FA4, {"batch_invariant": True, "sliding_window": 9}, "use TRITON_ATTN"),
         (FA2, {"block_size": 256, "batch_invariant": True}, "batch_invariant is not implemented"),
         (TORCH_PAGED, {"block_size": 256, "logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
         (FA3, {"kv_cache_dtype": "float16"}, "use a bfloat16 cache"),
@@ -391,6 +395,91 @@ def test_rows_as_requests_see_the_same_keys(lens, causality) -> None:
     assert list(zip(rows.request.tolist(), rows.seq_lens.tolist(), strict=True))[:-2] == expected
     assert rows.seq_lens[-2:].tolist() == [0, 0]
     assert rows.start_loc.tolist() == list(range(len(expected) + 3))
+
+
+STEPS = [
+    MIXED,
+    DECODES,
+    tuple((index % 3, 5 + index) for index in range(300)),
+    ((0, 0),),
+    ((3, 1),),
+    ((0, 3), (0, 4), (1, 9), (0, 2)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("lens", STEPS, ids=len)
+@pytest.mark.parametrize("causality", ["causal", "bidirectional"])
+def test_the_kernel_finds_the_same_rows(lens, causality) -> None:
+    library_rows = pytest.importorskip("vattn.ops.triton.library_rows")
+    queries, lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*lens, strict=True))
+    starts, config = torch.tensor(offsets(queries), dtype=torch.int32), make_config(causality=causality)
+    rows = int(starts[-1]) + 2
+    expected = planning.rows_as_requests(starts, lengths, rows, config)
+    found = [torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, rows + 1)]
+    library_rows.write_rows(starts, lengths, *found, causality == "causal")
+    assert torch.equal(found[2], expected.start_loc)
+    assert torch.equal(found[1], expected.seq_lens)
+    assert torch.equal(found[0], expected.request)
+
+
+@interpreted
+@pytest.mark.parametrize("request_of_row", [None, [2, 0, 0, 3, 1]])
+def test_the_kernel_copies_what_is_used_of_a_table(request_of_row) -> None:
+    library_rows = pytest.importorskip("vattn.ops.triton.library_rows")
+    width, size, blocks = 1100, 16, 50
+    table = torch.randint(-100, 200, (4, width + 9), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    table, lengths = table[:, :width], torch.tensor([0, 17, 99999, 1030 * size + 1], dtype=torch.int32)
+    request = None if request_of_row is None else torch.tensor(request_of_row, dtype=torch.int32)
+    lengths = lengths if request is None else lengths[request.long()]
+    found, inside = library_rows.table_of_rows(table, request, lengths, blocks, size)
+    expected, clamped = planning._table_of_rows(table, request, lengths, blocks, size)
+    assert torch.equal(inside, clamped)
+    for row, length in enumerate(clamped.tolist()):
+        used = -(-length // size)
+        assert torch.equal(found[row, :used], expected[row, :used])
+        assert not found[row, used:].any()
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "width"), [(1, 32), (5, 72), (16, 64)])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_the_kernel_puts_rows_right(heads, width, with_lse) -> None:
+    library_rows = pytest.importorskip("vattn.ops.triton.library_rows")
+    rng, starts = torch.Generator().manual_seed(2), torch.tensor([0, 4, 4, 7], dtype=torch.int32)
+    output = torch.randn(9, heads, width, generator=rng).half()
+    found = torch.randn(heads, 9, generator=rng)
+    found[0, 1], found[-1, 5], found[:, 3] = torch.inf, -torch.inf, torch.inf
+    found[:, 7:], output[7:] = torch.nan, torch.nan
+    found[0, 2] = torch.nan
+    seen = (torch.arange(9) < 7).unsqueeze(1) & ~found.t().isinf()
+    expected, log = output.clone(), torch.empty(9, heads)
+    put_right(expected, log, found.t(), seen)
+    lse = torch.full((9, heads), 5.0) if with_lse else None
+    library_rows.finish_rows(output, lse, found.t(), starts)
+    assert torch.equal(output, expected)
+    assert lse is None or torch.equal(lse.nan_to_num(7), log.nan_to_num(7))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("changes", [{}, {"logits_soft_cap": 1.5}])
+def test_scales_that_are_not_positive_are_the_querys(scale, changes, monkeypatch) -> None:
+    monkeypatch.setattr(flash_attn, "find_library", lambda capability=None: FA4)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4())
+    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    config = {"dtype": "bfloat16", "head_size": 32, "block_size": 16, "scale": scale, **changes}
+    batch = batch_of_row(Row(config, MIXED), "FLASH_ATTN", seed=4)
+    seen = []
+    run = flash_attn.run_flash
+    monkeypatch.setattr(
+        flash_attn, "run_flash", lambda library, call, out: seen.append(call) or run(library, call, out)
+    )
+    selector.get_backend("FLASH_ATTN").attention(batch.args, batch.config)
+    compare(batch, *batch.expected())
+    assert seen[0].scale > 0
+    codes = torch.tensor([[[1.5, -2.0, 0.0]]]).to(torch.float8_e4m3fn)
+    assert flash_attn._turned(codes, -1.0).float().tolist() == [[[-1.5, 2.0, 0.0]]]
+    assert not flash_attn._turned(codes, 0.0).float().any()
 
 
 def test_which_steps_go_by_rows() -> None:

@@ -10,7 +10,7 @@ from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
 from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
-from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata, token_order
+from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
 from vattn.generation import Generator, Request, Sampling
 from vattn.grouped_builder import GroupedMetadataBuilder
@@ -66,6 +66,7 @@ from vattn.ops.flash_attention import load_flash_attn
 from vattn.passes.entry import backend, disable, enable, options
 from vattn.passes.report import FusionReport, fusion_report
 from vattn.rope_config import RopeConfig
+from vattn.token_order import token_order
 from vattn.token_tree import TokenTree
 from vattn.tree_metadata import TreeAttentionMetadataBuilder
 from vattn.warm_up import WarmupReport, warmup
@@ -85,8 +86,8 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "CrossAttention",
     "CrossAttentionSpec",
-    "DifferentialAttention",
     "DecodeInput",
+    "DifferentialAttention",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "EncoderOnlyAttentionSpec",

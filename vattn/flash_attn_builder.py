@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
-from vattn.flash_attn_metadata import FlashAttentionMetadata, is_decode
+from vattn.flash_attn_metadata import FlashAttentionMetadata
 from vattn.metadata import AttentionMetadata, CaptureKey, with_sinks
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, read_integers
+from vattn.token_order import is_decode
 
 
 class FlashAttentionMetadataBuilder:

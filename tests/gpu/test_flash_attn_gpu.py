@@ -61,7 +61,11 @@ ROWS: dict[str, Row] = {
     "fp8-head-size-72-refused": Row({**FP8, "head_size": 72, "head_size_v": 72}, MIXED),
     "mixed-dtypes-refused": Row({"kv_cache_dtype": "float16"}, MIXED),
     "invariant": Row({"batch_invariant": True}, MIXED),
-    "invariant-decodes": Row({"batch_invariant": True, **WINDOW}, DECODES),
+    "invariant-decodes": Row({"batch_invariant": True}, DECODES),
+    "invariant-window-refused": Row({"batch_invariant": True, **WINDOW}, DECODES),
+    "scale-negative": Row({"scale": -0.3, **LSE}, MIXED),
+    "scale-zero": Row({"scale": 0.0}, LONG),
+    "fp8-scale-negative": Row({**FP8, "scale": -0.1}, MIXED),
     "fp8-heads-window": Row({**FP8_HEADS, **WINDOW}, LONG),
 }
 PACKED_ROWS: dict[str, Row] = {
@@ -155,9 +159,10 @@ def test_more_rows_than_the_library_balances(fa3: None) -> None:
 
 
 INVARIANT = {"batch_invariant": True, "head_size": 128, "head_size_v": 128, "num_heads": 8, "num_kv_heads": 2}
+NARROW, WIDE = ({"head_size": size, "head_size_v": size} for size in (64, 256))
 
 
-@pytest.mark.parametrize("changes", [{}, WINDOW, SINKS, CAP])
+@pytest.mark.parametrize("changes", [{}, SINKS, CAP, NARROW, WIDE, FP8, {"num_heads": 16}, {"block_size": 128}])
 def test_neighbours_and_chunks_change_no_bit(changes: dict[str, Any], fa3: None) -> None:
     """A request's rows are the same alone, among others, in one chunk or row by row."""
     whole = batch_of(Row({**INVARIANT, **changes}, ((200, 1500), (1, 31), (77, 400), (1, 2900), (130, 130))))

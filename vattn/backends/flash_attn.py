@@ -97,20 +97,28 @@ _FP8_OF_3 = (
         "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
     ),
 )
+_WINDOW_INVARIANT = (
+    Exclusion(
+        frozenset({"batch_invariant", "sliding_window"}),
+        "FlashAttention with a window rounds a row by the rows beside it: use TRITON_ATTN",
+    ),
+)
 _FEATURES_OF_3 = frozenset("logits_soft_cap kv_scale_per_head query_scale_per_head batch_invariant".split())
 _ANY_16 = Sizes(16, 16, 256)
 _PAGES_OF_2 = Sizes(values=(256,))
 
 FLASH_ATTENTION_3 = _capabilities(
-    _FEATURES_OF_3 | {"sinks"}, _ANY_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16), ("fp8_e4m3",)
+    _FEATURES_OF_3 | {"sinks"}, _ANY_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16, *_WINDOW_INVARIANT), ("fp8_e4m3",)
 )
 """What a FlashAttention-3 library given by path does; also what the documentation shows."""
 
-FLASH_ATTENTION_3_PACKAGE = _capabilities(_FEATURES_OF_3, _ANY_16, (9, 0), _FP8_OF_3, ("fp8_e4m3",))
+FLASH_ATTENTION_3_PACKAGE = _capabilities(
+    _FEATURES_OF_3, _ANY_16, (9, 0), (*_FP8_OF_3, *_WINDOW_INVARIANT), ("fp8_e4m3",)
+)
 """What the package of FlashAttention-3 does: it has no sinks."""
 
 FLASH_ATTENTION_4 = _capabilities(
-    frozenset({"logits_soft_cap", "sinks", "batch_invariant"}), _ANY_16, (9, 0), _SINKS_IN_BF16
+    frozenset({"logits_soft_cap", "sinks", "batch_invariant"}), _ANY_16, (9, 0), (*_SINKS_IN_BF16, *_WINDOW_INVARIANT)
 )
 """What the package of FlashAttention-4 does."""
 
@@ -205,26 +213,24 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        asked = rows_that_ask(args.query_start_loc, args.seq_lens, args.query.shape[0], config, hidden_by_kernel=True)
-        if self._has_nothing_to_read(args, args.kv_cache, asked):
+        if self._has_nothing_to_read(args, args.seq_lens, args.kv_cache, config):
             return
         library = self._library_of(args.query)
         key, value = key_value_views(args.kv_cache, config)
         call = planning.paged_call(_call(args, config, key, value), args, config, has_schedule(library))
-        self._run(library, call, args, config, asked)
+        self._run(library, call, args, args.seq_lens, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
         lengths = args.kv_start_loc.diff()
-        asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
-        if self._has_nothing_to_read(args, args.key, asked):
+        if self._has_nothing_to_read(args, lengths, args.key, config):
             return
         call = _call(args, config, args.key, args.value)._replace(
             kv_start_loc=args.kv_start_loc,
             max_seq_len=args.key.shape[0],
             num_splits=1 if config.batch_invariant else 0,
         )
-        self._run(self._library_of(args.query), call, args, config, asked)
+        self._run(self._library_of(args.query), call, args, lengths, config)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -288,12 +294,15 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         return library
 
     @staticmethod
-    def _has_nothing_to_read(args: AttentionArgs | VarlenAttentionArgs, keys: Tensor, asked: Tensor) -> bool:
+    def _has_nothing_to_read(
+        args: AttentionArgs | VarlenAttentionArgs, lengths: Tensor, keys: Tensor, config: AttentionConfig
+    ) -> bool:
         """Write the result of a call without rows or without any key, where the library must not be called."""
         if args.query.shape[0] and keys.numel():
             return False
         args.output.zero_()
         if args.lse is not None:
+            asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
             empty = torch.full_like(args.lse, float("-inf"))
             args.lse.copy_(empty if args.sinks is None else torch.where(asked, args.sinks.float(), empty))
         return True
@@ -303,8 +312,8 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         library: FlashLibrary,
         call: FlashCall,
         args: AttentionArgs | VarlenAttentionArgs,
+        lengths: Tensor,
         config: AttentionConfig,
-        asked: Tensor,
     ) -> None:
         if config.query_format != "none":
             num_reqs = call.query_start_loc.shape[0] - 1
@@ -312,13 +321,23 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             call = call._replace(descales=_descales(scales, num_reqs, config.num_kv_heads))
         found = run_flash(library, call, args.output).transpose(0, 1)
         # Without a visible key a library gives an infinity of either sign, or with a sink the sink beside zeros.
+        all_ask = config.causality == "causal" or config.attn_type == "encoder_decoder"
+        if all_ask and args.output.is_cuda:
+            from vattn.ops.triton.library_rows import finish_rows
+
+            finish_rows(args.output, args.lse, found, args.query_start_loc)
+            return
+        asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
         put_right(args.output, args.lse, found, asked & ~found.isinf())
 
 
 def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, key: Tensor, value: Tensor) -> FlashCall:
-    """Return a call without keys' lengths; its bound is that of any query."""
+    """Return a call without keys' lengths; its bound is that of any query.
+
+    The libraries find the largest score before they scale: a scale that turns the order round is the query's.
+    """
     return FlashCall(
-        query=args.query,
+        query=_turned(args.query, config.scale),
         key=key,
         value=value,
         query_start_loc=args.query_start_loc,
@@ -327,13 +346,23 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
         block_table=None,
         max_query_len=args.query.shape[0],
         max_seq_len=0,
-        scale=config.scale,
+        scale=abs(config.scale) or 1.0,
         causal=config.causality == "causal",
         window=_window(config),
         soft_cap=config.logits_soft_cap or 0.0,
         sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
         descales=None,
     )
+
+
+def _turned(query: Tensor, scale: float) -> Tensor:
+    """Return the query that has the same scores under a positive scale: negated, or zeros for a scale of zero."""
+    if scale > 0:
+        return query
+    if query.dtype != torch.float8_e4m3fn:
+        return -query if scale else torch.zeros_like(query)
+    codes = query.view(torch.uint8)
+    return (codes ^ 0x80 if scale else torch.zeros_like(codes)).view(query.dtype)
 
 
 def _window(config: AttentionConfig) -> tuple[int, int]:

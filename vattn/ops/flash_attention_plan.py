@@ -60,8 +60,21 @@ def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
     return num_tokens <= 2 * num_reqs and one_sided and not config.batch_invariant
 
 
+def write_rows(query_start_loc: Tensor, seq_lens: Tensor, config: AttentionConfig, to: Rows) -> None:
+    """Fill the rows of a step as requests; device work alone, on a GPU one kernel."""
+    if seq_lens.is_cuda:
+        from vattn.ops.triton import library_rows
+
+        causal = config.causality == "causal" and config.attn_type != "encoder_decoder"
+        library_rows.write_rows(query_start_loc, seq_lens, *to, causal)
+        return
+    rows = rows_as_requests(query_start_loc, seq_lens, to.request.shape[0], config)
+    for target, value in zip(to, rows, strict=True):
+        target.copy_(value)
+
+
 def rows_as_requests(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig) -> Rows:
-    """Return the rows of a step as requests; device work alone."""
+    """Return the rows of a step as requests, by torch operators."""
     rows = torch.arange(num_tokens + 1, dtype=torch.int32, device=seq_lens.device)
     request = torch.searchsorted(query_start_loc[1:].contiguous(), rows[:-1], right=True, out_int32=True)
     request = request.clamp_(max=seq_lens.shape[0] - 1)
@@ -81,20 +94,21 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
     """
     num_tokens, (num_reqs, width) = args.query.shape[0], args.block_table.shape
     capacity = width * config.block_size
-    last = max(call.key.shape[0] - 1, 0)
     schedule = next((plan for plan in args.plan if tuple(plan.shape) == plan_shape(config, num_tokens)), None)
     flat = None if schedule is None else schedule.view(-1)
-    table, seq_lens, starts = args.block_table, args.seq_lens, args.query_start_loc
+    seq_lens, starts, request = args.seq_lens, args.query_start_loc, None
     if takes_rows(config, num_tokens, num_reqs):
         if flat is None:
-            rows = rows_as_requests(starts, seq_lens, num_tokens, config)
+            room = torch.empty(3 * num_tokens + 1, dtype=torch.int32, device=seq_lens.device)
+            rows = _stored_rows(room, num_tokens)
+            write_rows(starts, seq_lens, config, rows)
         else:
             rows = _stored_rows(flat, num_tokens)
-        table, seq_lens, starts = table.index_select(0, rows.request), rows.seq_lens, rows.start_loc
-    # An id that names no block would be read outside the cache.
+        request, seq_lens, starts = rows
+    table, seq_lens = _table_of_rows(args.block_table, request, seq_lens, call.key.shape[0], config.block_size)
     call = call._replace(
-        block_table=table.clamp(0, last),
-        seq_lens=seq_lens.clamp(max=capacity),
+        block_table=table,
+        seq_lens=seq_lens,
         query_start_loc=starts,
         max_query_len=_longest_query(config, num_tokens, num_reqs),
         max_seq_len=capacity,
@@ -105,6 +119,21 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
         size = _schedule_sizes.get(_size_key(call))
         return call if size is None else call._replace(schedule=flat[:size])
     return call
+
+
+def _table_of_rows(
+    table: Tensor, request: Tensor | None, lengths: Tensor, num_blocks: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the table of the rows, and their lengths that it has room for.
+
+    An id that names no block would be read outside the cache: it becomes the nearest one.
+    """
+    if table.is_cuda:
+        from vattn.ops.triton import library_rows
+
+        return library_rows.table_of_rows(table, request, lengths, num_blocks, block_size)
+    table = table if request is None else table.index_select(0, request)
+    return table.clamp(0, max(num_blocks - 1, 0)), lengths.clamp(max=table.shape[1] * block_size)
 
 
 def plan_shape(config: AttentionConfig, num_tokens: int) -> tuple[int, ...]:
@@ -129,9 +158,8 @@ def fill_plan(args: PlanArgs, config: AttentionConfig, window: tuple[int, int]) 
     num_tokens, num_reqs = args.schedule.shape[0] - 2, args.seq_lens.shape[0]
     flat, seq_lens, starts = args.schedule.view(-1), args.seq_lens, args.query_start_loc
     if takes_rows(config, num_tokens, num_reqs):
-        rows = rows_as_requests(starts, seq_lens, num_tokens, config)
-        for stored, value in zip(_stored_rows(flat, num_tokens), rows, strict=True):
-            stored.copy_(value)
+        rows = _stored_rows(flat, num_tokens)
+        write_rows(starts, seq_lens, config, rows)
         seq_lens, starts = rows.seq_lens, rows.start_loc
     dtype = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
     call = FlashCall(

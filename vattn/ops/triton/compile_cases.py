@@ -18,7 +18,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import advance_step, launch, merge, rope_cache_update, round_query
+from vattn.ops.triton import advance_step, launch, library_rows, merge, rope_cache_update, round_query
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import RopeConfig
 
@@ -75,6 +75,9 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (rope_cache_update, "rope_update_kernel"),
             (round_query, "round_query_kernel"),
             (advance_step, "advance_step_kernel"),
+            (library_rows, "rows_kernel"),
+            (library_rows, "table_kernel"),
+            (library_rows, "finish_rows_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -265,8 +268,27 @@ def _advances(target: str) -> Iterator[Launch]:
         yield from record(f"{tokens} {from_prefills}", target, partial(advance_step.advance, args))
 
 
+def _library_rows(target: str) -> Iterator[Launch]:
+    """What surrounds another library's kernel, for few requests and many, narrow tables and wide ones."""
+    for reqs, width in ((2, 5), (300, 2000)):
+        starts, lengths = (_meta(reqs + more, dtype=torch.int32) for more in (1, 0))
+        table, rows = _meta(reqs, width, dtype=torch.int32), _meta(reqs, dtype=torch.int32)
+        calls: list[Callable[[], object]] = [
+            partial(library_rows.write_rows, starts, lengths, rows, rows, starts, causal) for causal in (False, True)
+        ]
+        calls += [partial(library_rows.table_of_rows, table, request, lengths, 99, 16) for request in (None, rows)]
+        for call in calls:
+            yield from record(f"{reqs} x {width}", target, call)
+    for dtype, (heads, head_size) in itertools.product((torch.float16, torch.bfloat16), ((1, 72), (32, 256))):
+        found, starts = _meta(heads, 64).transpose(0, 1), _meta(9, dtype=torch.int32)
+        for lse in (None, _meta(64, heads)):
+            call = partial(library_rows.finish_rows, _meta(64, heads, head_size, dtype=dtype), lse, found, starts)
+            yield from record(f"{dtype} {heads}x{head_size}", target, call)
+
+
 def _small_kernels(target: str) -> Iterator[Launch]:
     yield from _advances(target)
+    yield from _library_rows(target)
     for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
         yield from _rounded_queries(target, name)
