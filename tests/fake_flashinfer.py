@@ -129,15 +129,39 @@ class RaggedWrapper(_Wrapper):
         return self.starts, [tuple(part[a:b] for part in cache) for a, b in ranges]
 
 
+def xqa(
+    query: Tensor, cache: Any, workspace: Tensor, table: Tensor, lengths: Tensor, longest: int, **told: Any
+) -> Tensor:
+    """`xqa_batch_decode_with_kv_cache` for one row per request: a key and a block for every row, scales as tensors."""
+    assert lengths.dtype == torch.uint32 and len(table) == len(lengths) == len(query)
+    assert int(lengths.int().min()) >= 1 and int(lengths.int().max()) <= longest
+    wrapper = _Wrapper(workspace)
+    key, value = (part.transpose(1, 2) if told["kv_layout"] == "HND" else part for part in cache)
+    wrapper.told = {
+        "num_qo_heads": query.shape[1], "num_kv_heads": key.shape[2], "sm_scale": float(told["bmm1_scale"]),
+        "logits_soft_cap": 0.0, "causal": True, "window_left": told["window_left"],
+    }  # fmt: skip
+    for row in range(len(query)):
+        pair = (part[table[row].long()].flatten(0, 1)[: int(lengths[row])] for part in (key, value))
+        result = wrapper.one(query[row : row + 1], *pair, row)[0]
+        told["out"][row] = (result.float() * told["bmm2_scale"])[0].to(query.dtype)
+    return told["out"]
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-in in FlashInfer's place, with plans of its own."""
     from vattn.backends import flashinfer
-    from vattn.ops import flashinfer_plan
+    from vattn.ops import flashinfer_build, flashinfer_plan
 
     module = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
     module.BatchPrefillWithRaggedKVCacheWrapper = RaggedWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    decode = types.ModuleType("flashinfer.decode")
+    decode.xqa_batch_decode_with_kv_cache = xqa
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
+    monkeypatch.setattr(flashinfer_plan, "xqa_workspace", lambda device: torch.zeros(1, dtype=torch.uint8))
+    monkeypatch.setattr(flashinfer_build, "can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flashinfer_plan, "_plans", type(flashinfer_plan._plans)())

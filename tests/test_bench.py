@@ -156,7 +156,7 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
 
 def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
     fake_flashinfer.install(monkeypatch)
-    monkeypatch.setattr("vattn.backends.flashinfer._can_compile", lambda: True)
+    monkeypatch.setattr("vattn.ops.flashinfer_build.can_compile", lambda: True)
     layer = shapes.LayerShape("x", 4, 2, 64, window=9, soft_cap=3.0)
     cell = Cell(layer, shapes.Work("y", ((3, 40), (1, 16), (5, 5))), "bf16", 16, 0, "cpu")
     assert cell.error(peers._flashinfer("fa2")(cell)()) < 1e-2

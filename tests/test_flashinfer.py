@@ -16,7 +16,7 @@ from vattn.backends import flashinfer, selector
 from vattn.backends.base import DeviceInfo
 from vattn.errors import GraphContractError, MetadataError, MissingPackageError, UnsupportedRequestError
 from vattn.metadata_builder import AttentionMetadataBuilder
-from vattn.ops import flashinfer_plan
+from vattn.ops import flashinfer_build, flashinfer_plan
 from vattn.ops.arguments import HostPlanArgs
 from vattn.ops.cache_layout import key_value_views
 
@@ -30,7 +30,7 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
 def reasons(monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
     backend = selector.get_backend("FLASHINFER")
     monkeypatch.setattr(type(backend), "problem", lambda self: None)
-    monkeypatch.setattr(flashinfer, "_can_compile", lambda: True)
+    monkeypatch.setattr(flashinfer, "can_compile", lambda: True)
     return backend.reasons(PLAIN.replace(**changes), HOPPER)
 
 
@@ -57,7 +57,7 @@ def test_accepts(changes, monkeypatch) -> None:
         ({"alibi": "linear"}, "alibi is not implemented"),
         ({"tree_bias": True, "block_size": 0}, "trees over keys and values outside a paged cache"),
         ({"output_format": "fp8_static"}, "output_format fp8_static"),
-        ({**FP8, "query_format": "fp8_e4m3", "query_scale": "tensor"}, "query_format fp8_e4m3"),
+        ({"query_format": "fp8_e4m3", "query_scale": "tensor", "query_load": "divide"}, "query_load divide"),
     ],
 )
 def test_refuses(changes, why, monkeypatch) -> None:
@@ -78,10 +78,10 @@ def _absent(name: str) -> str:
 def test_without_a_compiler_or_ready_kernels_the_reason_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(flashinfer, "_USUAL_HOME", "/nowhere")
+    monkeypatch.setattr(flashinfer_build, "USUAL_HOME", "/nowhere")
     for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
         monkeypatch.delenv(variable, raising=False)
-    assert "flashinfer-jit-cache" in flashinfer._compiler_problem()
+    assert "flashinfer-jit-cache" in flashinfer_build.compiler_problem()
 
 
 def test_nvcc_under_cuda_home_is_found(monkeypatch, tmp_path) -> None:
@@ -91,13 +91,13 @@ def test_nvcc_under_cuda_home_is_found(monkeypatch, tmp_path) -> None:
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert flashinfer._compiler_problem() is None
+    assert flashinfer_build.compiler_problem() is None
 
 
 def test_a_kernel_that_is_neither_built_nor_can_be_is_refused(monkeypatch) -> None:
     backend = selector.get_backend("FLASHINFER")
     monkeypatch.setattr(type(backend), "problem", lambda self: None)
-    monkeypatch.setattr(flashinfer, "_can_compile", lambda: False)
+    monkeypatch.setattr(flashinfer, "can_compile", lambda: False)
     monkeypatch.setattr(flashinfer, "is_built", lambda config, family: family == "fa2")
     [reason] = backend.reasons(PLAIN, HOPPER)
     assert "fa3 kernel" in reason and "flashinfer-jit-cache" in reason
@@ -130,6 +130,13 @@ CALLS: dict[str, Row] = {
     "fp8": Row({**STORED, **LSE}, MIXED),
     "cross": Row({**CROSS, **LSE}, ENCODED),
 }
+FP8_QUERY = {"query_format": "fp8_e4m3", "query_scale": "tensor", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
+CALLS |= {
+    "fp8 query": Row({**FP8_QUERY, **LSE}, MIXED),
+    "fp8 query, scales of heads": Row({**FP8_QUERY, "query_scale": "head", "kv_scale": "head"}, MIXED),
+    "fp8 query, 16-bit cache": Row({"query_format": "fp8_e4m3", "query_scale": "tensor", **SINKS}, MIXED),
+}
+XQA = {**FP8_QUERY, "dtype": "bfloat16", "block_size": 16}
 TREES: dict[str, Row] = {
     "tree": Row({**TREE, **LSE}, MIXED),
     "tree, window": Row({**TREE, "sliding_window": 3}, MIXED),
@@ -204,6 +211,47 @@ def test_a_planned_call(name: str, stand_in: None) -> None:
     batch = batch_of(PLANNED[name])
     attend_planned(batch, plan_batch(batch))
     compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 9, "kv_cache_layout": "HND"}])
+def test_a_planned_step_of_decodes_with_an_fp8_query_runs_on_xqa(changes, stand_in: None) -> None:
+    batch = batch_of(Row({**XQA, **changes}, DECODES, padding=(0, 2)))
+    plan = plan_batch(batch)
+    assert flashinfer_plan._numbers[int(plan[1][0])].family == "xqa"
+    attend_planned(batch, plan)
+    compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize(
+    ("changes", "lens", "padding"),
+    [
+        (LSE, DECODES, (0, 0)),
+        (SINKS, DECODES, (0, 0)),
+        (CAP, DECODES, (0, 0)),
+        ({"kv_scale": "head"}, DECODES, (0, 0)),
+        ({"block_size": 24}, DECODES, (0, 0)),
+        ({}, ((0, 9), (1, 7), (2, 40)), (0, 0)),
+        ({}, DECODES, (3, 2)),
+    ],
+)
+def test_xqa_takes_no_other_step(changes, lens, padding, stand_in: None) -> None:
+    batch = batch_of(Row({**XQA, **changes}, lens, padding=padding))
+    plan = plan_batch(batch)
+    assert flashinfer_plan._numbers[int(plan[1][0])].family == "fa2"
+    attend_planned(batch, plan)
+    compare(batch, *batch.expected())
+
+
+def test_captured_decodes_are_not_replayed_as_something_else(stand_in: None) -> None:
+    batch = batch_of(Row(XQA, DECODES, padding=(0, 0)))
+    plan = plan_batch(batch)
+    other = replace(batch, query_lens=[2, 0, 1, 1, 1])
+    assert flashinfer_plan._numbers[int(plan_batch(other, plan[0])[1][0])].family == "fa2"
+    again = plan_batch(batch, plan[0])
+    found = flashinfer_plan._numbers[int(again[1][0])]
+    found.captured = found.launch()
+    with pytest.raises(GraphContractError, match="fa2 kernels, and xqa was captured"):
+        plan_batch(other, plan[0])
 
 
 def test_a_plan_is_for_one_step_and_one_kind_of_layer(stand_in: None) -> None:

@@ -26,6 +26,10 @@ pytestmark = pytest.mark.gpu
 BASE = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "head_size": 128, "head_size_v": 128, "block_size": 16}
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
 PACKED = {"block_size": 0}
+FP8_QUERY = {**FP8, "query_format": "fp8_e4m3", "query_scale": "tensor"}
+XQA = {**FP8_QUERY, "block_size": 64, "num_heads": 8, "num_kv_heads": 2}
+XQA_TOLERANCE = 2.0**-4
+"""XQA rounds softmax weights to e4m3, each by half a step: at most 2^-4 of itself."""
 
 ROWS: dict[str, Row] = {
     "plain": Row({}, MIXED),
@@ -42,6 +46,8 @@ ROWS: dict[str, Row] = {
     "cross": Row({**CROSS, **LSE}, ENCODED),
     "fp8": Row(FP8, MIXED),
     "fp8-heads": Row({**FP8, "kv_scale": "head", **LSE}, LONG),
+    "fp8-query": Row({**FP8_QUERY, **LSE}, MIXED),
+    "fp8-query-heads": Row({**FP8_QUERY, "query_scale": "head", "kv_scale": "head"}, DECODES),
     "packed": Row(PACKED, MIXED),
     "packed-both-ways": Row({**PACKED, **BOTH_WAYS, **LSE}, MIXED),
     "packed-cross": Row({**PACKED, **CROSS, **LSE}, ENCODED),
@@ -141,10 +147,24 @@ def test_a_planned_call(name: str) -> None:
     assert run_and_compare(batch)
 
 
-@pytest.mark.parametrize("changes", [{}, {**FP8, "kv_scale": "head"}, {**SINKS, **LSE}], ids=["plain", "fp8", "sinks"])
+def test_xqa_runs_planned_decodes() -> None:
+    for changes in (XQA, {**XQA, "kv_cache_layout": "HND"}):
+        row = Row({**BASE, **changes}, ((1, 9), (1, 400), (1, 64), (1, 333), (1, 0)), padding=(0, 2))
+        batch = plan(batch_of_row(row, "FLASHINFER", device="cuda", seed=4))
+        assert flashinfer_plan._numbers[int(batch.args.plan[1][0])].family == "xqa"
+        call(batch.args)
+        result = on_cpu(batch)
+        compare(result, *result.expected(), tolerance=XQA_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {**FP8, "kv_scale": "head"}, {**SINKS, **LSE}, XQA], ids=["plain", "fp8", "sinks", "fp8 query"]
+)
 @pytest.mark.parametrize("lens", [DECODES, ((4, 150), (4, 19), (4, 4)), ((300, 310), (200, 200))])
 def test_a_captured_call_is_replayed_with_other_lengths(lens, changes) -> None:
-    row = Row({**BASE, **changes}, lens, padding=(3, 2))
+    padding = (0, 2) if changes is XQA else (3, 2)
+    row = Row({**BASE, **changes}, lens, padding=padding)
+    block, tolerance = row.changes["block_size"], XQA_TOLERANCE if changes is XQA else None
     batch = plan(batch_of_row(row, "FLASHINFER", device="cuda", seed=5))
     call(batch.args)
     torch.cuda.synchronize()
@@ -153,13 +173,13 @@ def test_a_captured_call_is_replayed_with_other_lengths(lens, changes) -> None:
         call(batch.args)
     for shift in (0, -3, 1):
         # The table has room up to the next block.
-        seq_lens = [max(query, seq + min(shift, -seq % 16)) if seq else 0 for query, seq in lens]
+        seq_lens = [max(query, seq + min(shift, -seq % block)) if seq else 0 for query, seq in lens]
         batch.seq_lens = seq_lens
         batch.args.seq_lens[: len(lens)] = torch.tensor(seq_lens, dtype=torch.int32).cuda()
         if shift == 1:
             # Other blocks too: those that hold keys change places.
             for row, length in enumerate(seq_lens):
-                used = -(-length // 16)
+                used = -(-length // block)
                 batch.args.block_table[row, :used] = batch.args.block_table[row, :used].flip(0)
         plan(batch, batch.args.plan[0])
         batch.args.output.fill_(float("nan"))
@@ -170,7 +190,7 @@ def test_a_captured_call_is_replayed_with_other_lengths(lens, changes) -> None:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         result = on_cpu(batch)
-        compare(result, *result.expected())
+        compare(result, *result.expected(), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("how", ["plain", "compiled"])

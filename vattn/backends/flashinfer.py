@@ -7,19 +7,15 @@ lengths, which is a sync and no work for a graph.
 
 Values in memory that no request owns must be finite, block ids that name no block are read as the nearest one, and a
 sequence longer than its row of the block table ends with it. Sinks join the result afterwards, through the
-log-sum-exp. A tree goes in as a mask, so its biases are 0 or -inf. FlashInfer's XQA kernels are left out: on an FP8
-cache they round the query and the weights to e4m3, 3.5e-2 off a request for a 16-bit query, and give no log-sum-exp.
-Its own log-sum-exp adds weights up after rounding them to the model dtype.
+log-sum-exp. A tree goes in as a mask, so its biases are 0 or -inf. A query in e4m3 is widened for
+the kernels, which have none; but planned steps of decodes on an FP8 cache run on FlashInfer's XQA, which rounds the
+weights to e4m3 too, up to 2^-4 of a result. FlashInfer's log-sum-exp is of weights rounded to the model dtype.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import shutil
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +29,7 @@ from vattn.ops import flashinfer_plan
 from vattn.ops.arguments import AttentionArgs, HostPlanArgs, PlanArgs, VarlenAttentionArgs
 from vattn.ops.binary_rows import TritonCacheUpdate, put_right, rows_that_ask
 from vattn.ops.cache_layout import key_value_views
+from vattn.ops.flashinfer_build import INSTALL, can_compile, compiler_problem, is_built
 from vattn.ops.flashinfer_plan import kernel_family, plan_options, plan_text, workspace
 
 
@@ -44,14 +41,14 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         devices=("cuda",),
         dtypes=("float16", "bfloat16"),
         kv_cache_dtypes=("float16", "bfloat16", "fp8_e4m3"),
-        query_formats=("none",),
+        query_formats=("none", "fp8_e4m3"),
         output_formats=("none",),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(values=(64, 128, 256)),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(
-            "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head lse hnd_layout "
-            "contiguous_kv".split()
+            "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "
+            "query_scale_per_head lse hnd_layout contiguous_kv".split()
         ),
         exclusions=(
             Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach to the left alone"),
@@ -70,15 +67,15 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
 
     def problem(self) -> str | None:
         """Return why FlashInfer cannot be used in this process, `None` if it can."""
-        return super().problem() or _compiler_problem()
+        return super().problem() or compiler_problem()
 
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return what the capabilities refuse, and a kernel that is neither built nor can be."""
         found = super().limits(config, device)
-        if found or device.type != "cuda" or self.problem() is not None or _can_compile():
+        if found or device.type != "cuda" or self.problem() is not None or can_compile():
             return found
         missing = [family for family in _families(config, device) if not is_built(config, family)]
-        return [f"its {family} kernel for this request is not built ({_INSTALL})" for family in missing]
+        return [f"its {family} kernel for this request is not built ({INSTALL})" for family in missing]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the size of a schedule; `()` for what is planned by its calls alone."""
@@ -134,53 +131,10 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
 
 
-_INSTALL = (
-    "install the CUDA toolkit with nvcc, set CUDA_HOME and leave FLASHINFER_DISABLE_JIT unset, or install the package "
-    "flashinfer-jit-cache"
-)
-
-
-_USUAL_HOME = "/usr/local/cuda"
-
-
-def _can_compile() -> bool:
-    """Return whether there is an nvcc where FlashInfer looks for one, and it is allowed to compile."""
-    if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        return False
-    if shutil.which("nvcc"):
-        return True
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _USUAL_HOME)
-    return any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes)
-
-
-def _compiler_problem() -> str | None:
-    """FlashInfer compiles its kernels on first use, unless they came with a package."""
-    if importlib.util.find_spec("flashinfer_jit_cache") or _can_compile():
-        return None
-    return f"FlashInfer compiles its kernels on first use and no nvcc was found ({_INSTALL})"
-
-
 def _families(config: AttentionConfig, device: DeviceInfo) -> tuple[str, ...]:
     """Return the kernels that the steps of a config may run on."""
     plain = not (KV_FORMATS[config.kv_cache_dtype].quantised or config.tree_bias)
     return ("fa2", "fa3") if plain and device.capability[0] == 9 else ("fa2",)
-
-
-def is_built(config: AttentionConfig, family: str) -> bool:
-    """Return whether FlashInfer came with a kernel; otherwise it compiles it on first use.
-
-    Args:
-        family: `"fa2"` or `"fa3"`, FlashInfer's name of the kernels.
-    """
-    from flashinfer.jit.attention import modules
-
-    dtype, width = MODEL_DTYPES[config.dtype], config.head_size
-    kv_dtype = KV_FORMATS[config.kv_cache_dtype].value_dtype
-    window, cap = config.sliding_window is not None, config.logits_soft_cap is not None
-    spec = modules.gen_batch_prefill_module(
-        family, dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
-    )
-    return bool(spec.is_aot)
 
 
 def _building(config: AttentionConfig, plan: Any) -> None:
@@ -197,7 +151,7 @@ def _building(config: AttentionConfig, plan: Any) -> None:
         raise MissingPackageError(
             f"FlashInfer could not build its kernel for {plan_text(config)}: {str(error).strip().splitlines()[-1]}",
             "a kernel that came prebuilt, or a working nvcc and ninja",
-            _INSTALL,
+            INSTALL,
         ) from error
 
 
@@ -337,14 +291,21 @@ def _attend(
 
 
 def _attend_planned(
-    args: AttentionArgs, config: AttentionConfig, plan: flashinfer_plan.Plan, cache: tuple[Tensor, ...]
+    args: AttentionArgs, config: AttentionConfig, plan: flashinfer_plan.Plan, cache: tuple[Tensor, Tensor]
 ) -> None:
     """Run a call on all rows, padding included, with nothing of the host in it."""
     if torch.cuda.is_current_stream_capturing():
         plan.captured = plan.launch()
-    query = _scaled_query(args.query, args, config)
-    logs = plan.wrapper.run(query, cache, out=args.output, return_lse=True)[1] * math.log(2)
-    _finish(args, config, args.output, logs, *plan.rows(args.plan[0]))
+    real, asked = plan.rows(args.plan[0])
+    if plan.family == "xqa":
+        assert args.q_scale is not None and args.k_scale is not None and args.v_scale is not None
+        scales = (args.q_scale * args.k_scale * config.scale, args.v_scale)
+        plan.run(args.query.to(MODEL_DTYPES[config.dtype]), cache, args.output, scales)
+        put_right(args.output, None, torch.empty(0), asked)
+        return
+    logs = plan.run(_scaled_query(args.query, args, config), cache, args.output, None)
+    assert logs is not None
+    _finish(args, config, args.output, logs * math.log(2), real, asked)
 
 
 def _finish(
@@ -363,7 +324,7 @@ def _finish(
         real, asked: bool `[rows, 1]`: rows of requests, and those of them that lie in their sequence.
     """
     if args.v_scale is not None:
-        output.copy_(_scaled(output, args.v_scale, config))
+        output.copy_(_scaled(output, args.v_scale, config, output.dtype))
     seen = asked & logs.isfinite()
     logs = logs.masked_fill(~seen, float("-inf"))
     lse = None if args.lse is None else args.lse[: logs.shape[0]]
@@ -378,11 +339,14 @@ def _finish(
 
 
 def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:
-    """Scale the query by a key scale of its own for every KV head: the same scores."""
-    return _scaled(query, args.k_scale, config) if KV_FORMATS[config.kv_cache_dtype].quantised else query
+    """Return the query in the model dtype, times its own scales and those of the keys, per KV head: the same scores."""
+    scales = [scale for scale in (args.q_scale, args.k_scale) if scale is not None]
+    if not scales:
+        return query
+    product = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+    return _scaled(query, product, config, MODEL_DTYPES[config.dtype])
 
 
-def _scaled(rows: Tensor, scale: Tensor | None, config: AttentionConfig) -> Tensor:
-    assert scale is not None  # a quantised cache has scales, or the config was refused
+def _scaled(rows: Tensor, scale: Tensor, config: AttentionConfig, dtype: torch.dtype) -> Tensor:
     per_head = scale.expand(config.num_kv_heads).repeat_interleave(config.group_size)
-    return (rows.float() * per_head.unsqueeze(1)).to(rows.dtype)
+    return (rows.float() * per_head.unsqueeze(1)).to(dtype)

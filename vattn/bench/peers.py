@@ -175,7 +175,7 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
     def make(cell: Cell) -> Call:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        from vattn.backends.flashinfer import _can_compile, is_built
+        from vattn.ops.flashinfer_build import can_compile, is_built
         from vattn.ops.flashinfer_plan import plan_options
 
         config = cell.config("FLASHINFER")
@@ -183,7 +183,7 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
             raise NotThisCellError("sinks are dropped in silence by these wrappers")
         if family == "fa3" and cell.fp8:
             raise NotThisCellError("a 16-bit query on an FP8 cache")
-        if not _can_compile() and not is_built(config, family):
+        if not can_compile() and not is_built(config, family):
             raise NotThisCellError("the kernel is not built")
         sizes = [-(-keys // cell.block_size) for _, keys in cell.work.requests]
         pages = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -218,7 +218,7 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
 def _xqa(cell: Cell) -> Call:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    from vattn.backends.flashinfer import _can_compile
+    from vattn.ops.flashinfer_build import can_compile
 
     layer = cell.layer
     if not cell.work.decodes or not cell.fp8:
@@ -226,7 +226,7 @@ def _xqa(cell: Cell) -> Call:
     if layer.soft_cap is not None:
         raise NotThisCellError("a soft cap")
     prebuilt = (layer.head_size, layer.heads // layer.kv_heads, layer.window) == (128, 4, None)
-    if not prebuilt and not _can_compile():
+    if not prebuilt and not can_compile():
         raise NotThisCellError("the kernel is not built")
     workspace = torch.zeros(160 << 20, dtype=torch.uint8, device=cell.device)
     output, lengths = torch.empty_like(cell.query), cell.seq_lens.view(torch.uint32)

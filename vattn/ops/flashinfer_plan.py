@@ -11,6 +11,7 @@ last request of FlashInfer's batch is none of ours: rows of padding are its quer
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from vattn.errors import GraphContractError, MetadataError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES
 from vattn.ops.arguments import HostPlanArgs
 from vattn.ops.binary_rows import rows_that_ask
+from vattn.ops.flashinfer_build import runs_xqa
 
 NUMBERS = 1
 """Elements of the host plan: the number of the plan in this process, 0 where the step is not planned."""
@@ -51,8 +53,13 @@ PLAN_FIELDS = (
     "causality",
     "sliding_window",
     "logits_soft_cap",
+    "query_format",
+    "query_scale",
+    "kv_scale",
+    "sinks",
+    "lse",
 )
-"""What FlashInfer is told when it plans."""
+"""What FlashInfer is told when it plans, and what chooses its kernels."""
 
 
 class Sections(NamedTuple):
@@ -106,6 +113,15 @@ def plan_options(config: AttentionConfig, kv_dtype: torch.dtype) -> dict[str, An
 
 
 @lru_cache(maxsize=8)
+def xqa_workspace(device: torch.device) -> Tensor:
+    """Return the workspace of XQA: its first part counts CTAs, starts as zeros and is left so by every call."""
+    # Its prebuilt library wants the driver's symbols.
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    with torch.inference_mode(False):
+        return torch.zeros(160 << 20, dtype=torch.uint8, device=device)
+
+
+@lru_cache(maxsize=8)
 def workspace(device: torch.device, size: int = _FLOAT_BYTES[0]) -> Tensor:
     """Return FlashInfer's workspace for partial results; all calls on a device share it, on one stream."""
     with torch.inference_mode(False):
@@ -133,9 +149,8 @@ class Plan:
     """
 
     def __init__(self, args: HostPlanArgs, config: AttentionConfig, family: str, float_bytes: int, number: int) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        self.number, self.text, self.device = number, plan_text(config), args.schedule.device
+        self.number, self.text, self.device, self.family = number, plan_text(config), args.schedule.device, family
+        self.config = config
         self.num_reqs, self.table_width = args.block_table.shape
         self.num_tokens = args.num_tokens
         self.addresses = (args.schedule.data_ptr(), args.block_table.data_ptr())
@@ -145,7 +160,15 @@ class Plan:
         self.kv_start = schedule[at.kv_start :][: self.num_reqs + 2]
         self.last_page = schedule[at.last_page :][: self.num_reqs + 1]
         self.pages = schedule[at.pages :][: self.num_reqs * self.table_width]
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        self.wrapper = None if family == "xqa" else self._wrap(config, float_bytes, schedule[:_WORKSPACE])
+        self._host = torch.zeros(3, self.num_reqs + 2, dtype=torch.int32, pin_memory=schedule.is_cuda)
+        self._copied = torch.cuda.Event() if schedule.is_cuda else None
+        self.captured: tuple[int, ...] | None = None
+
+    def _wrap(self, config: AttentionConfig, float_bytes: int, integers: Tensor) -> Any:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
             workspace(self.device, float_bytes),
             config.kv_cache_layout,
             use_cuda_graph=True,
@@ -153,14 +176,10 @@ class Plan:
             paged_kv_indptr_buf=self.kv_start,
             paged_kv_indices_buf=self.pages,
             paged_kv_last_page_len_buf=self.last_page,
-            backend=family,
+            backend=self.family,
         )
-        self.wrapper.reset_workspace_buffer(
-            workspace(self.device, float_bytes), schedule[:_WORKSPACE].view(torch.uint8)
-        )
-        self._host = torch.zeros(3, self.num_reqs + 2, dtype=torch.int32, pin_memory=schedule.is_cuda)
-        self._copied = torch.cuda.Event() if schedule.is_cuda else None
-        self.captured: tuple[int, ...] | None = None
+        wrapper.reset_workspace_buffer(workspace(self.device, float_bytes), integers.view(torch.uint8))
+        return wrapper
 
     def rows(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
         """Return bool `[T, 1]` twice: rows of requests, and those of them that ask."""
@@ -173,6 +192,16 @@ class Plan:
         Raises:
             GraphContractError: FlashInfer launches this step in another way than the captured one.
         """
+        real = torch.arange(self.num_tokens, device=self.device) < args.query_start_loc[-1]
+        asked = rows_that_ask(args.query_start_loc, args.seq_lens, self.num_tokens, config)[:, 0]
+        args.schedule[self._sections.kind :][: self.num_tokens].copy_(real.int() + asked)
+        if self.wrapper is None:
+            self._write_table(args, config)
+        else:
+            self._plan(args, config)
+
+    def _plan(self, args: HostPlanArgs, config: AttentionConfig) -> None:
+        assert self.wrapper is not None
         # FlashInfer's own staging memory, and ours, may still be read.
         if self._copied is not None:
             self._copied.synchronize()
@@ -208,9 +237,46 @@ class Plan:
                 "capture again, or run this step without the graph",
             )
         self._write_pages(args)
-        real = torch.arange(self.num_tokens, device=self.device) < args.query_start_loc[-1]
-        asked = rows_that_ask(args.query_start_loc, args.seq_lens, self.num_tokens, config)[:, 0]
-        args.schedule[self._sections.kind :][: self.num_tokens].copy_(real.int() + asked)
+
+    def _write_table(self, args: HostPlanArgs, config: AttentionConfig) -> None:
+        """Copy lengths and block table for XQA, which must find a key for every row and a block for every key."""
+        longest = self.table_width * config.block_size
+        torch.clamp(args.seq_lens, 1, longest, out=self.last_page[: self.num_reqs])
+        table = self.pages.view(self.num_reqs, self.table_width)
+        torch.clamp(args.block_table, 0, max(args.num_blocks - 1, 0), out=table)
+
+    def run(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], output: Tensor, scales: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """Run FlashInfer on all rows; return its log-sum-exp to base 2, fp32 `[T, H]`, `None` from XQA.
+
+        Args:
+            query: in the model dtype; scaled, but for XQA.
+            cache: typed key and value views in the cache's layout.
+            output: written.
+            scales: of scores (the layer's and both tensors') and of values, fp32 on the device; for XQA alone.
+        """
+        if self.wrapper is not None:
+            result: Tensor = self.wrapper.run(query, cache, out=output, return_lse=True)[1]
+            return result
+        from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+        assert scales is not None
+        rows, window = self.num_tokens, self.config.sliding_window
+        xqa_batch_decode_with_kv_cache(
+            query,
+            cache,
+            xqa_workspace(self.device),
+            self.pages.view(self.num_reqs, self.table_width)[:rows],
+            self.last_page[:rows].view(torch.uint32),
+            self.table_width * self.config.block_size,
+            bmm1_scale=scales[0],
+            bmm2_scale=scales[1],
+            window_left=-1 if window is None else window - 1,
+            out=output,
+            kv_layout=self.config.kv_cache_layout,
+        )
+        return None
 
     def _write_pages(self, args: HostPlanArgs) -> None:
         """Pack the used entries of the block table, request after request."""
@@ -224,6 +290,8 @@ class Plan:
 
     def launch(self) -> tuple[int, ...]:
         """Return what FlashInfer bakes into a launch."""
+        if self.wrapper is None:
+            return ()
         return tuple(int(value) for value in getattr(self.wrapper, "_plan_info", None) or ())
 
 
@@ -237,13 +305,17 @@ def plan(args: HostPlanArgs, config: AttentionConfig) -> None:
     A step of no tokens, or whose partial results need too much memory, gets number 0: its calls plan for themselves.
     """
     num_reqs, width = args.block_table.shape
-    family = kernel_family(config, args.num_tokens, num_reqs, args.schedule.device)
+    family = _family(args, config)
     float_bytes = _float_bytes(config, args.num_tokens, num_reqs) if family == "fa2" else _FLOAT_BYTES[0]
     if float_bytes is None or not args.num_tokens or not width:
         args.host_plan.zero_()
         return
     key = (args.schedule.data_ptr(), args.block_table.data_ptr(), args.num_tokens, num_reqs, width, plan_text(config))
     found = _plans.get(key)
+    if found is not None and found.family != family:
+        _refuse_other_kernels(found, family)
+        del _numbers[_plans.pop(key).number]
+        found = None
     if found is None:
         _forget()
         with torch.inference_mode(False):
@@ -252,6 +324,25 @@ def plan(args: HostPlanArgs, config: AttentionConfig) -> None:
     _plans.move_to_end(key)
     found.update(args, config)
     args.host_plan[0] = found.number
+
+
+def _family(args: HostPlanArgs, config: AttentionConfig) -> str:
+    """Return the kernels of a step: XQA where every request has one row, in its place among the rows."""
+    device, num_reqs = args.schedule.device, args.block_table.shape[0]
+    decodes = bool((args.query_lens == 1).all()) and 0 < args.num_tokens <= num_reqs
+    if decodes and runs_xqa(config, device):
+        return "xqa"
+    return kernel_family(config, args.num_tokens, num_reqs, device)
+
+
+def _refuse_other_kernels(plan: Plan, family: str) -> None:
+    if plan.captured is not None:
+        raise GraphContractError(
+            f"a step of {plan.num_reqs} requests and {plan.num_tokens} tokens runs on FlashInfer's {family} "
+            f"kernels, and {plan.family} was captured",
+            "steps of decodes alone where decodes were captured",
+            "capture again, or run this step without the graph",
+        )
 
 
 def _forget() -> None:
