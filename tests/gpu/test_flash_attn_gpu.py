@@ -80,10 +80,6 @@ PACKED_ROWS: dict[str, Row] = {
 }
 
 
-FP8_TOLERANCE = 2.0**-4
-"""The library rounds softmax weights to e4m3, each by half a step: at most 2^-4 of itself."""
-
-
 def batch_of(row: Row, seed: int = 3) -> Batch:
     merged = Row({**BASE, **row.changes}, row.lens, row.padding, row.table)
     return batch_of_row(merged, "FLASH_ATTN", device="cuda", seed=seed)
@@ -105,12 +101,7 @@ def check(row: Row, plan: bool = False) -> None:
     found = selector.get_backend("FLASH_ATTN").reasons(config, DeviceInfo.of("cuda"))
     batch = batch_of(row)
     batch = planned(batch) if plan and not found else batch
-    if found or config.query_format == "none":
-        assert run_and_compare(batch) == (not found)
-        return
-    call(batch.args)
-    result = on_cpu(batch)
-    compare(result, *result.expected(), tolerance=FP8_TOLERANCE)
+    assert run_and_compare(batch) == (not found)
 
 
 @pytest.fixture

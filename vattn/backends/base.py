@@ -227,6 +227,8 @@ class Capabilities:
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         rounded_lse: whether softmax weights are summed after they were rounded to the model dtype, so that a
             log-sum-exp is off by up to half a step of it.
+        fp8_weights: whether softmax weights may be rounded to e4m3 over an FP8 cache, each by up to 2^-4 of itself, and
+            scores summed with less than fp32.
         tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -252,6 +254,7 @@ class Capabilities:
     rope_update: bool = False
     cuda_graphs: str = "full"
     rounded_lse: bool = False
+    fp8_weights: bool = False
     tree_masks_only: bool = False
     garbage_safe: bool = True
 

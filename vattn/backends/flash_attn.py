@@ -75,6 +75,7 @@ def _capabilities(
         features=_COMMON | features,
         exclusions=(*exclusions, *_SAME_DTYPES),
         minimum_capability=minimum_capability,
+        fp8_weights=bool(formats),
         garbage_safe=False,
     )
 
