@@ -27,8 +27,8 @@ HEADS, KV_HEADS, WIDTH, INIT = 8, 4, 16, 0.35
 BLOCK = 8
 NAMES = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LOOSE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Relative L2 error of a whole output. Each half is rounded to the model dtype (2^-9 and 2^-12), and their difference is
-as small as a tenth of them where lambda is 0.9 and a row sees one key alone."""
+"""Relative L2 error of a whole output. Each half is rounded to the model dtype (2^-9 and 2^-12), and their difference
+is as small as a tenth of them where lambda is 0.9 and a row sees one key alone."""
 
 
 def lambdas(seed: int = 0, width: int = WIDTH) -> dict[str, Tensor]:
@@ -262,7 +262,9 @@ def test_a_layer_that_shares_a_cache_takes_queries_only(compiled) -> None:
     model = Decoder()
     vattn.allocate_kv_cache(model, num_blocks=12, dtype=torch.float32)
     assert model.second.kv_cache is model.first.kv_cache
-    builder = vattn.AttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=64, max_seq_len=64, block_size=BLOCK, layers=model)
+    builder = vattn.AttentionMetadataBuilder(
+        max_num_reqs=4, max_num_tokens=64, max_seq_len=64, block_size=BLOCK, layers=model
+    )
     rng = torch.Generator().manual_seed(3)
     qkv = [torch.randn(30, heads, WIDTH, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     run, seen, got = vattn.compile(model, fullgraph=True) if compiled else model, 0, []

@@ -229,7 +229,7 @@ class Capabilities:
             log-sum-exp is off by up to half a step of it.
         fp8_weights: whether softmax weights may be rounded to e4m3 over an FP8 cache, each by up to 2^-4 of itself, and
             scores summed with less than fp32.
-        tree_masks_only: whether a tree's biases must be 0 or -inf; other values are refused when a call comes with them.
+        tree_masks_only: whether a tree's biases must be 0 or -inf; a call that comes with others is refused.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
     """

@@ -61,6 +61,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
         cuda_graphs="manual",
         rounded_lse=True,
+        fp8_weights=True,
         tree_masks_only=True,
         garbage_safe=False,
     )
