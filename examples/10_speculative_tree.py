@@ -12,14 +12,13 @@ from torch import Tensor
 
 import vattn
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.generation.generator import model_inputs
 
 FOLDER = Path(__file__).parent / "demo_model"
 MAX_SEQ_LEN, BLOCK_SIZE, MAX_NODES, NEW_TOKENS = 320, 16, 20, 64
 
 PROMPTS = [
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items",
-    "import os\nimport sys\nimport ",
+    "for key in first:\n    print(key, first[key])\nfor key in second:\n    print(",
     "    self.assertEqual(first, 1)\n    self.assertEqual(second, 2)\n    self.assertEqual(",
 ]
 
@@ -61,9 +60,10 @@ class Decoder:
         counts = [len(tokens) for tokens in new]
         lengths = [count + behind for count, behind in zip(counts, cached, strict=True)]
         step = self.builder.build(counts, lengths, [self.tables[row] for row in rows], trees=trees)
-        ids, positions, _ = model_inputs([token for tokens in new for token in tokens], step)
+        ids = torch.tensor([token for tokens in new for token in tokens])
         with vattn.forward_context(step):
-            logits: Tensor = self.model(ids, positions)
+            # In a tree the positions count by depth.
+            logits: Tensor = self.model(ids, step.positions)
         self.steps += 1
         return [part.tolist() for part in logits.argmax(-1).split(counts)]
 

@@ -70,6 +70,7 @@ from vattn.token_order import token_order
 from vattn.token_tree import TokenTree
 from vattn.tree_metadata import TreeAttentionMetadataBuilder
 from vattn.warm_up import WarmupReport, warmup
+from vattn.xformers_metadata import XFormersMetadata, XFormersMetadataBuilder
 
 __version__ = "0.1.0"
 
@@ -120,6 +121,8 @@ __all__ = [
     "TransferRequest",
     "TreeAttentionMetadataBuilder",
     "WarmupReport",
+    "XFormersMetadata",
+    "XFormersMetadataBuilder",
     "allocate_kv_cache",
     "backend",
     "block_keys",
