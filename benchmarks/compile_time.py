@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,8 +114,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--format", choices=FORMATS, default="static")
+    parser.add_argument("--json", type=Path, help="write the numbers as well")
     args = parser.parse_args()
-    print(json.dumps(measure(args.layers, args.heads, args.head_size, args.format)))
+    found = measure(args.layers, args.heads, args.head_size, args.format)
+    print(json.dumps(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -139,9 +139,22 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
     ):
         assert main(["bench", *arguments]) == 2
         assert text in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "cache-update"]) == 2
+    assert "cache-update on a machine without" in capsys.readouterr().err
     monkeypatch.setattr("vattn.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "bench" / "x.py"))
     assert main(["bench", "fused-steps"]) == 2
     assert "checkout" in capsys.readouterr().err
+
+
+def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monkeypatch) -> None:
+    from benchmarks import compile_time
+
+    seen = []
+    monkeypatch.setattr(compile_time, "measure", lambda *given: seen.append(given) or {"compile_s": 1.0})
+    path = tmp_path / "o.json"
+    assert main(["bench", "compile-time", "--json", str(path), "--layers", "2", "--format", "token"]) == 0
+    assert seen == [(2, 8, 64, "token")] and json.loads(path.read_text()) == {"compile_s": 1.0}
 
 
 def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:

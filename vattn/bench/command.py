@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from vattn.bench import attention, ceilings, peers, report, shapes
 
     cpu = options.device == "cpu"
-    if not cpu and not torch.cuda.is_available():
+    if not cpu and not _has_gpu():
         raise DeviceError(
             "a benchmark on a machine without a usable GPU",
             "a CUDA GPU, or --device cpu, which runs tiny cells to try the command",
@@ -153,6 +153,12 @@ def forbid_builds(allowed: bool) -> None:
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -179,6 +185,8 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(
                 f"{given} for bench {options.what}", "bench attention", "leave it out: --json has all numbers"
             )
+    if options.what == "cache-update" and not _has_gpu():
+        raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
     arguments = [] if options.json is None else ["--json", str(options.json)]
     everything = options.peers == "all"
     if options.what == "cache-update":
