@@ -14,6 +14,7 @@ import triton.language as tl
 from vattn.ops.triton.codec import cast, decode, dot
 from vattn.ops.triton.epilogue import load_scale, quantise_dynamic, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E, full_range, key_range, modify_scores, visible
+from vattn.ops.triton.rotation import rotate_back, rotate_query
 
 SEARCH = tl.constexpr(256)
 """Requests or block ids that one program looks at in one step."""
@@ -109,11 +110,31 @@ def load_tile(
 
 
 @triton.jit
+def load_packed_tile(
+    codes, scales, block, k, readable, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    PART: tl.constexpr, LOAD: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return fp32 `[keys, columns]` of a packed format and factors `[keys, 1]`; rows that are masked come back zero.
+
+    ROWS, SCALE_ROWS: strides of block and row. LOAD: of `vattn.ops.triton.packed`.
+    """
+    place = (block.to(tl.int64) * ROWS[0] + (k % BLOCK_SIZE) * ROWS[1])[:, None]
+    scale_rows = scales
+    if scales is not None:
+        scale_rows = scales + (block.to(tl.int64) * SCALE_ROWS[0] + (k % BLOCK_SIZE) * SCALE_ROWS[1])[:, None]
+    mask = readable
+    if readable is not None:
+        mask = readable[:, None]
+    return LOAD(codes + place, scale_rows, mask, PART, NATIVE_FP8)
+
+
+@triton.jit
 def score_tile(
-    q, query, query_mask, q_step, key, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    q, query, query_mask, q_step, key, key_scales, block, k, d, readable, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, K_BLOCK: tl.constexpr, K_ROW: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, D_STEP: tl.constexpr, Q_LOAD: tl.constexpr, Q_FORMAT: tl.constexpr,
-    KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE_FP8: tl.constexpr, KEY_SCALE_ROWS: tl.constexpr,
+    KEY_PART: tl.constexpr, LOAD_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return query rows times the keys of one tile, `[rows, keys]`.
 
@@ -121,7 +142,12 @@ def score_tile(
     again for each step then, which its cache hits pay for.
     """
     s = tl.zeros([BLOCK_M, TILE], tl.float32)
-    if D_STEP == BLOCK_D:
+    if LOAD_KEY is not None:
+        # A row's factor may leave the range of COMPUTE; the fp32 scores take it.
+        k_tile, k_factor = load_packed_tile(key, key_scales, block, k, readable, BLOCK_SIZE, (K_BLOCK, K_ROW),
+                                            KEY_SCALE_ROWS, KEY_PART, LOAD_KEY, NATIVE_FP8)  # fmt: skip
+        return dot(q, tl.trans(cast(k_tile, COMPUTE)), s) * tl.trans(k_factor)
+    elif D_STEP == BLOCK_D:
         k_tile = load_tile(key, block, k, d, readable, BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, D == BLOCK_D)
         return dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
     else:
@@ -133,6 +159,26 @@ def score_tile(
             k_tile = tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8))
             s = dot(decode(part, Q_FORMAT, COMPUTE, NATIVE_FP8), k_tile, s)
         return s
+
+
+@triton.jit
+def value_tile(
+    value, value_scales, block, k, dv, readable, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_ROW: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, KV_FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, VALUE_PART: tl.constexpr, LOAD_VALUE: tl.constexpr,
+    MODEL: tl.constexpr,
+):  # fmt: skip
+    """Return the values of one tile `[keys, BLOCK_V]` as COMPUTE, or MODEL, whose range holds those of packed formats.
+
+    Rows that are masked come back zero.
+    """
+    if LOAD_VALUE is not None:
+        x, factor = load_packed_tile(value, value_scales, block, k, readable, BLOCK_SIZE, (V_BLOCK, V_ROW),
+                                     VALUE_SCALE_ROWS, VALUE_PART, LOAD_VALUE, NATIVE_FP8)  # fmt: skip
+        return cast(x * factor, MODEL)
+    else:
+        v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
+        return decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)
 
 
 @triton.jit
@@ -156,7 +202,7 @@ def softmax_step(s, v, acc, m, total):
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "kv_start_loc"],
 )  # fmt: skip
 def attention_kernel(
-    query, key, value, query_start_loc, seq_lens, block_table, kv_start_loc, output, lse,
+    query, key, value, key_scales, value_scales, query_start_loc, seq_lens, block_table, kv_start_loc, output, lse,
     q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks, causal_flags, bias, tree_id, mm_ranges,
     num_tokens, num_reqs, num_blocks, table_width, table_stride, num_trees, bias_size, num_ranges, num_splits,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_os, stride_lt, stride_lh,
@@ -172,6 +218,8 @@ def attention_kernel(
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
+    KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
+    LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
@@ -251,6 +299,10 @@ def attention_kernel(
     query += q_offsets
     q, row_factor = load_query(query[:, None] + d[None, :], row_valid[:, None] & (d < D)[None, :], q_step, factor,
                                COMPUTE, Q_LOAD, Q_FORMAT, NATIVE_FP8)  # fmt: skip
+    if KEY_PART[3] > 1:
+        KEY_BLOCK: tl.constexpr = KEY_PART[3]
+        KEY_FLIP: tl.constexpr = KEY_PART[4]
+        q = cast(rotate_query(q.to(tl.float32), KEY_FACTOR, KEY_BLOCK, KEY_FLIP), COMPUTE)
     MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
     if not MODIFIED:
         row_factor = row_factor * LOG2E
@@ -270,6 +322,10 @@ def attention_kernel(
 
     key += kv_head.to(tl.int64) * K_HEAD
     value += kv_head.to(tl.int64) * V_HEAD
+    if key_scales is not None:
+        key_scales += kv_head.to(tl.int64) * KEY_SCALE_ROWS[2]
+    if value_scales is not None:
+        value_scales += kv_head.to(tl.int64) * VALUE_SCALE_ROWS[2]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, TILE)
@@ -300,15 +356,17 @@ def attention_kernel(
             k = j * TILE + n
             # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
             block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
-            s = score_tile(q, query, row_valid, q_step, key, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
-                           K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
-                           NATIVE_FP8)  # fmt: skip
-            v_tile = load_tile(value, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
+            s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE,
+                           PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
+                           NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
+            v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
+                                BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
+                                LOAD_VALUE, MODEL)  # fmt: skip
             s = s * row_factor[:, None]
             if MODIFIED:
                 s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
                                   query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
-            acc, m, total = softmax_step(s, decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8), acc, m, total)
+            acc, m, total = softmax_step(s, v_tile, acc, m, total)
 
     # The tiles before and after the full ones, as one loop.
     before = full_begin - first_tile
@@ -323,16 +381,18 @@ def attention_kernel(
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
-        s = score_tile(q, query, row_valid, q_step, key, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE, PAGED,
-                       K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
-                       NATIVE_FP8)  # fmt: skip
-        v_tile = load_tile(value, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V, V == BLOCK_V)
+        s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE,
+                       PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
+                       NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
+        v_tile = value_tile(value, value_scales, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
+                            BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
+                            LOAD_VALUE, MODEL)  # fmt: skip
         s = s * row_factor[:, None]
         if MODIFIED:
             s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
                               query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
         s = tl.where(sees, s, float("-inf"))
-        acc, m, total = softmax_step(s, decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8), acc, m, total)
+        acc, m, total = softmax_step(s, v_tile, acc, m, total)
 
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * LOG2E
@@ -345,6 +405,11 @@ def attention_kernel(
     seen = total > 0.0
     log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     acc = acc * tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
+    if VALUE_PART[3] > 1:
+        # Partial results are turned back too: sums of several commute with the rotation.
+        VALUE_BLOCK: tl.constexpr = VALUE_PART[3]
+        VALUE_FLIP: tl.constexpr = VALUE_PART[4]
+        acc = rotate_back(acc, VALUE_FACTOR, VALUE_BLOCK, VALUE_FLIP)
     if SPLIT:
         tl.store(lse + lse_offsets, log, mask=row_valid)
         out_mask = out_mask & seen[:, None]

@@ -18,7 +18,15 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import advance_step, launch, library_rows, merge, rope_cache_update, round_query
+from vattn.ops.triton import (
+    advance_step,
+    launch,
+    library_rows,
+    merge,
+    packed_update,
+    rope_cache_update,
+    round_query,
+)
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import RopeConfig
 
@@ -71,6 +79,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (launch, "attention_kernel"),
             (launch, "finish_kernel"),
             (launch, "cache_update_kernel"),
+            (packed_update, "packed_update_kernel"),
             (merge, "merge_kernel"),
             (rope_cache_update, "rope_update_kernel"),
             (round_query, "round_query_kernel"),
@@ -292,6 +301,7 @@ def _small_kernels(target: str) -> Iterator[Launch]:
     for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
         yield from _rounded_queries(target, name)
+        yield from _packed_formats(target, name)
         for cache, shape in itertools.product(CACHES, SHAPES):
             config = _config(name, cache, SHAPES[shape])
             if config.block_size:
@@ -305,6 +315,19 @@ def _small_kernels(target: str) -> Iterator[Launch]:
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])
+
+
+def _packed_formats(target: str, dtype: str) -> Iterator[Launch]:
+    """Yield stores of every packed format, and its loads in every kind of step; masks and outputs take turns."""
+    features = itertools.cycle(FEATURES)
+    shapes: tuple[str, ...] = ("32x128", "8x64", "8x256") if dtype != "float16" else ("32x128",)
+    for fmt, shape in itertools.product((fmt for fmt in KV_FORMATS.values() if fmt.packed), shapes):
+        config = _config(dtype, (fmt.name, "head" if fmt.quantised else "none"), SHAPES[shape])
+        yield from update_launches(f"{dtype}/{fmt.name} {shape}", target, config)
+        for step in STEPS:
+            feature = next(features)
+            asked = config.replace(**FEATURES[feature])
+            yield from attention_launches(f"{dtype}/{fmt.name} {shape} {step} {feature}", target, asked, *STEPS[step])
 
 
 def _rounded_queries(target: str, dtype: str) -> Iterator[Launch]:

@@ -9,12 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat, PackedPart
+from vattn.kv_formats import query_factor
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import key_value_views
+from vattn.ops.cache_layout import PackedRows, key_value_views
+from vattn.ops.stored_rows import stored_views
 from vattn.ops.triton.attention import attention_kernel
 from vattn.ops.triton.cache_update import cache_update_kernel
 from vattn.ops.triton.epilogue import row_output
+from vattn.ops.triton.packed import TRITON_CODECS, part_constants
+from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.reduce import finish_kernel
 from vattn.ops.triton.tiles import Limits, Tiles, choose_tiles, compute_dtype, next_power_of_two, padded_widths
 
@@ -31,9 +35,14 @@ def paged_attention(
     args: AttentionArgs, config: AttentionConfig, tiles: Tiles | None = None, limits: Limits | None = None
 ) -> None:
     """Run `vattn::attention`; `tiles` overrides what the shapes would choose, `limits` what the device can do."""
-    key, value = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
+    key_rows, value_rows = (
+        PackedRows(as_bytes(rows.codes), rows.scales) for rows in stored_views(args.kv_cache, config)
+    )
+    key, value = key_rows.codes, value_rows.codes
     sources = {
-        "key": key, "value": value, "seq_lens": args.seq_lens, "block_table": args.block_table, "kv_start_loc": None,
+        "key": key, "value": value, "key_scales": key_rows.scales, "value_scales": value_rows.scales,
+        "KEY_SCALE_ROWS": scale_strides(key_rows), "VALUE_SCALE_ROWS": scale_strides(value_rows),
+        "seq_lens": args.seq_lens, "block_table": args.block_table, "kv_start_loc": None,
         "num_blocks": key.shape[0], "table_width": args.block_table.shape[1],
         "table_stride": args.block_table.stride(0),
         "K_BLOCK": key.stride(0), "K_ROW": key.stride(1), "K_HEAD": key.stride(2),
@@ -49,7 +58,9 @@ def packed_attention(
     """Run `vattn::varlen_attention`; `tiles` and `limits` as for `paged_attention`."""
     key, value = as_bytes(args.key), as_bytes(args.value)
     sources = {
-        "key": key, "value": value, "seq_lens": None, "block_table": None, "kv_start_loc": args.kv_start_loc,
+        "key": key, "value": value, "key_scales": None, "value_scales": None, "KEY_SCALE_ROWS": (0, 0, 0),
+        "VALUE_SCALE_ROWS": (0, 0, 0),
+        "seq_lens": None, "block_table": None, "kv_start_loc": args.kv_start_loc,
         "num_blocks": key.shape[0], "table_width": 0, "table_stride": 0,
         "K_BLOCK": 0, "K_ROW": key.stride(0), "K_HEAD": key.stride(1),
         "V_BLOCK": 0, "V_ROW": value.stride(0), "V_HEAD": value.stride(1),
@@ -153,7 +164,32 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
         "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
+        **packed_constants(config),
     }  # fmt: skip
+
+
+def packed_constants(config: AttentionConfig) -> dict[str, Any]:
+    """Return what a kernel is specialised for to read rows of a packed format; `LOAD_*` is `None` for other formats."""
+    fmt, (wide, wide_v) = KV_FORMATS[config.kv_cache_dtype], padded_widths(config)
+    return {
+        **_part_constants("KEY", fmt.key, config.head_size, wide),
+        **_part_constants("VALUE", fmt.value, config.head_size_v, wide_v),
+    }
+
+
+def _part_constants(name: str, part: PackedPart | None, width: int, wide: int) -> dict[str, Any]:
+    if part is None:
+        return {f"{name}_PART": (0, 0, 0, 1, False, 0, 0), f"LOAD_{name}": None, f"{name}_FACTOR": 1.0}
+    return {
+        f"{name}_PART": part_constants(part, width, wide),
+        f"LOAD_{name}": TRITON_CODECS[part.codec].load,
+        f"{name}_FACTOR": query_factor(width, part.rotation),
+    }
+
+
+def scale_strides(rows: PackedRows) -> tuple[int, ...]:
+    """Return the strides of a packed format's scales by block, row and head, in elements; zeros where it has none."""
+    return (0, 0, 0) if rows.scales is None else tuple(rows.scales.stride()[:3])
 
 
 def _launch_finish(
@@ -202,6 +238,9 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
 
 def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
     """Run `vattn::kv_cache_update`; `limits` overrides what the device can do."""
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        update_packed(args, config, limits)
+        return
     num_tokens = args.key.shape[0]
     if num_tokens == 0:
         return

@@ -98,12 +98,13 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
     """Return the dtype in which keys and values are multiplied.
 
     FP8 caches of 16-bit models use fp16, which holds every FP8 value and is the cheapest to convert to; bf16 queries
-    are brought into its range row by row.
+    are brought into its range row by row. Packed formats do too, for keys without their scales; values, which have
+    them, are multiplied in the model dtype.
     """
     model, stored = config.dtype, config.kv_cache_dtype
     if "float32" in (model, stored):
         return torch.float32
-    if KV_FORMATS[stored].quantised or stored == "float16":
+    if KV_FORMATS[stored].quantised or KV_FORMATS[stored].packed or stored == "float16":
         return torch.float16
     return torch.bfloat16 if model == "bfloat16" else torch.float32
 
@@ -157,7 +158,8 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
         tile *= 2
     converted = wide >= 256 and KV_FORMATS[config.kv_cache_dtype].element_size != item
     through_registers = block_m >= 64 and not limits.warpgroups
-    if item == 4 or converted or through_registers or _is_padded(config, wide):
+    packed = KV_FORMATS[config.kv_cache_dtype].packed
+    if item == 4 or converted or through_registers or packed or _is_padded(config, wide):
         tile = max(16, tile // 2)
     # One stage of keys and values and the query must fit.
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:

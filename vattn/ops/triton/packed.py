@@ -1,0 +1,343 @@
+"""Rows of packed KV formats in Triton: one load and one store for each codec of `vattn.kv_formats`.
+
+A store turns fp32 rows into the reference's codes and scales, bit for bit. A load returns fp32 `x [rows, width]` within
+the range of fp16 and `factor [rows, 1]`: the rows are `x * factor`, in the basis in which they are stored and without
+the given scale. `TRITON_CODECS` has both by the name of the codec; a launcher passes those of its format to the kernel,
+which knows none by name.
+
+All take PART, a tuple: columns of a row, columns of a tile (a power of two), bits of a code, columns of a rotated block
+(1: not rotated), whether signs are flipped ahead of that, the rotation's shift, and columns that share a scale. What
+loads return beyond the row's columns is finite where the row is, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vattn.formats import PackedPart
+from vattn.kv_formats import turboquant
+from vattn.kv_formats.rotation import block_width, row_shift
+from vattn.ops.triton.codec import decode, encode_e2m1, encode_e4m3, encode_quotient
+from vattn.ops.triton.epilogue import MIN_ABSMAX, absolute_maximum
+from vattn.ops.triton.rotation import rotate
+from vattn.ops.triton.tiles import next_power_of_two
+
+LEVELS_3 = tl.constexpr(turboquant.CENTROIDS[3])
+LEVELS_4 = tl.constexpr(turboquant.CENTROIDS[4])
+BOUNDARIES_3 = tl.constexpr(turboquant.BOUNDARIES[3])
+BOUNDARIES_4 = tl.constexpr(turboquant.BOUNDARIES[4])
+MIN_LENGTH = tl.constexpr(turboquant.MIN_LENGTH)
+FP16_MAX = tl.constexpr(65504.0)
+INFINITY = tl.constexpr(float("inf"))
+
+
+def part_constants(part: PackedPart, width: int, wide: int = 16) -> tuple[Any, ...]:
+    """Return PART for rows of `width` columns, in tiles of `wide` columns at least."""
+    block = block_width(width, part.rotation)
+    flips = part.rotation == "block_hadamard"
+    shift = row_shift(width, part.rotation)
+    return width, max(wide, next_power_of_two(width)), part.bits, block, flips, shift, part.group_size
+
+
+@triton.jit
+def halves_up(x):
+    """Round fp32 to the nearest integer, halves up."""
+    return tl.floor(x + 0.5)
+
+
+@triton.jit
+def store_codes(codes, values, rows, PART: tl.constexpr):
+    """Store int32 codes `[rows, width]` as `pack_codes` of the reference does, where `rows` `[rows, 1]` is true."""
+    COUNT: tl.constexpr = values.shape[0]
+    WIDE: tl.constexpr = PART[1]
+    if PART[2] == 8:
+        column = tl.arange(0, WIDE)[None, :]
+        tl.store(codes + column, values.to(tl.uint8), mask=rows & (column < PART[0]))
+    elif PART[2] == 4:
+        pairs = tl.reshape(values, [COUNT, WIDE // 2, 2]) << (4 * tl.arange(0, 2))[None, None, :]
+        column = tl.arange(0, WIDE // 2)[None, :]
+        tl.store(codes + column, tl.sum(pairs, axis=2).to(tl.uint8), mask=rows & (column < PART[0] // 2))
+    else:
+        groups = tl.reshape(values, [COUNT, WIDE // 8, 8]) << (3 * tl.arange(0, 8))[None, None, :]
+        word = tl.sum(groups, axis=2)
+        column = tl.arange(0, WIDE // 8)[None, :]
+        for byte in tl.static_range(0, 3):
+            target = codes + 3 * column + byte
+            tl.store(target, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=rows & (column < PART[0] // 8))
+
+
+@triton.jit
+def load_codes(codes, rows, PART: tl.constexpr):
+    """Return the int32 codes `[rows, width]` of rows; `rows` `[rows, 1]` masks, or is `None`."""
+    WIDE: tl.constexpr = PART[1]
+    if PART[2] == 8:
+        return load_bytes(codes, rows, tl.arange(0, WIDE)[None, :], PART[0], PART[0] == WIDE).to(tl.int32)
+    elif PART[2] == 4:
+        pairs = load_bytes(codes, rows, tl.arange(0, WIDE // 2)[None, :], PART[0] // 2, PART[0] == WIDE).to(tl.int32)
+        return tl.interleave(pairs & 15, pairs >> 4)
+    else:
+        bit = 3 * tl.arange(0, WIDE)[None, :]
+        low = load_bytes(codes, rows, bit // 8, PART[0] * 3 // 8, False).to(tl.int32)
+        high = load_bytes(codes, rows, bit // 8 + 1, PART[0] * 3 // 8, False).to(tl.int32)
+        return ((low | (high << 8)) >> (bit % 8)) & 7
+
+
+@triton.jit
+def load_bytes(codes, rows, column, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """Return bytes `[rows, columns]`; zero from column COUNT on, unless WHOLE says that there are none."""
+    if rows is None:
+        if WHOLE:
+            return tl.load(codes + column)
+        else:
+            return tl.load(codes + column, mask=column < COUNT, other=0)
+    else:
+        return tl.load(codes + column, mask=rows & (column < COUNT), other=0)
+
+
+@triton.jit
+def load_row_scale(scales, rows):
+    """Return the one scale of each row, fp32 `[rows, 1]`."""
+    if rows is None:
+        return tl.load(scales).to(tl.float32)
+    else:
+        return tl.load(scales, mask=rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_scale(x, LARGEST: tl.constexpr):
+    """Return the scale of each row `[rows, 1]`; NaN where it would not be finite."""
+    absmax = absolute_maximum(x)[:, None]
+    absmax = tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax)
+    scale = tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32))
+    return tl.where(scale < INFINITY, scale, float("nan"))
+
+
+@triton.jit
+def store_int8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Int8`."""
+    scale = row_scale(x, 127.0)
+    ratio = tl.div_rn(x, tl.zeros_like(x) + scale)
+    rounded = tl.where(ratio < 0.0, tl.ceil(ratio - 0.5), tl.floor(ratio + 0.5))
+    rounded = tl.where(scale == scale, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
+    store_codes(codes, rounded.to(tl.int32) & 255, rows, PART)
+    tl.store(scales, scale, mask=rows)
+
+
+@triton.jit
+def load_int8(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Int8`."""
+    return load_codes(codes, rows, PART).to(tl.int8).to(tl.float32), load_row_scale(scales, rows)
+
+
+@triton.jit
+def store_fp8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Fp8`."""
+    scale = row_scale(x, 448.0)
+    known = scale == scale
+    stored = encode_quotient(tl.where(known, x, 0.0), tl.where(known, scale, 1.0), "fp8_e4m3", NATIVE)
+    store_codes(codes, stored.to(tl.int32), rows, PART)
+    tl.store(scales, scale, mask=rows)
+
+
+@triton.jit
+def load_fp8(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Fp8`."""
+    stored = load_codes(codes, rows, PART).to(tl.uint8)
+    return decode(stored, "fp8_e4m3", tl.float32, NATIVE), load_row_scale(scales, rows)
+
+
+@triton.jit
+def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Int4`."""
+    BLOCK: tl.constexpr = PART[3]
+    FLIP: tl.constexpr = PART[4]
+    y = rotate(x, BLOCK, FLIP)
+    known = absolute_maximum(y)[:, None] < INFINITY
+    y = tl.where(known, y, 0.0)
+    # Columns beyond the row are zeros, which the range holds anyway.
+    low = tl.minimum(tl.min(y, axis=1), 0.0)[:, None]
+    high = tl.maximum(tl.max(y, axis=1), 0.0)[:, None]
+    reach = tl.maximum(high - low, MIN_ABSMAX)
+    bits = tl.div_rn(reach, tl.full(reach.shape, 15.0, tl.float32)).to(tl.int32, bitcast=True) & -16
+    step = bits.to(tl.float32, bitcast=True)
+    known = known & (step < INFINITY)
+    zero_point = halves_up(tl.div_rn(-low, step))
+    zero_point = tl.where(known, tl.minimum(tl.maximum(zero_point, 0.0), 15.0), 0.0)
+    values = halves_up(tl.div_rn(y, tl.zeros_like(y) + step)) + zero_point
+    values = tl.where(known, tl.minimum(tl.maximum(values, 0.0), 15.0), 0.0)
+    store_codes(codes, values.to(tl.int32), rows, PART)
+    scale = (bits | zero_point.to(tl.int32)).to(tl.float32, bitcast=True)
+    tl.store(scales, tl.where(known, scale, float("nan")), mask=rows)
+
+
+@triton.jit
+def load_int4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.per_token_head.Int4`."""
+    bits = load_row_scale(scales, rows).to(tl.int32, bitcast=True)
+    step = (bits & -16).to(tl.float32, bitcast=True) * (2.0 ** -PART[5])
+    return (load_codes(codes, rows, PART) - (bits & 15)).to(tl.float32), step
+
+
+@triton.jit
+def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.nvfp4.Nvfp4`."""
+    COUNT: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = PART[1] // PART[6]
+    groups = tl.reshape(x, [COUNT, GROUPS, PART[6]])
+    absmax = absolute_maximum(groups)
+    block = tl.div_rn(absmax, tl.full(absmax.shape, 6.0, tl.float32))
+    stored = encode_e4m3(tl.div_rn(block, tl.zeros_like(block) + given))
+    step = decode(stored, "fp8_e4m3", tl.float32, False) * given
+    step = tl.expand_dims(tl.where(step == 0.0, INFINITY, step), 2)
+    ratio = tl.div_rn(groups, tl.zeros_like(groups) + step)
+    values = tl.where(ratio == ratio, encode_e2m1(ratio), 7)
+    store_codes(codes, tl.reshape(values, [COUNT, PART[1]]), rows, PART)
+    column = tl.arange(0, GROUPS)[None, :]
+    tl.store(scales + column, stored, mask=rows & (column < PART[0] // PART[6]))
+
+
+@triton.jit
+def e2m1_to_float32(code):
+    """Return what int32 e2m1 codes mean: as fp16 bits the value is 2^-14 of it, subnormals included."""
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def load_nvfp4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.nvfp4.Nvfp4`."""
+    x = e2m1_to_float32(load_codes(codes, rows, PART))
+    GROUPS: tl.constexpr = PART[1] // PART[6]
+    column = tl.arange(0, GROUPS)[None, :]
+    stored = load_bytes(scales, rows, column, PART[0] // PART[6], PART[0] == PART[1])
+    scale = tl.expand_dims(decode(stored, "fp8_e4m3", tl.float32, NATIVE), 2)
+    COUNT: tl.constexpr = x.shape[0]
+    x = tl.reshape(tl.reshape(x, [COUNT, GROUPS, PART[6]]) * scale, [COUNT, PART[1]])
+    return x, tl.full([COUNT, 1], 1.0, tl.float32)
+
+
+@triton.jit
+def store_e4m3(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.RawE4m3`."""
+    store_codes(codes, encode_e4m3(x).to(tl.int32), rows, PART)
+
+
+@triton.jit
+def load_e4m3(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.RawE4m3`."""
+    x = decode(load_codes(codes, rows, PART).to(tl.uint8), "fp8_e4m3", tl.float32, NATIVE)
+    return x, tl.full([x.shape[0], 1], 1.0, tl.float32)
+
+
+@triton.jit
+def pairwise_sum(x):
+    """Return the sums of rows `[rows, 1]` in the reference's order."""
+    COUNT: tl.constexpr = x.shape[0]
+    WIDE: tl.constexpr = x.shape[1]
+    for step in tl.static_range(0, 10):
+        if (1 << step) < WIDE:
+            x = tl.sum(tl.reshape(x, [COUNT, WIDE >> (step + 1), 2]), axis=2)
+    return x
+
+
+@triton.jit
+def to_fp16(x):
+    """Round fp32 to fp16, saturating."""
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16)
+
+
+@triton.jit
+def level(code, BITS: tl.constexpr):
+    """Return the centroids of int32 codes, which are symmetric about zero: the upper half by selections, and a sign."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    upper = code >= HALF
+    place = tl.where(upper, code - HALF, HALF - 1 - code)
+    size = tl.zeros_like(code).to(tl.float32)
+    for index in tl.static_range(0, HALF):
+        if BITS == 4:
+            size = tl.where(place == index, LEVELS_4[HALF + index], size)
+        else:
+            size = tl.where(place == index, LEVELS_3[HALF + index], size)
+    return tl.where(upper, size, -size)
+
+
+@triton.jit
+def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.Codebook`."""
+    BITS: tl.constexpr = PART[2]
+    BLOCK: tl.constexpr = PART[3]
+    length = tl.sqrt_rn(pairwise_sum(x * x))
+    y = rotate(x, BLOCK, False)
+    known = (length < INFINITY) & (absolute_maximum(y)[:, None] < INFINITY)
+    unit = length + MIN_LENGTH
+    values = tl.zeros_like(y).to(tl.int32)
+    for index in tl.static_range(0, (1 << BITS) - 1):
+        if BITS == 4:
+            values += (y >= unit * BOUNDARIES_4[index]).to(tl.int32)
+        else:
+            values += (y >= unit * BOUNDARIES_3[index]).to(tl.int32)
+    values = tl.where(known, values, 0)
+    levels = level(values, BITS)
+    longer = tl.sqrt_rn(pairwise_sum(levels * levels))
+    stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
+    stored = tl.where(known & (stored < INFINITY), to_fp16(stored), float("nan"))
+    store_codes(codes, values, rows, PART)
+    tl.store(scales, stored.to(tl.float16), mask=rows)
+
+
+@triton.jit
+def load_codebook(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.Codebook`."""
+    BITS: tl.constexpr = PART[2]
+    return level(load_codes(codes, rows, PART), BITS), load_row_scale(scales, rows) * (2.0 ** -PART[5])
+
+
+@triton.jit
+def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.Uniform`."""
+    STEPS: tl.constexpr = (1 << PART[2]) - 1
+    known = absolute_maximum(x)[:, None] < INFINITY
+    x = tl.where(known, x, 0.0)
+    inside = tl.arange(0, PART[1])[None, :] < PART[0]
+    least = to_fp16(tl.min(tl.where(inside, x, INFINITY), axis=1)[:, None])
+    origin = least.to(tl.float32)
+    reach = tl.maximum(tl.max(tl.where(inside, x, -INFINITY), axis=1)[:, None] - origin, 0.0)
+    step = tl.minimum(tl.div_rn(reach, tl.full(reach.shape, STEPS, tl.float32)), FP16_MAX).to(tl.float16)
+    divisor = step.to(tl.float32)
+    divisor = tl.where(divisor == 0.0, INFINITY, divisor)
+    values = halves_up(tl.div_rn(x - origin, tl.zeros_like(x) + divisor))
+    values = tl.where(known, tl.minimum(tl.maximum(values, 0.0), STEPS), 0.0)
+    store_codes(codes, values.to(tl.int32), rows, PART)
+    nan = tl.full(step.shape, float("nan"), tl.float16)
+    tl.store(scales, tl.where(known, step, nan), mask=rows)
+    tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
+
+
+@triton.jit
+def load_uniform(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.Uniform`."""
+    step = load_row_scale(scales, rows)
+    x = load_codes(codes, rows, PART).to(tl.float32) * step + load_row_scale(scales + 1, rows)
+    return x, tl.full(step.shape, 1.0, tl.float32)
+
+
+class TritonCodec(NamedTuple):
+    """Device functions of one codec, with the arguments of the ones here."""
+
+    load: Any
+    store: Any
+
+
+TRITON_CODECS: dict[str, TritonCodec] = {
+    "int8": TritonCodec(load_int8, store_int8),
+    "fp8": TritonCodec(load_fp8, store_fp8),
+    "int4": TritonCodec(load_int4, store_int4),
+    "nvfp4": TritonCodec(load_nvfp4, store_nvfp4),
+    "e4m3": TritonCodec(load_e4m3, store_e4m3),
+    "codebook": TritonCodec(load_codebook, store_codebook),
+    "uniform": TritonCodec(load_uniform, store_uniform),
+}
+"""By the name that `PackedPart.codec` has for them."""

@@ -1,0 +1,86 @@
+"""Write new keys and values into their slots of a packed cache: one launch for both, one program for some heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS
+from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.cache_layout import PackedRows, packed_views
+from vattn.ops.triton.cache_update import head_scale, slot_start
+from vattn.ops.triton.packed import TRITON_CODECS, part_constants
+from vattn.ops.triton.tiles import Limits, next_power_of_two
+
+
+@triton.jit
+def _store_heads(
+    source, codes, scales, given, slot, num_slots, token, head, known, stride_t, stride_h, BLOCK_SIZE: tl.constexpr,
+    CODE_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr, PER_HEAD: tl.constexpr, PART: tl.constexpr,
+    STORE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, PART[1])[None, :]
+    rows = known[:, None]
+    x = tl.load(
+        source + token * stride_t + (head * stride_h)[:, None] + column, mask=rows & (column < PART[0]), other=0
+    )
+    target = codes + slot_start(slot, num_slots, BLOCK_SIZE, CODE_STRIDES) + (head * CODE_STRIDES[2])[:, None]
+    scale_target = scales
+    if scales is not None:
+        start = slot_start(slot, num_slots, BLOCK_SIZE, SCALE_STRIDES)
+        scale_target = scales + start + (head * SCALE_STRIDES[2])[:, None]
+    STORE(x.to(tl.float32), head_scale(given, head, known, PER_HEAD), target, scale_target, rows, PART, NATIVE)
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping", "k_scale", "v_scale"])
+def packed_update_kernel(
+    key, value, key_codes, key_scales, value_codes, value_scales, slot_mapping, k_scale, v_scale, num_slots,
+    stride_kt, stride_kh, stride_vt, stride_vh, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K_STRIDES: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    PER_HEAD: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, STORE_KEY: tl.constexpr,
+    STORE_VALUE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """See `vattn.ops.reference.kv_cache_update`. Grid: tokens, tiles of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    known = head < NUM_HEADS
+    _store_heads(key, key_codes, key_scales, k_scale, slot, num_slots, token, head, known, stride_kt, stride_kh,
+                 BLOCK_SIZE, K_STRIDES, K_SCALE_STRIDES, PER_HEAD, KEY_PART, STORE_KEY, NATIVE)  # fmt: skip
+    _store_heads(value, value_codes, value_scales, v_scale, slot, num_slots, token, head, known, stride_vt, stride_vh,
+                 BLOCK_SIZE, V_STRIDES, V_SCALE_STRIDES, PER_HEAD, VALUE_PART, STORE_VALUE, NATIVE)  # fmt: skip
+
+
+def strides(view: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of block, row and head, in elements; ones where there is no tensor."""
+    return (1, 1, 1) if view is None else tuple(view.stride()[:3])
+
+
+def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
+    """Run `vattn::kv_cache_update` for a packed format; `limits` overrides what the device can do."""
+    num_tokens = args.key.shape[0]
+    if num_tokens == 0:
+        return
+    limits = limits or Limits.of(args.key.device)
+    key, value = packed_views(args.kv_cache, config)
+    parts = KV_FORMATS[config.kv_cache_dtype].parts
+    constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
+    tile = min(max(1, 1024 // max(constants[0][1], constants[1][1])), next_power_of_two(config.num_kv_heads))
+    packed_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
+        args.key, args.value, key.codes, key.scales, value.codes, value.scales, args.slot_mapping, args.k_scale,
+        args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
+        NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",
+        **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
+        STORE_KEY=TRITON_CODECS[parts[0].codec].store, STORE_VALUE=TRITON_CODECS[parts[1].codec].store,
+        NATIVE=limits.native_fp8, TILE=tile, num_warps=4,
+        # A fused multiply and add would round once where the reference rounds twice.
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _place(rows: PackedRows, name: str) -> dict[str, tuple[int, ...]]:
+    return {f"{name}_STRIDES": strides(rows.codes), f"{name}_SCALE_STRIDES": strides(rows.scales)}
