@@ -46,6 +46,12 @@ def test_cuda_graph() -> None:
     assert expected in printed
 
 
+def test_multi_step_decode() -> None:
+    printed = run("09_multi_step_decode.py")
+    assert "tokens equal those of 8 steps built on the host" in printed
+    assert "lengths on the device: [48, 15, 30, 0]" in printed
+
+
 def test_continuous_batching() -> None:
     printed = run("04_continuous_batching.py")
     finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]
