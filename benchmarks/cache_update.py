@@ -43,6 +43,7 @@ CONFIG = AttentionConfig(
     HEADS, KV_HEADS, WIDTH, WIDTH, WIDTH**-0.5, "bfloat16", "fp8_e4m3", block_size=BLOCK, kv_scale="tensor",
     query_format="fp8_e4m3", query_scale="tensor",
 )  # fmt: skip
+ENCODED = CONFIG.encode()
 CUTS = [
     RopeTiles(*cut)
     for cut in ((512, 1), (512, 2), (1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4), (4096, 4), (4096, 8))
@@ -145,7 +146,7 @@ def written_out(
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     codes = encode_query(turn(query), scales[0], KV_HEADS)
-    torch.ops.vattn.kv_cache_update(turn(key), value, cache, slots, scales[1], scales[2], CONFIG.encode())
+    torch.ops.vattn.kv_cache_update(turn(key), value, cache, slots, scales[1], scales[2], ENCODED)
     return codes
 
 

@@ -180,6 +180,6 @@ def test_fast_decode_takes_the_loads_that_have_run_on_a_gpu() -> None:
     asked = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "query_format": "fp8_e4m3", "block_size": 16}
     plain = make_config(dtype="bfloat16", query_load="approximate_divide", **asked)
     on_fp8 = plain.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
-    assert all(decode_fast._load_has_run(on_fp8, count) for count in (1, 64))
-    assert not any(decode_fast._load_has_run(plain, count) for count in (1, 64))
-    assert decode_fast._load_has_run(plain.replace(query_load="plain"), 64)
+    assert all(decode_fast._load_has_run(on_fp8, count, 1) for count in (1, 64))
+    assert not any(decode_fast._load_has_run(plain, count, 1) for count in (1, 64))
+    assert decode_fast._load_has_run(plain.replace(query_load="plain"), 64, 1)

@@ -15,9 +15,9 @@ def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
     if scale is None:
         return tl.full((1, 1), 1.0, tl.float32)
     elif PER_HEAD:
-        return tl.load(scale + head, mask=known, other=1.0)[:, None]
+        return tl.load(scale + head, mask=known, other=1.0, eviction_policy="evict_last")[:, None]
     else:
-        return tl.load(scale + tl.zeros((1, 1), tl.int32))
+        return tl.load(scale + tl.zeros((1, 1), tl.int32), eviction_policy="evict_last")
 
 
 @triton.jit

@@ -34,6 +34,9 @@ QUERY_ROWS = tl.constexpr(8)
 ITEM_FIELDS = tl.constexpr(8)
 SPLIT_FIELDS = tl.constexpr(8)
 
+KEEP = tl.constexpr("evict_last")
+"""Eviction policy of what every layer of a step reads: it stays in the L2 cache while weights stream through that."""
+
 # The running maximum starts here instead of at -inf, so that the difference of two maxima is never NaN.
 LOWEST_MAXIMUM = tl.constexpr(-1.0e30)
 
@@ -381,16 +384,16 @@ def decode_kernel(
     value_factor = tl.full([HEADS], 1.0, tl.float32)
     query_step = tl.full([HEADS], 1.0, tl.float32)
     if QUERY_SCALE == 1:
-        query_step *= tl.load(q_scale)
+        query_step *= tl.load(q_scale, eviction_policy=KEEP)
     if QUERY_SCALE == 2:
-        query_step *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0)
+        query_step *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
     score_factor = query_step * score_scale
     if KV_SCALE == 1:
-        score_factor *= tl.load(k_scale)
-        value_factor *= tl.load(v_scale)
+        score_factor *= tl.load(k_scale, eviction_policy=KEEP)
+        value_factor *= tl.load(v_scale, eviction_policy=KEEP)
     if KV_SCALE == 2:
-        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0)
-        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0)
+        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
     factor = score_factor[:, None, None]
     scale = load_scale(output_scale)
 
@@ -398,17 +401,17 @@ def decode_kernel(
     item = cta
     while item >= 0:
         record = schedule + (item + 1) * ITEM_FIELDS
-        request = tl.load(record)
-        first_row = tl.load(record + 1)
-        active = tl.load(schedule)
+        request = tl.load(record, eviction_policy=KEEP)
+        first_row = tl.load(record + 1, eviction_policy=KEEP)
+        active = tl.load(schedule, eviction_policy=KEEP)
         has_work = cta < active
         # Without work the record is garbage; the loads do not wait for each other.
-        num_rows = tl.where(has_work, tl.load(record + 2), 0)
-        seq_len = tl.load(record + 3)
-        item_begin = tl.load(record + 4)
-        item_end = tl.load(record + 5)
-        slot = tl.load(record + 6)
-        item = tl.where(has_work, tl.load(record + 7), -1)
+        num_rows = tl.where(has_work, tl.load(record + 2, eviction_policy=KEEP), 0)
+        seq_len = tl.load(record + 3, eviction_policy=KEEP)
+        item_begin = tl.load(record + 4, eviction_policy=KEEP)
+        item_end = tl.load(record + 5, eviction_policy=KEEP)
+        slot = tl.load(record + 6, eviction_policy=KEEP)
+        item = tl.where(has_work, tl.load(record + 7, eviction_policy=KEEP), -1)
         # A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
         cta = tl.where(item < 0, cta + tl.num_programs(0) // HEAD_GROUPS, cta)
         item = tl.where((item < 0) & (cta < active), cta, item)
@@ -420,7 +423,9 @@ def decode_kernel(
             first_tile = tl.maximum(item_begin, begin // TILE_TOKENS)
             last_tile = tl.minimum(item_end, (end + TILE_TOKENS - 1) // TILE_TOKENS)
             last_tile = tl.minimum(last_tile, table_width * TILES_PER_BLOCK)
-            page = tl.load(table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1)
+            page = tl.load(
+                table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1, eviction_policy=KEEP
+            )
             query_head = kv_head[:, None, None] * GROUP + in_group[None, :, None]
             rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
             query_a = load_query(query, rows, column_a, query_mask, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
@@ -437,7 +442,9 @@ def decode_kernel(
             high_a = low_a
             high_b = low_a
             for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-                next_page = tl.load(table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK)
+                next_page = tl.load(
+                    table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK, eviction_policy=KEEP
+                )
                 token0 = tile * TILE_TOKENS
                 inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
                 keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
@@ -488,14 +495,14 @@ def reduce_kernel(
     if OVERLAP:
         # What that kernel wrote (a schedule, scales) is there once the main kernel is done, and not before.
         tl.extra.cuda.gdc_wait()
-    num_splits = tl.load(schedule + 1)
+    num_splits = tl.load(schedule + 1, eviction_policy=KEEP)
     PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
     splits = schedule + (max_items + 1) * SPLIT_FIELDS
     split_rows = num_splits * TOKENS
     num_rows = split_rows
     first_padding = 0
     if TOKENS > 1:
-        first_padding = tl.load(schedule + 2)
+        first_padding = tl.load(schedule + 2, eviction_policy=KEEP)
         num_rows += num_tokens - first_padding
     for work in range(tl.program_id(0), num_rows * (NUM_HEADS * PARTS), tl.num_programs(0)):
         column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
@@ -503,22 +510,23 @@ def reduce_kernel(
         index = work // (PARTS * NUM_HEADS)
         is_padding = index >= split_rows
         record = splits + tl.where(is_padding, 0, index // TOKENS) * SPLIT_FIELDS
-        first_slot = tl.load(record + 1)
-        end_slot = first_slot + tl.where(is_padding, 0, tl.load(record + 2))
+        first_slot = tl.load(record + 1, eviction_policy=KEEP)
+        end_slot = first_slot + tl.where(is_padding, 0, tl.load(record + 2, eviction_policy=KEEP))
         # Past the rows of a request its last one is written again.
-        token = tl.minimum(index % TOKENS, tl.load(record + 3) - 1)
-        row = tl.where(is_padding, first_padding + index - split_rows, tl.load(record) + token)
+        token = tl.minimum(index % TOKENS, tl.load(record + 3, eviction_policy=KEEP) - 1)
+        row = tl.where(is_padding, first_padding + index - split_rows, tl.load(record, eviction_policy=KEEP) + token)
         factor = 1.0
         if KV_SCALE == 1:
-            factor = tl.load(v_scale)
+            factor = tl.load(v_scale, eviction_policy=KEEP)
         if KV_SCALE == 2:
-            factor = tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS))
+            factor = tl.load(v_scale + head // (NUM_HEADS // NUM_KV_HEADS), eviction_policy=KEEP)
         sink = float("-inf")
         if sinks is not None:
             sink = tl.where(is_padding, float("-inf"), tl.load(sinks + head).to(tl.float32) * LOG2E)
+        # A load that waited too would end the kernel later: the scale comes from memory, partial results from L2.
+        scale = load_scale(output_scale)
         # Without overlap all this is older than the main kernel, and only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
-        scale = load_scale(output_scale)
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
         total = tl.exp2(sink - maximum)
         acc = tl.zeros([COLUMNS], tl.float32)

@@ -8,18 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES
-from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
-from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.formats import MODEL_DTYPES
+from vattn.ops.arguments import RopeUpdateArgs
+from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton.cache_update import head_scale, slot_start, stored
 from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
-from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.rope_config import RopeConfig
 
@@ -59,17 +57,21 @@ def _store_pairs(rows, first, second, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr):
+def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, KEEP: tl.constexpr):
     """Return what the first and second members of all pairs are multiplied by, fp32 `[1, WIDTH]`."""
     HALF: tl.constexpr = SHAPE[1]
     column = tl.arange(0, SHAPE[2])[None, :]
     inside = column < tl.where(known, HALF, 0)
     STEP: tl.constexpr = 2 if SHAPE[4] and SHAPE[5] else 1
     start = table + row * stride_n
-    first = tl.load(start + column * STEP * stride_c, mask=inside, other=float("nan")).to(tl.float32)
+    first = tl.load(start + column * STEP * stride_c, mask=inside, other=float("nan"), eviction_policy=KEEP).to(
+        tl.float32
+    )
     if SHAPE[4]:
         SHIFT: tl.constexpr = 1 if SHAPE[5] else HALF
-        second = tl.load(start + (column * STEP + SHIFT) * stride_c, mask=inside, other=float("nan"))
+        second = tl.load(
+            start + (column * STEP + SHIFT) * stride_c, mask=inside, other=float("nan"), eviction_policy=KEEP
+        )
         return first, second.to(tl.float32)
     else:
         return first, first
@@ -148,12 +150,13 @@ def _key_value_tile(
     NUM_HEADS: tl.constexpr, V: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, PER_HEAD: tl.constexpr, MODEL: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, SHAPE: tl.constexpr, NORM: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = SHAPE[0]
     HALF: tl.constexpr = SHAPE[1]
     REST: tl.constexpr = SHAPE[3]
     STORED: tl.constexpr = key_cache.dtype.element_ty
-    slot = tl.load(slot_mapping + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token, eviction_policy=KEEP).to(tl.int64)
     head = tile * TILE + tl.arange(0, TILE)
     # Loads do not wait for the slot; only stores do.
     there = (head < NUM_HEADS)[:, None]
@@ -188,9 +191,12 @@ def rope_update_kernel(
     SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads.
+
+    KEEP: eviction policy of what every layer of a step reads again. In a step of few tokens a launch takes little more
+    time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
 
     SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
     """
@@ -200,11 +206,11 @@ def rope_update_kernel(
     row = token
     known = token >= 0
     if positions is not None:
-        row = tl.load(positions + token).to(tl.int64)
+        row = tl.load(positions + token, eviction_policy=KEEP).to(tl.int64)
         row = tl.where(row < 0, row + num_rows, row)
         known = (row >= 0) & (row < num_rows)
-    cos_a, cos_b = _table_row(cos, row, known, stride_cn, stride_cc, SHAPE)
-    sin_a, sin_b = _table_row(sin, row, known, stride_sn, stride_sc, SHAPE)
+    cos_a, cos_b = _table_row(cos, row, known, stride_cn, stride_cc, SHAPE, KEEP)
+    sin_a, sin_b = _table_row(sin, row, known, stride_sn, stride_sc, SHAPE, KEEP)
     tables = (cos_a, cos_b, sin_a, sin_b)
     if tile < Q_TILES:
         _query_tile(
@@ -214,7 +220,8 @@ def rope_update_kernel(
         _key_value_tile(
             key, value, k_weight, key_cache, value_cache, slot_mapping, k_scale, v_scale, tile - Q_TILES, token,
             tables, num_slots, stride_kt, stride_kh, stride_vt, stride_vh, eps, NUM_KV_HEADS, V, VALUE_WIDTH,
-            BLOCK_SIZE, K_STRIDES, V_STRIDES, PER_HEAD_KV, MODEL, FORMAT, NATIVE, KV_TILE, SHAPE, NORM)  # fmt: skip
+            BLOCK_SIZE, K_STRIDES, V_STRIDES, PER_HEAD_KV, MODEL, FORMAT, NATIVE, KV_TILE, SHAPE, NORM,
+            KEEP)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -224,15 +231,17 @@ class RopeTiles:
     Attributes:
         elements: of a tile, keys and values counted together.
         num_warps: of a program.
+        keep: eviction policy of what every layer reads again.
     """
 
     elements: int
     num_warps: int
+    keep: str = ""
 
 
 def choose_rope_tiles(num_tokens: int, limits: Limits) -> RopeTiles:
-    """Cut a step: few tokens need many small programs to fill the device, many tokens large ones."""
-    return RopeTiles(1024, 2) if num_tokens < 4 * limits.processors else RopeTiles(2048, 4)
+    """Cut a step as was fastest on an H200: fewer warps where there are programs enough to hide what each waits for."""
+    return RopeTiles(1024, 2, "evict_last") if num_tokens < limits.processors else RopeTiles(1024, 1)
 
 
 def rope_update(
@@ -245,9 +254,6 @@ def rope_update(
     """Run `vattn::rope_kv_cache_update`; `limits` overrides what the device can do, `tiles` how the launch is cut."""
     num_tokens = args.query.shape[0]
     if num_tokens == 0:
-        return
-    if KV_FORMATS[config.kv_cache_dtype].packed:
-        _rope_update_packed(args, rope, config, limits, tiles)
         return
     limits = limits or Limits.of(args.query.device)
     tiles = tiles or choose_rope_tiles(num_tokens, limits)
@@ -265,23 +271,6 @@ def rope_update(
     )  # fmt: skip
 
 
-def _rope_update_packed(
-    args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None, tiles: RopeTiles | None
-) -> None:
-    """Rotate keys into rows of their own, then store those: a packed row is coded whole, the kernel holds halves."""
-    num_tokens = args.key.shape[0]
-    plain = config.replace(kv_cache_dtype=config.dtype, kv_scale="none", kv_cache_layout="NHD")
-    shape = kv_cache_shape(plain, -(-num_tokens // config.block_size))
-    rows = torch.empty(shape, dtype=kv_cache_dtype(plain), device=args.key.device)
-    slots = torch.arange(num_tokens, dtype=torch.int64, device=args.key.device)
-    rope_update(
-        args._replace(kv_cache=rows, slot_mapping=slots, k_scale=None, v_scale=None), rope, plain, limits, tiles
-    )
-    key = key_value_views(rows, plain)[0].flatten(0, 1)[:num_tokens]
-    update = CacheUpdateArgs(key, args.value, args.kv_cache, args.slot_mapping, args.k_scale, args.v_scale, args.config)
-    update_packed(update, config, limits)
-
-
 def rope_constants(
     rope: RopeConfig, config: AttentionConfig, full: bool, limits: Limits, tiles: RopeTiles
 ) -> dict[str, Any]:
@@ -297,6 +286,6 @@ def rope_constants(
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,
         "ARITHMETIC": "none" if config.query_format == "none" else rope.query_arithmetic,
-        "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
+        "KEEP": tiles.keep, "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
         "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": tiles.num_warps,
     }  # fmt: skip
