@@ -1,9 +1,11 @@
 """vattn: paged attention for `torch.compile`. Needs torch alone; optional packages are imported where they are used."""
 
 from vattn import errors
+from vattn.audit import Audit, audit
 from vattn.backends.selector import explain, register_backend
 from vattn.block_pool import BlockPool
 from vattn.block_tables import HybridBlockTable
+from vattn.calibration import Calibration, calibrate
 from vattn.compilation import compile, compile_regions
 from vattn.config import AttentionConfig, AttentionType, CacheConfig
 from vattn.context import forward_context
@@ -81,9 +83,11 @@ __all__ = [
     "AttentionMetadataBuilder",
     "AttentionOutput",
     "AttentionType",
+    "Audit",
     "BlockPool",
     "CUDAGraphRunner",
     "CacheConfig",
+    "Calibration",
     "ChunkedLocalAttentionSpec",
     "CrossAttention",
     "CrossAttentionSpec",
@@ -124,8 +128,10 @@ __all__ = [
     "XFormersMetadata",
     "XFormersMetadataBuilder",
     "allocate_kv_cache",
+    "audit",
     "backend",
     "block_keys",
+    "calibrate",
     "check_cu_seqlens",
     "clip_rates",
     "compile",

@@ -9,12 +9,15 @@ refused there, before anything is changed.
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn import context
+from vattn.calibration import Calibration
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
 from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
@@ -112,6 +115,7 @@ def enable(
     *,
     cache_config: CacheConfig | None = None,
     quant_config: QuantConfig | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     attn_backend: str | None = None,
     batch_invariant: bool = False,
     num_blocks: int | None = None,
@@ -123,7 +127,8 @@ def enable(
         model: a causal language model of transformers 5 in eval mode, on its device and in its dtype.
         cache_config, quant_config, attn_backend, batch_invariant: of every `vattn.Attention`. A layer's own window
             comes from the model. Scales that a checkpoint left on the attention modules (`k_scale`, `v_scale`) are used
-            where `quant_config` gives none.
+            where neither `quant_config` nor `calibration` is given.
+        calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -150,9 +155,10 @@ def enable(
         torch.Size([2, 64])
     """
     _check_model(model)
+    scales = _scales(calibration, quant_config, cache_config)
     calls = observe(model, PackedCache())
     layers = {
-        name: _layer(call, name, cache_config, quant_config, attn_backend, batch_invariant)
+        name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
         for name, call in calls.items()
     }
     for name, layer in layers.items():
@@ -272,6 +278,21 @@ class ModelAttention(Attention):
                     f"{expected!r}, as the layer was made",
                     "call disable(model) and enable(model) again after changing the model",
                 )
+
+
+def _scales(
+    calibration: Calibration | str | os.PathLike[str] | None,
+    quant_config: QuantConfig | None,
+    cache_config: CacheConfig | None,
+) -> Callable[[str], QuantConfig | None]:
+    """Return what gives a layer its scales."""
+    if calibration is None:
+        return lambda name: quant_config
+    if quant_config is not None:
+        raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    dtype = "auto" if cache_config is None else cache_config.cache_dtype
+    return lambda name: found.quant_config(name, cache_dtype=dtype)
 
 
 def _layer(

@@ -1,0 +1,145 @@
+"""Calibration and audit: what is observed, saved, loaded by name, and what a format would cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from vattn import errors
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import make_model
+from tests.test_transformers import Runner
+from vattn.integrations.transformers import PackedModel, disable, enable
+
+TEXTS = [list(range(3, 60)), [7, 5, 90, 11], [2]]
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=17)
+
+
+@pytest.fixture(scope="module")
+def found(packed: PackedModel) -> vattn.Calibration:
+    return vattn.calibrate(packed, [TEXTS[:2], [TEXTS[2]]])
+
+
+def test_largest_magnitudes_are_those_of_the_layers(packed: PackedModel, found: vattn.Calibration) -> None:
+    layers = {m.prefix: m for m in packed.modules() if isinstance(m, vattn.Attention)}
+    assert list(found.layers) == list(layers) and found.tokens == sum(map(len, TEXTS))
+    seen: dict[str, list[torch.Tensor]] = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda m, args: seen.setdefault(m.prefix, []).extend([args[1].clone()]))
+        for layer in layers.values()
+    ]
+    runner = Runner(packed)
+    for text in TEXTS:
+        runner.step([(text, 0)])
+    for handle in handles:
+        handle.remove()
+    for prefix, keys in seen.items():
+        expected = torch.cat(keys).abs().amax(dim=(0, 2))
+        # Other token counts sum in another order.
+        assert torch.allclose(torch.tensor(found.layers[prefix]["key"]), expected, rtol=1e-5)
+        assert len(found.layers[prefix]["query"]) == len(found.layers[prefix]["output"]) == 4
+
+
+def test_scales(found: vattn.Calibration) -> None:
+    prefix = next(iter(found.layers))
+    keys = torch.tensor(found.layers[prefix]["key"])
+    one = found.quant_config(prefix, margin=2.0)
+    assert torch.allclose(one.k_scale, keys.max()[None] * 2 / 448)
+    assert torch.allclose(found.quant_config(prefix, per_head=True).k_scale, keys / 448)
+    wide = found.quant_config(prefix, cache_dtype="fp8_e5m2", query_format="fp8_e4m3", output_format="fp8_static")
+    assert torch.allclose(wide.k_scale, keys.max()[None] / 57344)
+    assert wide.q_scale is not None and wide.output_scale is not None
+    for dtype in ("auto", "int8_per_token_head"):
+        assert found.quant_config(prefix, cache_dtype=dtype).k_scale is None
+
+
+def test_saved_scales_are_loaded_by_name(found: vattn.Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "vattn_scales.json"
+    found.save(path)
+    assert vattn.Calibration.load(path) == found and [p.name for p in tmp_path.iterdir()] == [path.name]
+    model = make_model("llama")
+    packed = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), calibration=path, num_blocks=17)
+    for layer in packed.modules():
+        if isinstance(layer, vattn.Attention):
+            assert layer.v_scale.item() == pytest.approx(max(found.layers[layer.prefix]["value"]) / 448)
+    with vattn.observe_clipping(packed):
+        Runner(packed).step([(TEXTS[0], 0)])
+    # Rounded keys of the first layer move those of the second a little beyond what was seen.
+    assert all(rate["key"] < 1e-2 for rate in vattn.clip_rates(packed).values())
+
+
+def test_audit_tells_what_a_cache_would_cost(packed: PackedModel, found: vattn.Calibration, tmp_path: Path) -> None:
+    """The drift for all layers is that of a model with such a cache, but for the order of sums."""
+    audit = vattn.audit(packed, TEXTS, "fp8", found)
+    model = make_model("llama")
+    real = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), calibration=found, num_blocks=17)
+    runners = Runner(packed), Runner(real)
+    want, got = (torch.cat([runner.step([(text, 0)])[0] for text in TEXTS]) for runner in runners)
+    drift = float((got - want).norm() / want.norm())
+    whole = audit.rows[-1]
+    assert whole.layer == "all layers" and whole.drift == pytest.approx(drift, rel=1e-3)
+    assert all(0 < row.drift < 2 * whole.drift and row.keys_clipped == 0 for row in audit.rows[:-1])
+    assert audit.tokens == len(want) and str(audit).count("\n") == 4
+    small = vattn.audit(packed, TEXTS, "int4_per_token_head")
+    assert small.rows[-1].drift > whole.drift and "-" in str(small)
+    poor = {p: {k: [x / 8 for x in xs] for k, xs in seen.items()} for p, seen in found.layers.items()}
+    clipped = vattn.audit(packed, TEXTS, "fp8", vattn.Calibration(poor, 1))
+    assert clipped.rows[0].keys_clipped > 0.01 and clipped.rows[-1].drift > whole.drift
+    pytest.importorskip("matplotlib")
+    audit.plot(tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+BROKEN = {
+    "absent": None,
+    "torn": '{"format": 1, "lay',
+    "other": '{"format": 7, "tokens": 1, "layers": {}}',
+    "list": "[]",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_files(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    if (content := BROKEN[kind]) is not None:
+        path.write_text(content)
+    with pytest.raises(errors.ScaleError, match="calibration file"):
+        vattn.Calibration.load(path)
+
+
+def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path) -> None:
+    with pytest.raises(errors.ScaleError, match="no calibration of layer"):
+        found.quant_config("layers.9")
+    for batches in ([[[]]], [[list(range(90)) * 9]]):
+        with pytest.raises(errors.ConfigError, match="what the cache holds"):
+            vattn.calibrate(packed, batches)
+    with pytest.raises(errors.ScaleError, match="no layer was called"):
+        vattn.calibrate(packed, [])
+    with pytest.raises(errors.ConfigError, match="without a bound KV cache"):
+        vattn.calibrate(torch.nn.Linear(2, 2), [[[1]]])
+    zeros: Any = json.loads(json.dumps(found.layers))
+    prefix = next(iter(zeros))
+    zeros[prefix]["key"] = [0.0, 1.0]
+    dead = vattn.Calibration(zeros, 1)
+    with pytest.raises(errors.ScaleError, match="per_head=False"):
+        dead.quant_config(prefix, per_head=True)
+    assert dead.quant_config(prefix).k_scale is not None
+    model = make_model("llama")
+    config = vattn.CacheConfig(cache_dtype="fp8")
+    with pytest.raises(errors.ConfigError, match="one of them"):
+        enable(model, cache_config=config, calibration=found, quant_config=vattn.QuantConfig("unit", "unit"))
+    quantised = enable(model, cache_config=config, calibration=found, num_blocks=4)
+    with pytest.raises(errors.ConfigError, match="stores fp8_e4m3"):
+        vattn.audit(quantised, TEXTS)
+    disable(quantised)

@@ -1,0 +1,226 @@
+"""`audit`: what storing keys and values in a format costs, layer by layer: clipped values and drift of the logits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vattn.calibration import Calibration, StepRunner
+from vattn.errors import ConfigError, MissingPackageError
+from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
+from vattn.kv_formats import decode_rows, encode_rows
+from vattn.layers.cached_attention import CachedAttention
+from vattn.layers.scales import make_scale
+from vattn.quantization import decode_kv, encode_kv
+
+ALL = "all layers"
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What one layer costs where it alone stores its keys and values in the format.
+
+    Attributes:
+        layer: its prefix, or "all layers" where every layer does.
+        keys_clipped, values_clipped: share of values beyond what their scale can store; NaN for formats whose scales
+            follow the values.
+        drift: relative L2 difference of the logits.
+        worst: largest difference of a logit.
+        top1: share of tokens whose likeliest next token stays the same.
+    """
+
+    layer: str
+    keys_clipped: float
+    values_clipped: float
+    drift: float
+    worst: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One row per layer and one for all of them together; prints as a table.
+
+    Attributes:
+        kv_cache_dtype: canonical name of the format.
+        tokens: how many tokens were compared.
+        rows: `AuditRow`s, the last for all layers.
+    """
+
+    kv_cache_dtype: str
+    tokens: int
+    rows: tuple[AuditRow, ...]
+
+    def __str__(self) -> str:
+        width = max(len(row.layer) for row in self.rows)
+        lines = [f"{self.kv_cache_dtype}, {self.tokens} tokens"]
+        lines.append(f"{'':{width}}  keys clipped  values clipped  logit drift  worst logit  same top-1")
+        for row in self.rows:
+            clipped = ["-" if math.isnan(x) else f"{x:.2%}" for x in (row.keys_clipped, row.values_clipped)]
+            lines.append(
+                f"{row.layer:{width}}  {clipped[0]:>12}  {clipped[1]:>14}  {row.drift:>11.2e}  {row.worst:>11.3f}  "
+                f"{row.top1:>10.2%}"
+            )
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw drift by layer and write it to a file whose name says the kind (needs matplotlib)."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
+        layers = self.rows[:-1]
+        figure = Figure(figsize=(max(4.0, 0.35 * len(layers) + 2), 3.5), layout="constrained")
+        axes = figure.subplots()
+        axes.bar(range(len(layers)), [row.drift for row in layers], color="tab:blue")
+        axes.axhline(self.rows[-1].drift, color="tab:red", linestyle="--", label=ALL)
+        axes.set(xlabel="layer", ylabel="relative change of the logits", title=self.kv_cache_dtype, yscale="log")
+        axes.legend()
+        figure.savefig(path)
+
+
+def audit(
+    model: nn.Module,
+    texts: Sequence[Sequence[int]],
+    kv_cache_dtype: str = "fp8",
+    calibration: Calibration | str = "unit",
+    *,
+    per_head: bool = False,
+) -> Audit:
+    """Measure what a cache format would cost a model, by rounding keys and values as it would.
+
+    Args:
+        model: as for `vattn.calibrate`, with a cache that is not quantised.
+        texts: token lists, each a request.
+        kv_cache_dtype: the format to try.
+        calibration: where scales come from; `"unit"`: scales of 1.
+        per_head: with a calibration, one scale per KV head.
+
+    Raises:
+        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used.
+
+    Example:
+        >>> import torch, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> found = vattn.audit(model, [[1, 2, 3, 4]], "fp8", vattn.calibrate(model, [[[1, 2, 3, 4]]]))
+        >>> [row.layer for row in found.rows]
+        ['model.layers.0.self_attn', 'model.layers.1.self_attn', 'all layers']
+    """
+    layers = {
+        layer.prefix or name: layer for name, layer in model.named_modules() if isinstance(layer, CachedAttention)
+    }
+    for prefix, layer in layers.items():
+        stored = layer.config.kv_cache_dtype if layer.config is not None else ""
+        if stored and stored != layer.config.dtype:  # type: ignore[union-attr]
+            raise ConfigError(
+                f"an audit of layer {prefix!r}, whose cache stores {stored}",
+                "a cache in the model's dtype",
+                "build the model with CacheConfig(cache_dtype='auto')",
+            )
+    dtype = next(model.parameters()).dtype
+    fmt = resolve_kv_cache_dtype(kv_cache_dtype, dtype)
+    runner = StepRunner(model)
+    roundings = {
+        prefix: _Rounding(layer, fmt, *_scales(prefix, fmt, calibration, per_head, layer))
+        for prefix, layer in layers.items()
+    }
+    differences = {name: _Difference() for name in (*layers, ALL)}
+    for text in texts:
+        expected = [logits.float().clone() for logits in runner.logits(list(text))]
+        for name, difference in differences.items():
+            chosen = roundings.values() if name == ALL else [roundings[name]]
+            with _rounded(chosen, count=name != ALL):
+                for want, got in zip(expected, runner.logits(list(text)), strict=True):
+                    difference.add(want, got.float())
+    rows = [_row(name, difference, roundings.get(name)) for name, difference in differences.items()]
+    return Audit(fmt, sum(map(len, texts)), tuple(rows))
+
+
+def _scales(
+    prefix: str, fmt: str, calibration: Calibration | str, per_head: bool, layer: CachedAttention
+) -> tuple[Tensor | None, Tensor | None]:
+    if not KV_FORMATS[fmt].quantised:
+        return None, None
+    if isinstance(calibration, Calibration):
+        found = calibration.quant_config(prefix, cache_dtype=fmt, per_head=per_head)
+        sources: tuple[Any, Any] = (found.k_scale, found.v_scale)
+    else:
+        sources = (calibration, calibration)
+    device = layer.kv_cache.device if layer.kv_cache is not None else None
+    sizes = (1, layer.num_kv_heads)
+    key, value = (make_scale(name, source, sizes).to(device) for name, source in zip(("k", "v"), sources, strict=True))
+    return key, value
+
+
+class _Rounding:
+    """Rounds the keys and values that a layer is called with."""
+
+    def __init__(self, layer: CachedAttention, fmt: str, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+        self.layer, self.fmt, self.scales = layer, fmt, (k_scale, v_scale)
+        self.counting = False
+        self.clipped, self.total = [0, 0], [0, 0]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, *pair = args
+        return (query, *(self._round(which, values) for which, values in enumerate(pair[:2])), *pair[2:])
+
+    def _round(self, which: int, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        scale = self.scales[which]
+        heads = values.reshape(values.shape[0], self.layer.num_kv_heads, -1)
+        if self.counting and scale is not None:
+            limit = KV_FORMATS[self.fmt].max_value * (scale if scale.numel() == 1 else scale[:, None])
+            self.clipped[which] += int((heads.abs().float() > limit).sum())
+            self.total[which] += heads.numel()
+        if KV_FORMATS[self.fmt].packed:
+            codes, stored = encode_rows(heads, self.fmt, bool(which), scale)
+            back = decode_rows(codes, stored, self.fmt, bool(which), heads.shape[-1], scale)
+        else:
+            back = decode_kv(encode_kv(heads, self.fmt, scale), self.fmt, scale)
+        return back.to(values.dtype).view(values.shape)
+
+
+@contextmanager
+def _rounded(roundings: Any, count: bool) -> Iterator[None]:
+    handles = [rounding.layer.register_forward_pre_hook(rounding) for rounding in roundings]
+    for rounding in roundings:
+        rounding.counting = count
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Difference:
+    """How far logits are from those expected."""
+
+    def __init__(self) -> None:
+        self.squares = self.norm = self.worst = 0.0
+        self.same = self.tokens = 0
+
+    def add(self, want: Tensor, got: Tensor) -> None:
+        change = got - want
+        self.squares += float(change.double().square().sum())
+        self.norm += float(want.double().square().sum())
+        self.worst = max(self.worst, float(change.abs().max()))
+        self.same += int((want.argmax(-1) == got.argmax(-1)).sum())
+        self.tokens += want.shape[0]
+
+
+def _row(name: str, difference: _Difference, rounding: _Rounding | None) -> AuditRow:
+    clipped = [float("nan")] * 2
+    if rounding is not None:
+        clipped = [c / t if t else float("nan") for c, t in zip(rounding.clipped, rounding.total, strict=True)]
+    drift = math.sqrt(difference.squares / difference.norm) if difference.norm else 0.0
+    return AuditRow(name, clipped[0], clipped[1], drift, difference.worst, difference.same / max(1, difference.tokens))
