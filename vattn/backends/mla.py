@@ -84,12 +84,16 @@ class MLABackend(Backend):
         raise NotImplementedError
 
 
-MLA_PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("TORCH_MLA",), "cpu": ("TORCH_MLA",)}
+MLA_PRIORITY: dict[str, tuple[str, ...]] = {
+    "cuda": ("TRITON_MLA", "TORCH_MLA"),
+    "cpu": ("TORCH_MLA", "TRITON_MLA"),
+}
 
 
 @lru_cache(maxsize=1)
 def mla_backends() -> dict[str, MLABackend]:
     """Return every backend of latent attention by name."""
     from vattn.backends.mla_torch import TorchMLABackend
+    from vattn.backends.mla_triton import TritonMLABackend
 
-    return {backend.name: backend for backend in (TorchMLABackend(),)}
+    return {backend.name: backend for backend in (TorchMLABackend(), TritonMLABackend())}

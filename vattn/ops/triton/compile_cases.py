@@ -23,6 +23,8 @@ from vattn.ops.triton import (
     launch,
     library_rows,
     merge,
+    mla_cases,
+    mla_launch,
     packed_update,
     rope_cache_update,
     round_query,
@@ -83,6 +85,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (merge, "merge_kernel"),
             (rope_cache_update, "rope_update_kernel"),
             (round_query, "round_query_kernel"),
+            *((mla_launch, name) for name in mla_cases.KERNELS),
             (advance_step, "advance_step_kernel"),
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
@@ -259,6 +262,7 @@ def all_launches() -> Iterator[Launch]:
     """Yield every case, some of them equal to the compiler."""
     for target in TARGETS:
         yield from _small_kernels(target)
+        yield from mla_cases.mla_launches(record, target, TARGETS[target])
     for target, dtype, cache in itertools.product(TARGETS, MODEL_DTYPES, CACHES):
         yield from _formats(target, dtype, cache)
     for target, dtype, cache, shape in itertools.product(TARGETS, MODEL_DTYPES, CACHES, SHAPES):

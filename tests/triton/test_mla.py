@@ -1,0 +1,87 @@
+"""Latent attention's Triton kernels in the interpreter: against the un-absorbed formula, on poisoned batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mla_support import exact, make_mla_config, random_mla_batch, run_mla
+from tests.support import relative_l2
+from vattn.mla_config import MLAConfig
+from vattn.ops import mla_reference
+from vattn.ops.mla_arguments import MLACacheUpdateArgs
+from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
+
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the compiled kernels in tests/gpu/test_mla_gpu.py", allow_module_level=True)
+
+TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
+"""Relative L2 error: queries, weights, latents and results are each rounded to the model dtype once."""
+
+
+def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], **kw: Any) -> None:
+    config = config.replace(backend="TRITON_MLA")
+    args = random_mla_batch(config, query_lens, seq_lens, **kw)
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    assert relative_l2(got, expected) < TOLERANCE[config.dtype]
+    assert not got[sum(query_lens) :].any()
+    if lse is not None:
+        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+        assert relative_l2(lse.exp(), expected_lse.exp()) < 10 * TOLERANCE[config.dtype]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "bfloat16", "fp8_e4m3"])
+def test_mixtures(kv_cache_dtype: str) -> None:
+    dtype = "float32" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype
+    config = make_mla_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, lse=True)
+    check(config, [1, 5, 0, 2, 9], [9, 21, 0, 30, 9], padding_tokens=3, padding_reqs=1)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 40])
+@pytest.mark.parametrize("lens", [([1], [50]), ([3, 1], [40, 33]), ([5, 4], [3, 0])], ids=str)
+def test_heads_and_splits(heads: int, lens: tuple[list[int], list[int]]) -> None:
+    config = make_mla_config(num_heads=heads, block_size=16, kv_lora_rank=32, qk_rope_head_dim=16, lse=True)
+    check(config, *lens, padding_tokens=1)
+
+
+@pytest.mark.parametrize("topk", [3, 40])
+def test_sparse(topk: int) -> None:
+    config = make_mla_config(num_heads=18, sparse=True, lse=True)
+    check(config, [1, 3, 0, 2], [40, 31, 0, 2], topk=topk, padding_tokens=2)
+
+
+def test_sparse_positions_out_of_range() -> None:
+    config = make_mla_config(sparse=True, backend="TRITON_MLA")
+    args = random_mla_batch(config, [2], [5], topk=4)
+    assert args.topk_indices is not None
+    expected = run_mla(args, config)[0].clone()
+    wild = torch.cat((args.topk_indices, torch.tensor([[5, 10**9, -7], [5, 2**31 - 1, -(2**31)]]).int()), 1)
+    assert torch.equal(run_mla(args._replace(topk_indices=wild), config)[0], expected)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "bfloat16", "fp8_e4m3"])
+def test_cache_update(kv_cache_dtype: str) -> None:
+    dtype = "float32" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype
+    config = make_mla_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, backend="TRITON_MLA")
+    cache = torch.zeros(mla_cache_shape(config, 3), dtype=mla_cache_dtype(config))
+    cache.view(torch.uint8).fill_(0xAB)
+    expected = cache.clone()
+    scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
+    wide = torch.randn(6, config.head_size + 3).to(getattr(torch, dtype))
+    kv_c, k_pe = wide[:, :20], wide[:, 20:26]
+    slots = torch.tensor([5, -1, 23, 24, 10**12, 0])
+    args = MLACacheUpdateArgs(kv_c, k_pe, cache, slots, scale, config.encode())
+    torch.ops.vattn.mla_kv_cache_update(*args)
+    mla_reference.mla_kv_cache_update(args._replace(kv_cache=expected), config)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_no_tokens() -> None:
+    config = make_mla_config(backend="TRITON_MLA")
+    args = random_mla_batch(config, [0], [5])
+    assert run_mla(args, config)[0].shape == (0, 3, 10)

@@ -1,0 +1,74 @@
+"""TRITON_MLA: latent attention in Triton kernels, on CUDA and in Triton's interpreter.
+
+Every row is absorbed. Nothing is read from the device and grids come from shapes, so any call can be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vattn.backends.base import Package, Sizes
+from vattn.backends.mla import MLABackend, MLACapabilities
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
+from vattn.ops.arguments import PlanArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+
+
+class TritonMLABackend(MLABackend):
+    """Run latent attention in the latent space, in a few launches."""
+
+    name = "TRITON_MLA"
+    capabilities = MLACapabilities(
+        devices=("cuda", "interpreter"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=(*MODEL_DTYPES, "fp8_e4m3"),
+        query_formats=("none",),
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder",),
+        head_sizes=Sizes(1, 2, 640),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset({"lse", "sparse"}),
+        # FP8 is decoded and encoded in software where the hardware has none.
+        minimum_capability=(8, 0),
+        package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
+        latent_sizes=Sizes(1, 1, 512),
+        rope_sizes=Sizes(1, 1, 128),
+        weight_formats=WEIGHT_FORMATS,
+        output_variants=True,
+        cuda_graphs="full",
+    )
+
+    def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of the decode schedule; `()` where a layer or the current GPU has none."""
+        if not torch.cuda.is_available():
+            return ()
+        from vattn.ops.gluon import mla_launch
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return mla_launch.plan_shape(num_tokens, num_reqs, device) if mla_launch.runs(config, device) else ()
+
+    def plan_key(self, config: Any) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return f"{self.name} num_heads={config.num_heads}"
+
+    def plan(self, args: PlanArgs, config: Any) -> None:
+        """Fill the decode schedule."""
+        from vattn.ops.gluon import mla_launch
+
+        mla_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+
+    def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_attention`."""
+        from vattn.ops.triton.mla_launch import attend
+
+        attend(args, config)
+
+    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_kv_cache_update`."""
+        from vattn.ops.triton.mla_launch import update_cache
+
+        update_cache(args, config)

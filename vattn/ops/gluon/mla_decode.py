@@ -1,0 +1,224 @@
+"""Latent decode on Hopper for up to 32 query rows of a request: cached rows are the tall operand of both products.
+
+`S^T = K Q^T` and `O^T = V^T P^T`, where K and V are the same tile in shared memory: it is read from memory once and
+copied nowhere. One warpgroup computes, one warp loads and runs ahead over the ends of items. A program walks the items
+of its schedule (`vattn.ops.triton.decode_fast_plan`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from vattn.ops.gluon.compat import block_barrier, load_box
+from vattn.ops.gluon.decode import let_next_kernel_start, load_item
+from vattn.ops.gluon.mla_items import (
+    LATENT,
+    ROPE,
+    TILE,
+    block_ids,
+    clear_padding,
+    clear_rows,
+    init_barriers,
+    item_rows,
+    load_blocks,
+)
+from vattn.ops.triton.mask import LN2
+
+
+@gluon.jit
+def produce(
+    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens,
+    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready, query_free, ready, free,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of each group of rows, then its tiles."""
+    stage = 0
+    phase = 1
+    query_phase = 1
+    cta = gl.program_id(0) // GROUPS
+    ctas = gl.num_programs(0) // GROUPS
+    item = cta
+    while item >= 0:
+        request, _, count, _, begin, end, _, cta, item = load_item(schedule, cta, item, ctas)
+        if (count > 0) & (request >= 0):
+            row0, rows, _, keys, first, last = item_rows(
+                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            )
+            table = block_table + request.to(gl.int64) * table_stride
+            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+                mbarrier.wait(query_free.index(0), query_phase)
+                query_phase ^= 1
+                mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
+                load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
+                load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
+                p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+                for tile in range(first, last):
+                    # The next tile's block ids, read before the loads of this one.
+                    n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                    mbarrier.wait(free.index(stage), phase)
+                    mbarrier.expect(ready.index(stage), TILE * (LATENT + ROPE) * 2)
+                    load_blocks(
+                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(stage),
+                        latents.index(stage), ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
+                    )  # fmt: skip
+                    p0 = n0
+                    p1 = n1
+                    p2 = n2
+                    p3 = n3
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+
+
+@gluon.jit
+def consume(
+    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks,
+    table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room, query_ready, query_free,
+    ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Attend the rows of this program's items."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    TOKENS: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
+    clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+    token_of_tile = gl.arange(0, TILE, layout=TOKENS)
+    column = gl.arange(0, ROWS, layout=COLUMNS)
+    latent_column = gl.arange(0, LATENT, layout=TOKENS)[:, None]
+    zero_scores = gl.zeros([TILE, ROWS], gl.float32, MMA)
+    query = queries.permute((1, 0))
+    query_rope = query_ropes.permute((1, 0))
+    stage = 0
+    phase = 0
+    query_phase = 0
+    cta = gl.program_id(0) // GROUPS
+    ctas = gl.num_programs(0) // GROUPS
+    item = cta
+    while item >= 0:
+        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
+        if (count > 0) & (request >= 0):
+            row0, rows, seq_len, keys, first, last = item_rows(
+                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            )
+            table = block_table + request.to(gl.int64) * table_stride
+            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+                row = group * ROWS + column
+                # Keys that the row of each column sees.
+                limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
+                acc = gl.zeros([LATENT, ROWS], gl.float32, MMA)
+                total = zero_scores
+                maximum = gl.max(zero_scores, 0) - 1e30
+                mbarrier.wait(query_ready.index(0), query_phase)
+                query_phase ^= 1
+                block = gl.load(table + gl.minimum((first * TILE + token_of_tile) // BLOCK_SIZE, last_block))
+                for tile in range(first, last):
+                    token = tile * TILE + token_of_tile
+                    next_block = gl.load(table + gl.minimum((token + TILE) // BLOCK_SIZE, last_block))
+                    known = (block >= 0) & (block < num_blocks)
+                    block = next_block
+                    mbarrier.wait(ready.index(stage), phase)
+                    scores = warpgroup_mma(latents.index(stage), query, zero_scores, use_acc=False, is_async=True)
+                    scores = warpgroup_mma(ropes.index(stage), query_rope, scores, is_async=True)
+                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                    visible = (token[:, None] < limit[None, :]) & known[:, None]
+                    scores = gl.where(visible, scores * scale, float("-inf"))
+                    new_maximum = gl.maximum(maximum, gl.max(scores, 0))
+                    decay = gl.exp2(maximum - new_maximum)
+                    maximum = new_maximum
+                    weights = gl.exp2(scores - new_maximum[None, :])
+                    weights_room.store(weights.to(weights_room.dtype))
+                    total = total * decay[None, :] + weights
+                    acc = acc * decay[None, :]
+                    if (tile + 1) * TILE > keys:
+                        clear_rows(latents.index(stage), keys - tile * TILE, 0, 8, LAYOUT)
+                    fence_async_shared()
+                    acc = warpgroup_mma(latents.index(stage).permute((1, 0)), weights_room, acc, is_async=True)
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                    mbarrier.arrive(free.index(stage), count=1)
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+                mbarrier.arrive(query_free.index(0), count=1)
+                row_total = gl.sum(total, 0)
+                inside = row < rows
+                if slot >= 0:
+                    place = slot.to(gl.int64) * PARTIAL_ROWS + row
+                    gl.store(partial + place[None, :] * LATENT + latent_column, acc, mask=inside[None, :])
+                    gl.store(stats + place * 2, maximum, mask=inside)
+                    gl.store(stats + place * 2 + 1, row_total, mask=inside)
+                else:
+                    seen = row_total > 0.0
+                    safe = gl.where(seen, row_total, 1.0)
+                    norm = gl.where(seen, 1.0 / safe, 0.0)
+                    place = (row0 + row).to(gl.int64)
+                    result = (acc * norm[None, :]).to(output.dtype.element_ty)
+                    gl.store(output + place[None, :] * LATENT + latent_column, result, mask=inside[None, :])
+                    if lse is not None:
+                        log = gl.where(seen, (maximum + gl.log2(safe)) * LN2, float("-inf"))
+                        gl.store(lse + place, log, mask=inside)
+
+
+@gluon.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+)
+def mla_decode_kernel(
+    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
+    partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Attend absorbed queries `[T * HEADS, 576]` to cached rows. Grid: CTAs of the schedule times GROUPS.
+
+    ROWS rows of a request at a time, GROUPS programs side by side. `scale` includes log2(e). Results go to `output`
+    `[T * HEADS, 512]` and `lse`, those of split items unnormalised to `partial` fp32 `[slots, PARTIAL_ROWS, 512]` and
+    `stats` (maximum in base 2, sum).
+    """
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(ROWS * 2, 16, 2)
+    let_next_kernel_start()
+    DTYPE: gl.constexpr = boxes.dtype
+    queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
+    query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
+    latents = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, LATENT], LAYOUT)
+    ropes = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, ROPE], LAYOUT)
+    weights_room = gl.allocate_shared_memory(DTYPE, [TILE, ROWS], WEIGHTS)
+    query_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    query_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    init_barriers(query_ready, 1)
+    init_barriers(query_free, 1)
+    init_barriers(ready, STAGES)
+    init_barriers(free, STAGES)
+    fence_async_shared()
+    block_barrier()
+    gl.warp_specialize(
+        [
+            (consume, (
+                query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
+                num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
+                query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS,
+                STAGES, LAYOUT,
+            )),
+            (produce, (
+                query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
+                num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
+                query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES, LAYOUT,
+            )),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

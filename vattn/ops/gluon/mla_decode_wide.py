@@ -1,0 +1,403 @@
+"""Latent decode on Hopper for 64 query rows at a time: two warpgroups share the columns of the result.
+
+The first multiplies queries and keys, exponentiates, and multiplies the left half of the values; the second multiplies
+the right half by weights that the first leaves in shared memory. Rotated keys and both halves of the latents arrive and
+are released apart, since only two tiles fit. Results are rescaled only where a maximum has grown by more than 2^8:
+weights may be that large before. Programs that share the cached rows of a request are neighbours in the grid, so one
+reads them from L2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from vattn.ops.gluon.compat import block_barrier, load_box
+from vattn.ops.gluon.decode import let_next_kernel_start, load_item
+from vattn.ops.gluon.mla_items import (
+    LATENT,
+    ROPE,
+    TILE,
+    block_ids,
+    clear_padding,
+    clear_rows,
+    init_barriers,
+    item_rows,
+    load_blocks,
+    panels,
+)
+from vattn.ops.triton.mask import LN2
+
+ROWS = gl.constexpr(64)
+HIDDEN = gl.constexpr(-1e6)
+"""Score of what is hidden, before the scale: far below any other, and finite, since maxima are multiplied."""
+
+_PACK = 64
+_PRODUCTS = "".join(f"mul.f32 ${i}, ${i}, ${2 * _PACK + i}; " for i in range(_PACK))
+RESCALE = gl.constexpr(
+    "{ .reg .pred p; "
+    f"setp.neu.f32 p, ${2 * _PACK}, 0f3F800000; setp.neu.or.f32 p, ${2 * _PACK + 2}, 0f3F800000, p; "
+    f"vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; {_PRODUCTS} SKIP: }}"
+)
+"""Multiply 64 values of two rows by their rows' factors, unless all factors of the warp are 1."""
+RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range(_PACK)] + ["f"] * _PACK))
+
+
+@gluon.jit
+def rescale(acc, decay):
+    values, factors = gl.broadcast(acc, decay[:, None])
+    return gl.inline_asm_elementwise(
+        RESCALE, RESCALE_OPERANDS, [values, factors], dtype=gl.float32, is_pure=True, pack=64
+    )
+
+
+@gluon.jit
+def produce(
+    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens,
+    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready, query_free, ready, free,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of each group of rows, then its tiles; barriers 3 s, 3 s + 1 and 3 s + 2 are of stage s."""
+    stage = 0
+    phase = 1
+    query_phase = 1
+    cta = gl.program_id(0) // GROUPS
+    ctas = gl.num_programs(0) // GROUPS
+    item = cta
+    while item >= 0:
+        request, _, count, _, begin, end, _, cta, item = load_item(schedule, cta, item, ctas)
+        if (count > 0) & (request >= 0):
+            row0, rows, _, keys, first, last = item_rows(
+                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            )
+            table = block_table + request.to(gl.int64) * table_stride
+            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+                mbarrier.wait(query_free.index(0), query_phase)
+                query_phase ^= 1
+                mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
+                load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
+                load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
+                p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+                for tile in range(first, last):
+                    n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                    room = latents.index(stage)
+                    mbarrier.wait(free.index(3 * stage), phase)
+                    mbarrier.expect(ready.index(3 * stage), TILE * ROPE * 2)
+                    load_blocks(
+                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(3 * stage),
+                        room, ropes.index(stage), 0, 0, True, BLOCK_SIZE, LAYOUT,
+                    )  # fmt: skip
+                    for half in gl.static_range(2):
+                        mbarrier.wait(free.index(3 * stage + 1 + half), phase)
+                        mbarrier.expect(ready.index(3 * stage + 1 + half), TILE * LATENT)
+                        load_blocks(
+                            boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3,
+                            ready.index(3 * stage + 1 + half), room, ropes.index(stage), 4 * half, 4, False,
+                            BLOCK_SIZE, LAYOUT,
+                        )  # fmt: skip
+                    p0 = n0
+                    p1 = n1
+                    p2 = n2
+                    p3 = n3
+                    stage += 1
+                    if stage == 2:
+                        stage = 0
+                        phase ^= 1
+
+
+@gluon.jit
+def multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT: gl.constexpr):
+    """Start the products of queries and the keys of a stage as they arrive."""
+    mbarrier.wait(ready.index(3 * stage), phase)
+    scores = warpgroup_mma(query_ropes, ropes.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    room = latents.index(stage)
+    for half in gl.static_range(2):
+        mbarrier.wait(ready.index(3 * stage + 1 + half), phase)
+        key = panels(room, 4 * half, 4, TILE, LAYOUT).permute((1, 0))
+        scores = warpgroup_mma(panels(queries, 4 * half, 4, ROWS, LAYOUT), key, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def hide(scores, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile, BLOCK_SIZE: gl.constexpr):
+    """Return scores with what rows do not see at HIDDEN. `least`: keys that every row sees."""
+    if ((tile + 1) * TILE > least) | (all_known == 0):
+        token = tile * TILE + token_of_tile
+        block = gl.load(table + gl.minimum(token // BLOCK_SIZE, last_block))
+        known = (block >= 0) & (block < num_blocks)
+        scores = gl.where((token[None, :] < limit[:, None]) & known[None, :], scores, HIDDEN)
+    return scores
+
+
+@gluon.jit
+def blocks_known(table, begin, end, num_blocks):
+    """Return 1 if entries [begin, end) of a table name blocks of the cache, else 0."""
+    # Every warp looks at all of them, so none waits for another.
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lane = gl.arange(0, 128, layout=LANES)
+    known = gl.full([128], 1, gl.int32, LANES)
+    for start in range(begin, end, 128):
+        block = gl.load(table + start + lane, mask=start + lane < end, other=0)
+        known = known & ((block >= 0) & (block < num_blocks)).to(gl.int32)
+    return gl.min(known, 0)
+
+
+@gluon.jit
+def store_half(
+    acc, norm, output, partial, row, inside, row0, slot, FIRST: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write 256 columns of the rows' results, or of a split's unnormalised ones."""
+    column = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    if slot >= 0:
+        place = slot.to(gl.int64) * PARTIAL_ROWS + row
+        gl.store(partial + place[:, None] * LATENT + column, acc, mask=inside[:, None])
+    else:
+        place = (row0 + row).to(gl.int64)
+        result = (acc * norm[:, None]).to(output.dtype.element_ty)
+        gl.store(output + place[:, None] * LATENT + column, result, mask=inside[:, None])
+
+
+@gluon.jit
+def attend_left(
+    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks,
+    table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room, factors, query_ready,
+    query_free, ready, free, weights_ready, weights_free, factors_ready,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute weights, and the left half of the results."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
+    clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+    token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    stage = 0
+    phase = 0
+    query_phase = 0
+    weights_phase = 0
+    cta = gl.program_id(0) // GROUPS
+    ctas = gl.num_programs(0) // GROUPS
+    item = cta
+    while item >= 0:
+        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
+        if (count > 0) & (request >= 0):
+            row0, rows, seq_len, keys, first, last = item_rows(
+                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            )
+            table = block_table + request.to(gl.int64) * table_stride
+            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+            end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
+            all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
+            visible_first = seq_len - rows // HEADS + 1
+            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+                row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)
+                limit = gl.minimum(visible_first + row // HEADS, keys)
+                least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
+                acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
+                maximum = gl.max(zero, 1) + HIDDEN
+                total = gl.max(zero, 1)
+                mbarrier.wait(query_ready.index(0), query_phase)
+                query_phase ^= 1
+                if first < last:
+                    scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                    mbarrier.arrive(free.index(3 * stage), count=1)
+                    scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
+                                  BLOCK_SIZE)  # fmt: skip
+                    maximum = gl.max(scores, 1)
+                    weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
+                    sums = gl.sum(weights.reshape([ROWS, 8, 8]), 1)
+                    operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
+                    weights_room.store(operand)
+                    if (first + 1) * TILE > keys:
+                        clear_rows(latents.index(stage), keys - first * TILE, 0, 4, LAYOUT)
+                    fence_async_shared()
+                    mbarrier.arrive(weights_ready.index(0), count=1)
+                    for tile in range(first + 1, last):
+                        before = stage
+                        acc = warpgroup_mma(
+                            operand, panels(latents.index(before), 0, 4, TILE, LAYOUT), acc, is_async=True
+                        )
+                        stage += 1
+                        if stage == 2:
+                            stage = 0
+                            phase ^= 1
+                        scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                        acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
+                        mbarrier.arrive(free.index(3 * before + 1), count=1)
+                        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                        scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known,
+                                      token_of_tile, BLOCK_SIZE)  # fmt: skip
+                        highest = gl.max(scores, 1)
+                        new_maximum = gl.where(highest > maximum + 8.0 / scale, highest, maximum)
+                        decay = gl.exp2((maximum - new_maximum) * scale)
+                        maximum = new_maximum
+                        mbarrier.wait(weights_free.index(0), weights_phase)
+                        weights_phase ^= 1
+                        factors.index(0).store(decay)
+                        mbarrier.arrive(factors_ready.index(0), count=1)
+                        weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
+                        operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
+                        weights_room.store(operand)
+                        if (tile + 1) * TILE > keys:
+                            clear_rows(latents.index(stage), keys - tile * TILE, 0, 4, LAYOUT)
+                        fence_async_shared()
+                        mbarrier.arrive(weights_ready.index(0), count=1)
+                        acc = rescale(acc, gl.convert_layout(decay, RESULT_ROWS))
+                        factor = gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
+                        sums = sums * factor + gl.sum(weights.reshape([ROWS, 8, 8]), 1)
+                        mbarrier.arrive(free.index(3 * stage), count=1)
+                    acc = warpgroup_mma(operand, panels(latents.index(stage), 0, 4, TILE, LAYOUT), acc, is_async=True)
+                    total = gl.convert_layout(gl.sum(sums, 1), SCORE_ROWS)
+                    mbarrier.wait(weights_free.index(0), weights_phase)
+                    weights_phase ^= 1
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                    mbarrier.arrive(free.index(3 * stage + 1), count=1)
+                    stage += 1
+                    if stage == 2:
+                        stage = 0
+                        phase ^= 1
+                mbarrier.arrive(query_free.index(0), count=1)
+                # A row whose keys all lie behind it has weights of hidden keys alone.
+                seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
+                norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
+                inside = row < rows
+                if first < last:
+                    factors.index(0).store(norm)
+                    mbarrier.arrive(factors_ready.index(0), count=1)
+                if slot >= 0:
+                    place = (slot.to(gl.int64) * PARTIAL_ROWS + row) * 2
+                    gl.store(stats + place, gl.where(seen, maximum * scale, -1e30), mask=inside)
+                    gl.store(stats + place + 1, gl.where(seen, total, 0.0), mask=inside)
+                elif lse is not None:
+                    log = gl.where(seen, (maximum * scale + gl.log2(gl.where(seen, total, 1.0))) * LN2, float("-inf"))
+                    gl.store(lse + (row0 + row).to(gl.int64), log, mask=inside)
+                result_row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+                store_half(acc, gl.convert_layout(norm, RESULT_ROWS), output, partial, result_row, result_row < rows,
+                           row0, slot, 0, PARTIAL_ROWS, RESULT)  # fmt: skip
+
+
+@gluon.jit
+def attend_right(
+    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
+    ready, free, weights_ready, weights_free, factors_ready,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Compute the right half of the results."""
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
+    stage = 0
+    phase = 0
+    weights_phase = 0
+    factors_phase = 0
+    cta = gl.program_id(0) // GROUPS
+    ctas = gl.num_programs(0) // GROUPS
+    item = cta
+    while item >= 0:
+        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
+        if (count > 0) & (request >= 0):
+            row0, rows, _, keys, first, last = item_rows(
+                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            )
+            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+                acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
+                norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
+                for tile in range(first, last):
+                    if tile > first:
+                        mbarrier.wait(factors_ready.index(0), factors_phase)
+                        factors_phase ^= 1
+                        acc = rescale(acc, factors.index(0).load(RESULT_ROWS))
+                    mbarrier.wait(ready.index(3 * stage + 2), phase)
+                    if (tile + 1) * TILE > keys:
+                        clear_rows(latents.index(stage), keys - tile * TILE, 4, 4, LAYOUT)
+                    mbarrier.wait(weights_ready.index(0), weights_phase)
+                    weights_phase ^= 1
+                    acc = warpgroup_mma(
+                        weights_room, panels(latents.index(stage), 4, 4, TILE, LAYOUT), acc, is_async=True
+                    )
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                    mbarrier.arrive(free.index(3 * stage + 2), count=1)
+                    mbarrier.arrive(weights_free.index(0), count=1)
+                    stage += 1
+                    if stage == 2:
+                        stage = 0
+                        phase ^= 1
+                if first < last:
+                    mbarrier.wait(factors_ready.index(0), factors_phase)
+                    factors_phase ^= 1
+                    norm = factors.index(0).load(RESULT_ROWS)
+                row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+                store_half(acc, norm, output, partial, row, row < rows, row0, slot, 256, PARTIAL_ROWS, RESULT)
+
+
+@gluon.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+)
+def mla_decode_wide_kernel(
+    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
+    partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    let_next_kernel_start()
+    DTYPE: gl.constexpr = boxes.dtype
+    queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
+    query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
+    latents = gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], LAYOUT)
+    ropes = gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], LAYOUT)
+    weights_room = gl.allocate_shared_memory(DTYPE, [ROWS, TILE], LAYOUT)
+    factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    query_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    query_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    weights_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    factors_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    init_barriers(query_ready, 1)
+    init_barriers(query_free, 1)
+    init_barriers(ready, 6)
+    init_barriers(free, 6)
+    init_barriers(weights_ready, 1)
+    init_barriers(weights_free, 1)
+    init_barriers(factors_ready, 1)
+    fence_async_shared()
+    block_barrier()
+    gl.warp_specialize(
+        [
+            (attend_left, (
+                query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
+                num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
+                factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
+                GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
+            )),
+            (attend_right, (
+                query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room,
+                factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS, BLOCK_SIZE,
+                SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
+            )),
+            (produce, (
+                query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
+                num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
+                query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+            )),
+        ],
+        [4, 1],
+        [208, 24],
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""What the latent decode kernels of Hopper share: work items, loads of cached rows, and garbage that must not count.
+
+A tile is 64 cached rows of 512 + 64 columns of 16 bits. In shared memory its latents are eight panels of 64 columns,
+its rotated keys are one. Blocks of fewer than 64 tokens come as boxes of [block, 64].
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from vattn.ops.gluon.compat import HAS_REINTERPRET, block_barrier, load_box
+
+TILE = tl.constexpr(64)
+"""Cached rows of one tile."""
+
+LATENT = tl.constexpr(512)
+ROPE = tl.constexpr(64)
+
+UNITS = tl.constexpr(4)
+"""Tiles of the schedule (16 tokens) that make one tile here."""
+
+
+@gluon.jit
+def shaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return shared memory in another shape, byte for byte."""
+    if HAS_REINTERPRET:
+        return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+    else:
+        return memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def panels(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return some panels of `[ROWS, 512]` as `[ROWS, 64 * COUNT]`."""
+    flat = shaped(memory, [8 * ROWS, 64], LAYOUT).slice(FIRST * ROWS, COUNT * ROWS, dim=0)
+    return shaped(flat, [ROWS, 64 * COUNT], LAYOUT)
+
+
+@gluon.jit
+def item_rows(
+    query_start_loc, seq_lens, request, first, last, num_tokens, table_width, HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+):  # fmt: skip
+    """Return of an item: first row, rows, keys of the last token, keys of the request, first and last tile.
+
+    Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
+    """
+    start = gl.load(query_start_loc + request)
+    length = gl.load(query_start_loc + request + 1) - start
+    seq_len = gl.maximum(gl.load(seq_lens + request), 0)
+    keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
+    end_tile = (keys + TILE - 1) // TILE
+    is_long = length > SPLIT_QUERY
+    first_tile = gl.where(is_long, 0, first // UNITS)
+    last_tile = gl.where(is_long, end_tile, gl.minimum((last + UNITS - 1) // UNITS, end_tile))
+    return start * HEADS, gl.maximum(length, 0) * HEADS, seq_len, keys, first_tile, last_tile
+
+
+@gluon.jit
+def load_blocks(
+    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready, latents, ropes,
+    FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills."""
+    if BLOCK_SIZE >= TILE:
+        PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
+        row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
+        if COUNT == 8:
+            load_box(boxes, [row, 0], ready, latents)
+        elif COUNT > 0:
+            load_box(boxes, [row, FIRST * 64], ready, panels(latents, FIRST, COUNT, TILE, LAYOUT))
+        if WITH_ROPE:
+            load_box(rope_boxes, [row, LATENT], ready, ropes)
+    else:
+        load_small(boxes, rope_boxes, p0, num_blocks, ready, latents, ropes, 0, FIRST, COUNT, WITH_ROPE, BLOCK_SIZE,
+                   LAYOUT)  # fmt: skip
+        load_small(boxes, rope_boxes, p1, num_blocks, ready, latents, ropes, 1, FIRST, COUNT, WITH_ROPE, BLOCK_SIZE,
+                   LAYOUT)  # fmt: skip
+        if BLOCK_SIZE < 32:
+            load_small(boxes, rope_boxes, p2, num_blocks, ready, latents, ropes, 2, FIRST, COUNT, WITH_ROPE,
+                       BLOCK_SIZE, LAYOUT)  # fmt: skip
+            load_small(boxes, rope_boxes, p3, num_blocks, ready, latents, ropes, 3, FIRST, COUNT, WITH_ROPE,
+                       BLOCK_SIZE, LAYOUT)  # fmt: skip
+
+
+@gluon.jit
+def block_row(block, num_blocks, BLOCK_SIZE: gl.constexpr):
+    """Return the first row of a block, or one behind the cache for a block that is none."""
+    known = (block >= 0) & (block < num_blocks)
+    return gl.where(known, block, num_blocks) * BLOCK_SIZE
+
+
+@gluon.jit
+def load_small(
+    boxes, rope_boxes, block, num_blocks, ready, latents, ropes, PLACE: gl.constexpr, FIRST: gl.constexpr,
+    COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    row = block_row(block, num_blocks, BLOCK_SIZE)
+    flat = shaped(latents, [8 * TILE, 64], LAYOUT)
+    for panel in gl.static_range(FIRST, FIRST + COUNT):
+        target = flat.slice(panel * TILE + PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0)
+        load_box(boxes, [row, panel * 64], ready, target)
+    if WITH_ROPE:
+        load_box(rope_boxes, [row, LATENT], ready, ropes.slice(PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0))
+
+
+@gluon.jit
+def block_ids(table, tile, last_block, BLOCK_SIZE: gl.constexpr):
+    """Return the ids of up to four blocks of a tile, the last block's where there are fewer."""
+    if BLOCK_SIZE >= TILE:
+        PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
+        p0 = gl.load(table + gl.minimum(tile // PER_BLOCK, last_block))
+        p1 = p0
+        p2 = p0
+        p3 = p0
+    else:
+        PARTS: gl.constexpr = TILE // BLOCK_SIZE
+        p0 = gl.load(table + gl.minimum(tile * PARTS, last_block))
+        p1 = gl.load(table + gl.minimum(tile * PARTS + 1, last_block))
+        p2 = p0
+        p3 = p0
+        if PARTS > 2:
+            p2 = gl.load(table + gl.minimum(tile * PARTS + 2, last_block))
+            p3 = gl.load(table + gl.minimum(tile * PARTS + 3, last_block))
+    return p0, p1, p2, p3
+
+
+@gluon.jit
+def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zero the rows of a tile from `begin` on, in some panels: what nobody wrote may be NaN, and NaN times 0 is NaN."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, ROWS))[:, None]
+    flat = shaped(latents, [8 * TILE, 64], LAYOUT)
+    for panel in gl.static_range(FIRST, FIRST + COUNT):
+        part = flat.slice(panel * TILE, TILE, dim=0)
+        part.store(gl.where(row < begin, part.load(ROWS), 0.0).to(latents.dtype))
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def init_barriers(barriers, COUNT: gl.constexpr):
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+
+
+@gluon.jit
+def clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS: gl.constexpr, LANES: gl.constexpr):
+    """Write zeros and -inf to rows of padding, each program its share. LANES: a layout of 512 columns."""
+    column = gl.arange(0, LATENT, layout=LANES)
+    zero = gl.zeros([LATENT], output.dtype.element_ty, LANES)
+    first = gl.load(query_start_loc + num_reqs) * HEADS + gl.program_id(0)
+    for row in range(first, num_tokens * HEADS, gl.num_programs(0)):
+        place = gl.zeros([LATENT], gl.int64, LANES) + row
+        gl.store(output + place * LATENT + column, zero)
+        if lse is not None:
+            gl.store(lse + place, zero.to(gl.float32) + float("-inf"), mask=column == 0)

@@ -1,0 +1,187 @@
+"""The latent decode path of Hopper: who may use it, its schedule, and the launches.
+
+The schedule is that of `vattn.ops.triton.decode_fast_plan`, in which every request counts as one row of the query. Its
+numbers lie in a tensor whose first dimension tells how many tokens of the query a split request may have: requests of
+more tokens than the shapes of a step let expect run unsplit, which is slow, but right.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vattn.backends.base import DeviceInfo, Sizes
+from vattn.errors import ShapeError
+from vattn.mla_config import MLAConfig
+from vattn.ops.gluon.mla_decode import mla_decode_kernel
+from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
+from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE, UNITS
+from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS
+from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
+from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.tiles import next_power_of_two
+
+CAPABILITY = (9, 0)
+DTYPES = ("float16", "bfloat16")
+BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
+NUM_HEADS = Sizes(values=(8, 16, 32, 64, 128))
+MOST_QUERY_TOKENS = 8
+"""Longest query of a request that is split over programs."""
+
+_LOG2E = 1.4426950408889634
+_STAGES = 2
+
+
+def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
+    found = []
+    if device.type != "cuda" or device.capability != CAPABILITY:
+        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
+    if config.dtype not in DTYPES:
+        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    if config.kv_cache_dtype != config.dtype:
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype)")
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    if widths != (LATENT.value, ROPE.value):
+        found.append(f"rows of {widths[0]} + {widths[1]} columns (runs {LATENT.value} + {ROPE.value})")
+    if config.block_size not in BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.num_heads not in NUM_HEADS:
+        found.append(f"num_heads {config.num_heads} (runs {NUM_HEADS})")
+    if config.sparse:
+        found.append("sparse is not implemented")
+    return found
+
+
+@lru_cache(maxsize=4096)
+def runs(config: MLAConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether this call goes this way: the layer is accepted, and the shapes are those of a decode step."""
+    num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
+    return 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs and runs(config, absorbed.device)
+
+
+def query_tokens(num_tokens: int, num_reqs: int) -> int:
+    """Return how many tokens of the query a split request may have in a step of these shapes: 1, 2, 4 or 8."""
+    return min(MOST_QUERY_TOKENS, next_power_of_two(max(1, -(-num_tokens // num_reqs))))
+
+
+def rows_per_program(config: MLAConfig, tokens: int) -> int:
+    """Return the rows of the query that one program works on: the fewest that waste no program."""
+    return next(rows for rows in (16, 32, 64) if config.num_heads * tokens <= rows or rows == 64)
+
+
+def groups_of_rows(config: MLAConfig, tokens: int) -> int:
+    """Return how many programs share the rows of a request."""
+    return -(-config.num_heads * tokens // rows_per_program(config, tokens))
+
+
+def plan_shape(num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
+    """Return the shape of the int32 schedule of a step; its size never falls with the batch."""
+    records = 1 + 2 * num_reqs + WAVE_CHOICES.value * _multiprocessors(device)
+    tokens = query_tokens(num_tokens, num_reqs)
+    return tokens, -(-records // 16) * 16 * ITEM_FIELDS.value // tokens
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
+    return max(1, _multiprocessors(device) // groups_of_rows(config, tokens))
+
+
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> None:
+    """Fill the schedule of a step on the device.
+
+    Raises:
+        ShapeError: the schedule was made for another batch size.
+    """
+    num_reqs, tokens = seq_lens.shape[0], schedule.shape[0]
+    shape = plan_shape(tokens * num_reqs, num_reqs, seq_lens.device)
+    if tuple(schedule.shape) != shape:
+        raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
+    ctas = _ctas(config, tokens, seq_lens.device)
+    # What is not split counts as empty.
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    lengths = torch.where((query_lens > 0) & (query_lens <= tokens), seq_lens, 0)
+    one_each = torch.arange(num_reqs + 1, dtype=torch.int32, device=seq_lens.device)
+    plan_kernel[(1,)](
+        one_each, lengths, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas), WINDOW=0,
+        UNIT=UNITS.value, REQUESTS=min(1024, next_power_of_two(max(32, num_reqs))), num_warps=8,
+    )  # fmt: skip
+
+
+def _max_items(num_reqs: int, ctas: int) -> int:
+    return num_reqs + WAVE_CHOICES.value * ctas
+
+
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE."""
+    num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
+    shape = plan_shape(num_tokens, num_reqs, device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if schedule is None:
+        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, schedule, config)
+    tokens = shape[0]
+    rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
+    ctas = _ctas(config, tokens, device)
+    slots = _max_items(num_reqs, ctas)
+    partial = torch.empty((slots, rows * groups, LATENT.value), dtype=torch.float32, device=device)
+    stats = torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
+    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value))
+    common: dict[str, Any] = {
+        **_boxes(absorbed, args.kv_cache, rows, config), "query_start_loc": args.query_start_loc,
+        "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
+        "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
+        "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
+        "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
+        "num_warps": 4,
+    }  # fmt: skip
+    if rows == 64:
+        mla_decode_wide_kernel[(ctas * groups,)](ROWS_OF_PROGRAM=rows, **common)
+    else:
+        mla_decode_kernel[(ctas * groups,)](ROWS=rows, STAGES=_STAGES, **common)
+    few = num_reqs * rows * groups
+    columns = 64 if few <= 64 else 128 if few <= 512 else 512
+    mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // columns)](
+        schedule, partial, stats, args.query_start_loc, output, args.lse, slots,
+        HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, COLUMNS=columns,
+        num_warps=1, launch_pdl=True,
+    )  # fmt: skip
+    return output
+
+
+def _boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:
+    """Return tensor maps over queries `[T * N, 576]` and cached rows `[slots, 576]`.
+
+    With 64 rows of the query the halves of a tile arrive apart.
+    """
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    width = LATENT.value + ROPE.value
+    query, cached = absorbed.view(-1, width), kv_cache.view(-1, width)
+
+    def boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
+        return TensorDescriptor(source, list(source.shape), [width, 1], [high, wide], layout)
+
+    whole = config.block_size >= TILE.value
+    high = TILE.value if whole else config.block_size
+    return {
+        "query_boxes": boxes(query, rows, LATENT.value),
+        "query_rope_boxes": boxes(query, rows, ROPE.value),
+        "boxes": boxes(cached, high, (LATENT.value // (2 if rows == 64 else 1)) if whole else 64),
+        "rope_boxes": boxes(cached, high, ROPE.value),
+    }

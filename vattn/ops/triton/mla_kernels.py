@@ -1,0 +1,181 @@
+"""Latent attention in plain Triton: cache update, absorbed attention over cached rows, and the merge of its splits.
+
+`vattn.ops.mla_reference` says what they compute. A row of a program is one head of one token; the rows of a request lie
+one after the other, token by token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.ops.triton.cache_update import slot_start, stored
+from vattn.ops.triton.codec import cast, decode, dot
+from vattn.ops.triton.mask import LN2
+from vattn.ops.triton.reduce import merge_columns
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping", "k_scale"])
+def mla_update_kernel(
+    kv_c, k_pe, cache, slot_mapping, k_scale, num_slots, stride_c, stride_p,
+    L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Write one token's latent and rotated key. Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    scale = tl.full((1,), 1.0, tl.float32)
+    if k_scale is not None:
+        scale = tl.load(k_scale + tl.zeros((1,), tl.int32))
+    row = cache + slot_start(slot, num_slots, BLOCK_SIZE, (BLOCK_SIZE * (L + R), L + R))
+    column = tl.arange(0, L_TILE)
+    x = tl.load(kv_c + token * stride_c + column, mask=column < L, other=0)
+    tl.store(row + column, stored(x, scale, FORMAT, cache.dtype.element_ty, NATIVE_FP8), mask=column < L)
+    column = tl.arange(0, R_TILE)
+    x = tl.load(k_pe + token * stride_p + column, mask=column < R, other=0)
+    tl.store(row + L + column, stored(x, scale, FORMAT, cache.dtype.element_ty, NATIVE_FP8), mask=column < R)
+
+
+@triton.jit
+def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the last request whose first block of BLOCK_M rows is not behind block `target`.
+
+    A request counts one block more than it fills. Request `num_reqs` stands for the rows of padding. With BLOCK_M 0,
+    `target` is a token.
+    """
+    low = tl.zeros([], tl.int32)
+    high = low + num_reqs + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(query_start_loc + middle)
+        if BLOCK_M:
+            first = (first.to(tl.int64) * N // BLOCK_M).to(tl.int32) + middle
+        low = tl.where(first <= target, middle, low)
+        high = tl.where(first <= target, high, middle)
+    return low
+
+
+@triton.jit
+def load_part(row, column, exists, width, FORMAT: tl.constexpr, TARGET: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return columns of stored rows as TARGET, zeros where a row does not exist."""
+    mask = exists[:, None] & (column < width)[None, :]
+    return decode(tl.load(row[:, None] + column[None, :], mask=mask, other=0), FORMAT, TARGET, NATIVE_FP8)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_splits", "num_blocks", "table_width", "table_stride", "topk"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "k_scale"],
+)
+def mla_attention_kernel(
+    query, cache, query_start_loc, seq_lens, block_table, topk_indices, k_scale, output, lse, partial, partial_log,
+    num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk, scale,
+    N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr, SPARSE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Attend BLOCK_M rows of one request (SPARSE: heads of one token) to a split of its keys.
+
+    Grid: blocks of rows, splits. `query` is `[T, N, L + R]`, absorbed; `output` `[T, N, L]` in the model dtype; `scale`
+    includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and base-2 logs of their denominators to
+    `partial_log`; of an empty split the log alone is written.
+    """
+    COLUMNS: tl.constexpr = L + R
+    split = tl.program_id(1)
+    if SPARSE:
+        BLOCKS: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
+        token_of_block = tl.program_id(0) // BLOCKS
+        request = find_request(query_start_loc, num_reqs, token_of_block, N, 0)
+        row0 = token_of_block.to(tl.int64) * N + tl.program_id(0) % BLOCKS * BLOCK_M
+        end_row = (token_of_block.to(tl.int64) + 1) * N
+    else:
+        request = find_request(query_start_loc, num_reqs, tl.program_id(0), N, BLOCK_M)
+    is_real = request < num_reqs
+    start = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
+    end = tl.where(is_real, end, num_tokens)
+    if not SPARSE:
+        first_block = (start.to(tl.int64) * N // BLOCK_M) + request
+        row0 = start.to(tl.int64) * N + (tl.program_id(0) - first_block) * BLOCK_M
+        end_row = end.to(tl.int64) * N
+    if row0 >= end_row:
+        return
+    row = row0 + tl.arange(0, BLOCK_M)
+    known = row < end_row
+    seq_len = tl.maximum(tl.load(seq_lens + request, mask=is_real, other=0), 0)
+    limit = seq_len - (end - 1 - (row // N).to(tl.int32))
+    limit = tl.where(known & is_real, limit, 0)
+    num_keys = tl.minimum(tl.maximum(tl.max(limit, 0), 0), table_width * BLOCK_SIZE)
+
+    latent_column = tl.arange(0, L_TILE)
+    rope_column = tl.arange(0, R_TILE)
+    rows = query + row * COLUMNS
+    q = tl.load(rows[:, None] + latent_column[None, :], mask=known[:, None] & (latent_column < L)[None, :], other=0.0)
+    q_rope = tl.load(
+        rows[:, None] + L + rope_column[None, :], mask=known[:, None] & (rope_column < R)[None, :], other=0.0
+    )
+    q = cast(q, DTYPE)
+    q_rope = cast(q_rope, DTYPE)
+    factor = scale
+    value_factor = 1.0
+    if k_scale is not None:
+        value_factor = tl.load(k_scale)
+        factor = scale * value_factor
+    table = block_table + request.to(tl.int64) * table_stride
+
+    entries = tl.where(num_keys > 0, topk, 0) if SPARSE else num_keys
+    tiles = (entries + BLOCK_N - 1) // BLOCK_N
+    per_split = (tiles + num_splits - 1) // num_splits
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, L_TILE], tl.float32)
+    for tile in range(split * per_split, tl.minimum((split + 1) * per_split, tiles)):
+        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if SPARSE:
+            listed = topk_indices + tl.program_id(0).to(tl.int64) // BLOCKS * topk_stride + position
+            position = tl.load(listed, mask=position < topk, other=-1)
+        exists = (position >= 0) & (position < num_keys)
+        position = tl.where(exists, position, 0)
+        block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=-1)
+        exists = exists & (block >= 0) & (block < num_blocks)
+        place = tl.where(exists, block, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        key = cache + place * COLUMNS
+        latent = load_part(key, latent_column, exists, L, FORMAT, DTYPE, NATIVE_FP8)
+        rope = load_part(key + L, rope_column, exists, R, FORMAT, DTYPE, NATIVE_FP8)
+        scores = dot(q, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        scores = dot(q_rope, tl.trans(rope), scores) * factor
+        visible = exists[None, :] & (position[None, :] < limit[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        weights = tl.exp2(scores - m_safe[:, None])
+        total = total * alpha + tl.sum(weights, 1)
+        acc = dot(cast(weights, DTYPE), latent, acc * alpha[:, None])
+        m = m_new
+    seen = total > 0.0
+    acc = acc * tl.where(seen, value_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
+    log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    inside = known[:, None] & (latent_column < L)[None, :]
+    if SPLIT:
+        place = row * num_splits + split
+        tl.store(partial_log + place, log, mask=known)
+        tl.store(partial + place[:, None] * L + latent_column[None, :], acc, mask=inside & seen[:, None])
+    else:
+        tl.store(output + row[:, None] * L + latent_column[None, :], cast(acc, MODEL), mask=inside)
+        if lse is not None:
+            tl.store(lse + row, log * LN2, mask=known)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def mla_merge_kernel(
+    partial, partial_log, output, lse, num_splits, L: tl.constexpr, L_TILE: tl.constexpr, MODEL: tl.constexpr
+):
+    """Merge the splits of one row. Grid: rows."""
+    row = tl.program_id(0)
+    column = tl.arange(0, L_TILE)
+    x, log = merge_columns(partial, partial_log, None, row, column, column < L, num_splits, 1, L)
+    tl.store(output + row.to(tl.int64) * L + column, cast(x, MODEL), mask=column < L)
+    if lse is not None:
+        tl.store(lse + row + column, log * LN2, mask=column == 0)

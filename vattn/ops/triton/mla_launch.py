@@ -1,0 +1,155 @@
+"""Latent attention on a GPU: queries into the latent space, attention over cached rows, values out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from vattn.formats import MODEL_DTYPES
+from vattn.mla_config import MLAConfig
+from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_update_kernel
+from vattn.ops.triton.tiles import Limits, next_power_of_two
+from vattn.quantization import quantise_output
+
+_TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+
+
+def update_cache(args: MLACacheUpdateArgs, config: MLAConfig, limits: Limits | None = None) -> None:
+    """Run `vattn::mla_kv_cache_update` for formats that are not packed."""
+    if not args.slot_mapping.numel():
+        return
+    limits = limits or Limits.of(args.kv_c.device)
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    mla_update_kernel[(args.slot_mapping.shape[0],)](
+        args.kv_c, args.k_pe, args.kv_cache, args.slot_mapping, args.k_scale,
+        args.kv_cache.shape[0] * config.block_size, args.kv_c.stride(0), args.k_pe.stride(0),
+        L=latent, R=rope, L_TILE=next_power_of_two(latent), R_TILE=next_power_of_two(rope),
+        BLOCK_SIZE=config.block_size, FORMAT=config.kv_cache_dtype, NATIVE_FP8=limits.native_fp8,
+        num_warps=1 if latent <= 512 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MLATiles:
+    """How one launch of the plain kernel is cut: rows and keys of a tile, programs per request, launch options."""
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: int, limits: Limits) -> MLATiles:
+    """Return tiles from shapes alone. `most_keys`: what a row of the block table holds, or the top-k width."""
+    rows = config.num_heads if config.sparse else config.num_heads * -(-num_tokens // num_reqs)
+    block_m = min(max(16, next_power_of_two(rows)), 32)
+    if config.dtype == "float32":
+        block_m = 16
+    bytes_per_key = max(2, MODEL_DTYPES[config.dtype].itemsize) * (
+        next_power_of_two(config.kv_lora_rank) + max(16, next_power_of_two(config.qk_rope_head_dim))
+    )
+    block_n = 16 if limits.interpreted else 32
+    while block_n > 16 and 2 * block_n * bytes_per_key > limits.shared_bytes // 2:
+        block_n //= 2
+    programs = _row_blocks(config, block_m, num_tokens, num_reqs)
+    busy = max(1, min(programs, num_reqs * -(-rows // block_m)))
+    tiles = max(1, -(-most_keys // block_n))
+    splits = max(1, min(limits.processors // busy, tiles, 64))
+    if limits.interpreted:
+        splits = min(splits, 3)
+    stages = 2 if 2 * block_n * bytes_per_key <= limits.shared_bytes // 2 else 1
+    return MLATiles(block_m, block_n, splits, 4 if block_m == 16 else 8, stages)
+
+
+def _row_blocks(config: MLAConfig, block_m: int, num_tokens: int, num_reqs: int) -> int:
+    if config.sparse:
+        return num_tokens * -(-config.num_heads // block_m)
+    return num_tokens * config.num_heads // block_m + num_reqs + 1
+
+
+def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
+    """Return queries in the latent space, `[T, N, L + R]` in the model dtype."""
+    absorbed = query.new_empty((query.shape[0], config.num_heads, config.head_size))
+    nope = query[..., : config.qk_nope_head_dim].transpose(0, 1)
+    torch.bmm(nope, w_uk, out=absorbed[..., : config.kv_lora_rank].transpose(0, 1))
+    absorbed[..., config.kv_lora_rank :] = query[..., config.qk_nope_head_dim :]
+    return absorbed
+
+
+def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None) -> None:
+    """Run `vattn::mla_attention` with every row absorbed."""
+    if args.query.shape[0] == 0:
+        _write(args.query.new_empty((0, config.num_heads, config.v_head_dim)), args, config)
+        return
+    weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, MODEL_DTYPES[config.dtype])
+    w_uk, w_uv = key_and_value_weights(weight, config)
+    # Autocast would change the dtype of the products.
+    with torch.autocast(args.query.device.type, enabled=False):
+        absorbed = absorb(args.query, w_uk, config)
+        latent = _attend_absorbed(absorbed, args, config, limits)
+        plain = config.output_format == "none"
+        output = args.output if plain else args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
+        torch.bmm(latent.transpose(0, 1), w_uv, out=output.transpose(0, 1))
+        if not plain:
+            _write(output, args, config)
+
+
+def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None) -> Tensor:
+    """Attend by the path made for Hopper where it runs such a step, by the plain kernel elsewhere."""
+    if limits is None and absorbed.is_cuda:
+        from vattn.ops.gluon import mla_launch
+
+        if mla_launch.accepts(absorbed, args, config):
+            return mla_launch.attend_latents(absorbed, args, config)
+    return attend_latents(absorbed, args, config, limits)
+
+
+def _write(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> None:
+    quantise_output(
+        values,
+        config.output_format,
+        args.output,
+        args.output_block_scale,
+        args.output_scale,
+        config.output_arithmetic,
+        config.output_min_scale,
+    )
+
+
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None) -> Tensor:
+    """Attend absorbed queries to cached rows; return `[T, N, L]` in the model dtype and write the LSE."""
+    limits = limits or Limits.of(absorbed.device)
+    tokens, reqs = absorbed.shape[0], args.seq_lens.shape[0]
+    topk = 0 if args.topk_indices is None else args.topk_indices.shape[1]
+    most_keys = topk or args.block_table.shape[1] * config.block_size
+    tiles = choose_tiles(config, tokens, reqs, most_keys, limits)
+    output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
+    rows, splits = tokens * config.num_heads, tiles.num_splits
+    partial = partial_log = None
+    if splits > 1:
+        partial = absorbed.new_empty((rows, splits, config.kv_lora_rank), dtype=torch.float32)
+        partial_log = absorbed.new_empty((rows, splits), dtype=torch.float32)
+    sizes: dict[str, Any] = {"L": config.kv_lora_rank, "L_TILE": max(16, next_power_of_two(config.kv_lora_rank))}
+    model = _TRITON_DTYPES[config.dtype]
+    mla_attention_kernel[(_row_blocks(config, tiles.block_m, tokens, reqs), splits)](
+        absorbed, args.kv_cache, args.query_start_loc, args.seq_lens, args.block_table, args.topk_indices, args.k_scale,
+        output, args.lse, partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits,
+        args.block_table.stride(0), args.block_table.shape[1],
+        0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * 1.4426950408889634,
+        N=config.num_heads, R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
+        BLOCK_SIZE=config.block_size, FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse,
+        SPLIT=splits > 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits > 1:
+        mla_merge_kernel[(rows,)](
+            partial, partial_log, output, args.lse, splits, MODEL=model, **sizes, num_warps=4, enable_fp_fusion=True
+        )
+    return output
