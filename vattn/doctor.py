@@ -19,6 +19,8 @@ from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 OPTIONAL_PACKAGES: dict[str, str] = {
     "triton": "TRITON_ATTN; comes with CUDA builds of torch",
     "flashinfer-python": "FLASHINFER; needs nvcc",
+    "flash-attn-4": "FLASH_ATTN; a FlashAttention-3 library goes before it",
+    "flash-attn": "FLASH_ATTN, on GPUs that no newer one has kernels for",
     "xformers": "XFORMERS",
     "safetensors": "weights of the demo",
     "transformers": "comparison with Hugging Face models in the tests",
@@ -107,8 +109,8 @@ def _backend_rows() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in selector.backend_names():
         backend = selector.get_backend(name)
-        package = backend.capabilities.package
-        version = "part of torch" if package is None else (_version(package.distribution) or "not installed")
+        running = backend.running()
+        version = "not installed" if running is None else "part of torch" if running[0] == "torch" else running[1]
         for device in devices():
             problem = unusable(backend, device)
             rows.append((name, version, str(device), "usable" if problem is None else f"not usable: {problem}"))
