@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: str) -> str:
     """Run an example in a fresh process and return what it printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # The tests run Triton in its interpreter; a user does not.
     env.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / name], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, ROOT / "examples" / name, *arguments], env=env, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -89,11 +89,23 @@ def test_speculative_tree() -> None:
     assert plain == 64 and trees < plain * 0.75
 
 
+def test_differential_attention() -> None:
+    printed = run("11_differential_attention.py", "2")
+    assert "0 of 144 tokens differ from the written-out formula" in printed
+
+
+@pytest.mark.slow
+def test_differential_attention_after_a_minute_of_training() -> None:
+    printed = run("11_differential_attention.py")
+    assert "0 of 144 tokens differ from the written-out formula" in printed
+    assert float(re.search(r"loss (\S+),", printed)[1]) < 2.5
+
+
 def test_all_examples_are_tested_and_short() -> None:
     source = Path(__file__).read_text()
     assert EXAMPLES
     for name in EXAMPLES:
-        assert f'run("{name}")' in source
+        assert f'run("{name}"' in source
         lines = len((ROOT / "examples" / name).read_text().splitlines())
         assert lines <= (45 if name.startswith("01") else 120), f"{name} has {lines} lines"
 
