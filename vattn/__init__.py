@@ -1,10 +1,10 @@
 """vattn: paged attention for `torch.compile`. Needs torch alone; optional packages are imported where they are used."""
 
 from vattn import errors
-from vattn.audit import Audit, audit
 from vattn.backends.selector import explain, register_backend
 from vattn.block_pool import BlockPool
 from vattn.block_tables import HybridBlockTable
+from vattn.cache_audit import Audit, audit
 from vattn.calibration import Calibration, calibrate
 from vattn.compilation import compile, compile_regions
 from vattn.config import AttentionConfig, AttentionType, CacheConfig
