@@ -160,6 +160,8 @@ class Plan:
         self.kv_start = schedule[at.kv_start :][: self.num_reqs + 2]
         self.last_page = schedule[at.last_page :][: self.num_reqs + 1]
         self.pages = schedule[at.pages :][: self.num_reqs * self.table_width]
+        # XQA's workspace must not be made, and zeroed, inside of a capture.
+        self.xqa_workspace = xqa_workspace(self.device) if family == "xqa" else None
         self.wrapper = None if family == "xqa" else self._wrap(config, float_bytes, schedule[:_WORKSPACE])
         self._host = torch.zeros(3, self.num_reqs + 2, dtype=torch.int32, pin_memory=schedule.is_cuda)
         self._copied = torch.cuda.Event() if schedule.is_cuda else None
@@ -266,7 +268,7 @@ class Plan:
         xqa_batch_decode_with_kv_cache(
             query,
             cache,
-            xqa_workspace(self.device),
+            self.xqa_workspace,
             self.pages.view(self.num_reqs, self.table_width)[:rows],
             self.last_page[:rows].view(torch.uint32),
             self.table_width * self.config.block_size,
