@@ -43,12 +43,12 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 
 _SELDOM = {
     "context_parallel": 0.015,
-    "batch_invariant": 0.015,
+    "batch_invariant": 0.12,
     "contiguous_kv": 0.12,
     "hnd_layout": 0.35,
     "head_pairs": 0.1,
 }
-"""How often a feature is drawn, if not one time in four; nobody implements the first two."""
+"""How often a feature is drawn, if not one time in four; nobody implements the first."""
 
 _POSITIONS = {"bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix"}
 """Features that compare the positions of queries and keys; cross attention has the first, and no other."""

@@ -33,7 +33,12 @@ def sampled_rows() -> Iterator[Any]:
         yield pytest.param(backend, row, id=f"{backend}-{row}", marks=[pytest.mark.slow] if later else [])
 
 
-@pytest.fixture(params=BACKENDS)
+def repeated(name: str) -> Any:
+    """Return a backend as a parameter; one that runs the kernels of TRITON_ATTN under another name is slow."""
+    return pytest.param(name, marks=[pytest.mark.slow] if name == "TREE_ATTN" else [])
+
+
+@pytest.fixture(params=[repeated(name) for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend that can be used in this process."""
     return usable(request.param)
