@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import vattn
 from tests.flash_steps import BLOCK, TABLES, Greedy, builder_for, decode_steps, prefill, single_steps
@@ -229,6 +231,34 @@ def test_eight_steps_equal_eight_single_steps(batch_size: int | None) -> None:
     assert step.seq_start_loc.tolist() == [0, *total, *[total[-1]] * (rows - 3)]
     assert step.seq_lens_tensor.tolist() == step.seq_lens + [0] * (rows - 3)
     step.common.check(BLOCK, 64)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_batch_moved_on_is_the_batch_of_its_new_lengths(data: st.DataObject) -> None:
+    """Random lengths, padding and steps: every tensor is what the builder makes of the grown lengths."""
+    real = data.draw(st.integers(1, 6))
+    rows = data.draw(st.integers(max(2, real), 6))
+    steps = data.draw(st.integers(1, 40))
+    lengths = data.draw(st.lists(st.integers(2, 96 - steps), min_size=real, max_size=real))
+    order = data.draw(st.permutations(range(1, 37)))
+    tables = [list(order[6 * row : 6 * row + 6]) for row in range(real)]
+    padded = {"batch_size": rows} if data.draw(st.booleans()) else {}
+    rows = rows if padded else real
+    step = plain_builder(num_blocks=37).build([1] * real, lengths, tables, num_lookahead_slots=steps, **padded)
+    inputs = DecodeInput(torch.full((rows,), -3), step.common.positions)
+    for index in range(steps):
+        sampled = torch.arange(real) + 10 * index
+        step.advance_step(inputs, sampled, BLOCK, rows, real)
+    expected = plain_builder(num_blocks=37).build([1] * real, [n + steps for n in lengths], tables, **padded)
+    for name, tensor in expected.common.tensors().items():
+        assert torch.equal(step.common.tensors()[name], tensor), name
+    for name in ("context_lens_tensor", "seq_start_loc", "seq_lens", "max_decode_seq_len", "num_decode_tokens"):
+        one, other = getattr(step, name), getattr(expected, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    assert inputs.input_tokens.tolist() == [*(torch.arange(real) + 10 * (steps - 1)).tolist(), *[-3] * (rows - real)]
+    with pytest.raises(MetadataError, match="no room left"):
+        step.advance_step(inputs, torch.zeros(real, dtype=torch.int64), BLOCK, rows, real)
 
 
 def test_prefills_turn_into_decodes() -> None:
