@@ -1,4 +1,4 @@
-"""`python -m vattn doctor | explain | explain-fusion | demo | bench | tune`."""
+"""`python -m vattn doctor | explain | explain-fusion | generate | demo | bench | tune`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_explain(add("explain", help="which backend a request gets, and why the others refuse"))
     _add_explain_fusion(add("explain-fusion", help="what the compiler passes make of your model"))
     commands.add_parser("demo", help="a small compiled model answers prompts on the paged cache", add_help=False)
+    _add_generate(add("generate", help="a transformers model continues prompts, many at once"))
     _add_bench(add("bench", help="vattn's speed beside every other library's that is found"))
     _add_tune(add("tune", help="measure which backend is faster on this GPU, and write the table that auto reads"))
     if arguments[:1] == ["demo"]:
@@ -42,11 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vattn import tune
 
         return tune.main(options)
+    if options.command == "generate":
+        from vattn.generation import command as generate
+
+        return generate.main(options)
     if options.command == "explain-fusion":
         from vattn import explain_fusion
 
         return explain_fusion.main(options)
     return _doctor(options) if options.command == "doctor" else _explain(options)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    from vattn.generation import command
+
+    command.add_arguments(parser)
 
 
 def _add_explain_fusion(parser: argparse.ArgumentParser) -> None:

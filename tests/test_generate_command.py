@@ -1,0 +1,76 @@
+"""`python -m vattn generate` on the repository's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from vattn.__main__ import main
+
+QUICK = ["generate", "--max-new-tokens", "8", "--device", "cpu", "--memory", "8MiB"]
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    status = main([*QUICK, *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_one_prompt_is_streamed(capsys: Any) -> None:
+    status, out, err = run(capsys, "--prompt", "def ")
+    assert status == 0 and len(out.strip("\n")) > 3
+    assert "8 tokens in" in err and "tokens/s" in err
+
+
+def test_a_file_of_prompts_as_json(capsys: Any, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "def "}, {"prompt": "import ", "max_new_tokens": 3}, {"prompt": "x" * 9000},
+        {"prompt": "def ", "temperature": 1.0, "seed": 4}, {"prompt": "class A:\n", "stop_strings": [" "]},
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    status, out, _ = run(capsys, "--file", str(path), "--json")
+    rows = {row["index"]: row for row in map(json.loads, out.splitlines())}
+    assert status == 1 and len(rows) == 5
+    assert "RequestError" in rows[2]["error"] and len(rows[1]["tokens"]) == 3
+    assert rows[0]["text"] == bytes(rows[0]["tokens"]).decode() != rows[3]["text"]
+    assert rows[4]["reason"] == "stop string" and " " not in rows[4]["text"]
+
+
+@pytest.mark.parametrize("scales", [["--kv-scales", "unit"], []])
+def test_fp8_caches_want_scales(capsys: Any, scales: list[str]) -> None:
+    status, out, err = run(capsys, "--prompt", "def ", "--kv-cache-dtype", "fp8", *scales)
+    assert (status, bool(out)) == ((0, True) if scales else (2, False))
+    if not scales:
+        assert "ScaleError" in err and "k_scale" in err
+
+
+WRONG = {
+    "no prompt": ([], "--prompt TEXT or --file"),
+    "no folder": (["--prompt", "x", "--model", "nowhere"], "config.json"),
+    "greedy cut": (["--prompt", "x", "--top-k", "3"], "temperature"),
+    "scales": (["--prompt", "x", "--kv-scales", "unit"], "--kv-scales with --kv-cache-dtype auto"),
+    "scales file": (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "none.json"], "calibration file"),
+    "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_use(capsys: Any, kind: str) -> None:
+    arguments, text = WRONG[kind]
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "") and text in err
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}', '{"prompt": "x", "temprature": 1}'])
+def test_wrong_lines_of_a_file(capsys: Any, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    status, _, err = run(capsys, "--file", str(path))
+    assert status == 2 and "prompts.jsonl:2" in err

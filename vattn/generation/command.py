@@ -1,0 +1,226 @@
+"""`python -m vattn generate`: prompts from the command line or a file through a model of transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vattn.config import CacheConfig
+from vattn.errors import ConfigError, MissingPackageError, VattnError
+from vattn.formats import MODEL_DTYPES, kv_cache_dtypes
+from vattn.generation.generator import Generator
+from vattn.generation.request import Request, Sampling
+from vattn.layers import QuantConfig
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+SCALES_FILE = "vattn_scales.json"
+
+
+class ByteTokenizer:
+    """Tokens are bytes, byte 0 before each text: for models without a tokenizer whose vocabulary is 256."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return byte 0 and the text's bytes."""
+        return [0, *text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of bytes; what is no character becomes U+FFFD."""
+        return bytes(ids).decode(errors="replace")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options."""
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
+    parser.add_argument("--prompt", action="append", default=[], help="a text; may be given several times")
+    parser.add_argument("--file", type=Path, help='one JSON object a line, {"prompt": ...} and any option of Sampling')
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="end a text where this appears")
+    parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=kv_cache_dtypes(), metavar="FORMAT")
+    parser.add_argument(
+        "--kv-scales", help=f"file of vattn.calibrate, or 'unit'; default {SCALES_FILE} beside the checkpoint"
+    )
+    parser.add_argument("--memory", default=None, help="bytes of the cache, such as 2GiB; default 40%% of what is free")
+    parser.add_argument("--max-num-reqs", type=int, default=32)
+    parser.add_argument("--backend", default=None, help="attention backend; default the first that accepts")
+    parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; returns 1 if a request failed, 2 if nothing could be run."""
+    try:
+        jobs = _jobs(options)
+        generator = make_generator(options)
+        requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
+    except VattnError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    show = _show_json if options.json else _show_text
+    show(generator, requests)
+    failed = [request for request in requests if isinstance(request, VattnError) or request.error is not None]
+    return 1 if failed else 0
+
+
+def make_generator(options: argparse.Namespace) -> Generator:
+    """Load the model and put it behind a generator.
+
+    Raises:
+        ConfigError: no checkpoint in the folder, or one without a tokenizer.
+    """
+    model, tokenizer = load_model(options.model, options.device, options.dtype)
+    from vattn.integrations.transformers import enable
+
+    quant, calibration = _scales(options)
+    packed = enable(
+        model,
+        cache_config=CacheConfig(cache_dtype=options.kv_cache_dtype),
+        quant_config=quant,
+        calibration=calibration,
+        attn_backend=options.backend,
+        memory=options.memory or _free_memory(options.device),
+    )
+    return Generator(packed, tokenizer, max_num_reqs=options.max_num_reqs, compile=options.compile)
+
+
+def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
+    """Return a local checkpoint's model in eval mode and its tokenizer; nothing is downloaded."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackageError(
+            "python -m vattn generate without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model {folder}", "a folder with config.json and safetensors", "check the path")
+    kind = "auto" if dtype is None else MODEL_DTYPES[dtype]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {folder}: {error}", "a causal language model", "check the checkpoint") from error
+    return model.eval().requires_grad_(False).to(device), _tokenizer(transformers, folder, model.config.vocab_size)
+
+
+def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
+    if vocabulary == 256 and not list(folder.glob("tokenizer*")):
+        return ByteTokenizer()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--model {folder} without a tokenizer: {error}", "tokenizer files beside the checkpoint", "add them"
+        ) from error
+
+
+def _scales(options: argparse.Namespace) -> tuple[QuantConfig | None, str | None]:
+    beside = options.model / SCALES_FILE
+    source = options.kv_scales or (str(beside) if beside.is_file() else None)
+    if not options.kv_cache_dtype.startswith(("fp8", "nvfp4")) or options.kv_cache_dtype.endswith("per_token_head"):
+        if options.kv_scales:
+            raise ConfigError(
+                f"--kv-scales with --kv-cache-dtype {options.kv_cache_dtype}", "formats with given scales", "drop it"
+            )
+        return None, None
+    return (QuantConfig("unit", "unit"), None) if source == "unit" else (None, source)
+
+
+def _free_memory(device: str) -> int:
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.4)
+    return 256 << 20
+
+
+def _jobs(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return prompts with their own options of Sampling."""
+    common = {
+        "max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "top_k": options.top_k,
+        "top_p": options.top_p, "seed": options.seed, "stop_strings": tuple(options.stop),
+    }  # fmt: skip
+    Sampling(**common)
+    jobs = [(prompt, common) for prompt in options.prompt]
+    if options.file is not None:
+        try:
+            lines = options.file.read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"--file {options.file}: {error}", "a readable file", "check the path") from error
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                jobs.append(_job(line, f"{options.file}:{number}", common))
+    if not jobs:
+        raise ConfigError("nothing to generate", "--prompt TEXT or --file prompts.jsonl", "give at least one prompt")
+    return jobs
+
+
+def _job(line: str, where: str, common: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    try:
+        job = json.loads(line)
+        own = dict(job)
+        prompt = own.pop("prompt")
+        if not isinstance(prompt, str):
+            raise TypeError("prompt is no text")
+        if "stop_strings" in own:
+            own["stop_strings"] = tuple(own["stop_strings"])
+        Sampling(**{**common, **own})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: {type(error).__name__}: {error}",
+            '{"prompt": "...", ...} with options of vattn.Sampling',
+            "fix it",
+        ) from error
+    return prompt, {**common, **own}
+
+
+def _add(generator: Generator, prompt: str, sampling: dict[str, Any]) -> Request | VattnError:
+    try:
+        return generator.add(prompt, Sampling(**sampling))
+    except VattnError as error:
+        return error
+
+
+def _show_text(generator: Generator, requests: list[Request | VattnError]) -> None:
+    """Stream a single text as it comes; print several as they end."""
+    alone = len(requests) == 1
+    for index, request in enumerate(requests):
+        if isinstance(request, VattnError):
+            print(f"[{index}] {type(request).__name__}: {request}", file=sys.stderr)
+    while generator.busy:
+        for came in generator.step():
+            if alone:
+                print(came.text, end="", flush=True)
+            elif came.request.done:
+                print(f"[{requests.index(came.request)}] {came.request.text}", flush=True)
+            if came.request.error is not None:
+                print(f"{type(came.request.error).__name__}: {came.request.error}", file=sys.stderr)
+    print(end="\n" if alone else "")
+    now = generator.statistics()
+    print(
+        f"{now.generated_tokens} tokens in {now.seconds:.2f} s, {now.tokens_per_second:.0f} tokens/s; cache of "
+        f"{now.num_blocks} blocks, {now.preemptions} preemptions, {now.reused_tokens} prompt tokens reused",
+        file=sys.stderr,
+    )
+
+
+def _show_json(generator: Generator, requests: list[Request | VattnError]) -> None:
+    for index, request in enumerate(requests):
+        if isinstance(request, VattnError):
+            print(json.dumps({"index": index, "error": f"{type(request).__name__}: {request}"}), flush=True)
+    while generator.busy:
+        for came in generator.step():
+            request = came.request
+            if not request.done:
+                continue
+            row = {"index": requests.index(request), "text": request.text, "tokens": request.output}
+            row |= {"reason": request.reason, "prompt_tokens": len(request.prompt), "reused_tokens": request.reused}
+            if request.error is not None:
+                row["error"] = f"{type(request.error).__name__}: {request.error}"
+            print(json.dumps(row), flush=True)
