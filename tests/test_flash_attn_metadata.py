@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.flash_steps import BLOCK, TABLES, Greedy, builder_for, decode_steps, prefill, single_steps
+from tests.support import make_config
+from vattn.backends import selector
+from vattn.backends.torch_sdpa import TorchSDPABackend
 from vattn.errors import ConfigError, GraphContractError, MetadataError, UnknownOptionError
 from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata
 from vattn.ops.advance_step import AdvanceArgs, advance_on_host
@@ -399,3 +402,64 @@ def test_steps_without_a_cache_do_not_move_on() -> None:
     inputs = DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
     with pytest.raises(MetadataError, match="without a cache"):
         step.advance_step(inputs, torch.zeros(2).long(), BLOCK, 2, 2, turn_prefills_into_decodes=True)
+
+
+class Planned(TorchSDPABackend):
+    """A backend whose schedule is the step's lengths, row by row."""
+
+    name = "PLANNED"
+
+    def plan_shape(self, config, num_tokens, num_reqs, table_width):
+        return num_tokens + 1, num_reqs
+
+    def plan(self, args, config) -> None:
+        args.schedule.copy_(args.seq_lens.expand_as(args.schedule))
+
+
+class PlannedOnHost(Planned):
+    name = "PLANNED_ON_HOST"
+
+    def host_plan_size(self, config) -> int:
+        return 2
+
+    def plan_on_host(self, args, config) -> None:
+        args.host_plan.fill_(1)
+
+
+@pytest.fixture
+def planned_backends(monkeypatch: pytest.MonkeyPatch):
+    selector.backend_names()
+    added = {backend.name: backend for backend in (Planned(), PlannedOnHost())}
+    monkeypatch.setattr(selector, "_BACKENDS", {**selector._BACKENDS, **added})
+    yield
+    selector.forget_decisions()
+
+
+def planned_config(backend: str) -> vattn.AttentionConfig:
+    return make_config(block_size=BLOCK, backend=backend)
+
+
+@pytest.mark.usefixtures("planned_backends")
+def test_schedules_are_made_anew_in_the_size_of_the_step() -> None:
+    builder = plain_builder(layers=[planned_config("PLANNED")])
+    step = builder.build([5, 3, 1], [5, 20, 30], TABLES, num_lookahead_slots=2)
+    (key,) = step.common.plans
+    assert step.common.plans[key].shape == (10, 3)
+    address = step.common.plans[key].data_ptr()
+    inputs = DecodeInput(torch.zeros(3).long(), torch.zeros(3).long())
+    step.advance_step(inputs, torch.zeros(3).long(), BLOCK, 3, 3, turn_prefills_into_decodes=True)
+    assert step.common.plans[key].tolist() == [[6, 21, 31]] * 4
+    step.advance_step(inputs, torch.zeros(3).long(), BLOCK, 3, 3)
+    assert step.common.plans[key].tolist() == [[7, 22, 32]] * 4
+    assert step.common.plans[key].data_ptr() == address
+
+
+@pytest.mark.usefixtures("planned_backends")
+def test_schedules_of_the_host_do_not_move_on() -> None:
+    builder = plain_builder(layers=[planned_config("PLANNED_ON_HOST")], num_blocks=64)
+    step = builder.build([1, 1], [9, 20], TABLES[:2], num_lookahead_slots=2)
+    inputs = DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
+    before = snapshot(step, inputs)
+    with pytest.raises(MetadataError, match="schedules that the device cannot make anew"):
+        step.advance_step(inputs, torch.zeros(2).long(), BLOCK, 2, 2)
+    assert snapshot(step, inputs) == before
