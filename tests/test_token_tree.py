@@ -163,3 +163,11 @@ def test_layers_without_caches_are_refused() -> None:
         vattn.move_slots(vattn.Attention(2, 16, 1.0), torch.tensor([1]), torch.tensor([2]))
     with pytest.raises(ConfigError):
         vattn.move_slots(torch.nn.Linear(2, 2), torch.tensor([1]), torch.tensor([2]))
+
+
+def test_layers_with_tables_of_their_own_are_refused() -> None:
+    layers = [vattn.Attention(2, 16, 1.0, cache_config=vattn.CacheConfig(block_size=size)) for size in (8, 16)]
+    for layer in layers:
+        vattn.allocate_kv_cache(layer, num_blocks=2, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="once per group"):
+        vattn.move_slots(layers, torch.tensor([1]), torch.tensor([2]))

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from vattn.config import AttentionConfig
 from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
-from vattn.formats import KV_FORMATS
-from vattn.ops.cache_layout import key_value_views, packed_views
+from vattn.ops.stored_rows import stored_views
 
 
 def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: Tensor) -> None:
@@ -27,7 +26,8 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
     Raises:
         CacheNotBoundError: a layer without a cache.
         UnsupportedRequestError: a cache of latents.
-        ShapeError, DeviceError, ConfigError: slots of another shape, device or dtype, or no layer; nothing is copied.
+        ShapeError, DeviceError, ConfigError: slots of another shape, device or dtype, no layer, or layers with block
+            tables of their own; nothing is copied.
 
     Bytes are copied, so scales and formats do not matter. It does not wait for the device, and a CUDA graph may capture
     it.
@@ -63,6 +63,7 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
 
 def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor, AttentionConfig]]:
     found: dict[tuple[int, ...], tuple[Tensor, AttentionConfig]] = {}
+    groups: list[object] = []
     for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
         if not hasattr(layer, "bind_kv_cache"):
             continue
@@ -79,8 +80,17 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
                 "layers with a bound cache",
                 "call vattn.allocate_kv_cache(model, num_blocks=...)",
             )
+        group = (getattr(layer, "kv_cache_group", None), config.block_size)
+        if config.attn_type == "decoder" and group not in groups:
+            groups.append(group)
         if config.attn_type == "decoder":
             found.setdefault((cache.data_ptr(), *cache.shape), (cache, config))
+    if len(groups) > 1:
+        raise ConfigError(
+            f"layers of {len(groups)} groups of a hybrid cache, or block sizes",
+            "layers that share one block table",
+            "call move_slots once per group, with the slots of its table",
+        )
     return list(found.values())
 
 
@@ -100,9 +110,7 @@ def _move(cache: Tensor, config: AttentionConfig, source: Tensor, target: Tensor
 
 def _stored(cache: Tensor, config: AttentionConfig) -> list[Tensor]:
     """Return views `[num_blocks, block_size, ...]` that cover all bytes of every token."""
-    if KV_FORMATS[config.kv_cache_dtype].packed:
-        return [part for rows in packed_views(cache, config) for part in rows if part is not None]
-    # Pairs of heads lie in an ordinary cache.
-    views = cache.unbind(0) if config.head_pairs != "none" else key_value_views(cache, config)
-    # FP8 as bytes: not every device can index FP8 dtypes.
-    return [view.view(torch.uint8) if view.element_size() == 1 else view for view in views]
+    if config.head_pairs == "none":
+        return [part for rows in stored_views(cache, config) for part in rows if part is not None]
+    # Pairs of heads lie in an ordinary cache, of which a config names one half. FP8 as bytes.
+    return [part.view(torch.uint8) if part.element_size() == 1 else part for part in cache.unbind(0)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Package, Sizes, requested_features
+from vattn.backends.base import Exclusion, Package, Sizes, requested_features
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
@@ -31,7 +31,8 @@ HEAD_SIZES = (32, 64, 128, 256)
 """Head sizes of xFormers' paged kernel."""
 
 _OURS = TritonAttentionBackend.capabilities
-_LACKING = {"alibi", "alibi_sqrt", "bidirectional", "causal_flags", "contiguous_kv", "tree_bias"}
+_ALIBI = ("alibi", "alibi_sqrt")
+_LACKING = {*_ALIBI, "bidirectional", "causal_flags", "contiguous_kv", "tree_bias"}
 
 
 class XFormersBackend(TritonAttentionBackend):
@@ -44,6 +45,10 @@ class XFormersBackend(TritonAttentionBackend):
         attn_types=("decoder",),
         head_sizes=Sizes(8, 32, 256),
         features=_OURS.features - _LACKING,
+        exclusions=(
+            *_OURS.exclusions,
+            *(Exclusion(frozenset({kind}), "XFormers does not support alibi slopes yet") for kind in _ALIBI),
+        ),
         package=Package(module="xformers", distribution="xformers", minimum=(0, 0, 33), extra="xformers"),
         # Block ids that name no block are read as the nearest one, and a sequence ends with its row of the table.
         garbage_safe=False,
