@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Backend, Capabilities, DeviceInfo, Exclusion, Package, Sizes
+from vattn.backends.base import Backend, Capabilities, DeviceInfo, Package
+from vattn.backends.flash_attn_limits import HEAD_SIZES, capabilities_of
 from vattn.config import AttentionConfig
 from vattn.errors import CacheError
 from vattn.formats import dtype_name
@@ -35,108 +36,6 @@ from vattn.ops.flash_attention import (
 from vattn.ops.flash_attention_calls import has_schedule, run_flash
 
 _TRITON = Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton")
-
-HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Head sizes that every FlashAttention has kernels for; these libraries run the multiples of 8 between them too."""
-
-_COMMON = frozenset("bidirectional sliding_window lse hnd_layout contiguous_kv".split())
-_SINKS_IN_BF16 = (
-    Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention takes sinks in bf16: use a bf16 model"),
-    Exclusion(frozenset({"sinks", "lse"}), "FlashAttention rounds sinks to bf16, too coarse for a log-sum-exp"),
-)
-_SAME_DTYPES = (
-    Exclusion(
-        frozenset({"dtype=float16", "kv_cache_dtype=bfloat16"}),
-        "FlashAttention multiplies queries and keys of one dtype: use a float16 cache",
-    ),
-    Exclusion(
-        frozenset({"dtype=bfloat16", "kv_cache_dtype=float16"}),
-        "FlashAttention multiplies queries and keys of one dtype: use a bfloat16 cache",
-    ),
-)
-
-
-def _capabilities(
-    features: frozenset[str],
-    block_sizes: Sizes,
-    minimum_capability: tuple[int, int],
-    exclusions: tuple[Exclusion, ...] = (),
-    formats: tuple[str, ...] = (),
-) -> Capabilities:
-    return Capabilities(
-        devices=("cuda",),
-        dtypes=("float16", "bfloat16"),
-        kv_cache_dtypes=("float16", "bfloat16", *formats),
-        query_formats=("none", *formats),
-        output_formats=("none",),
-        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
-        head_sizes=Sizes(8, 32, 256),
-        block_sizes=block_sizes,
-        features=_COMMON | features,
-        exclusions=(*exclusions, *_SAME_DTYPES),
-        minimum_capability=minimum_capability,
-        fp8_weights=bool(formats),
-        garbage_safe=False,
-    )
-
-
-_FP8_OF_3 = (
-    Exclusion(
-        frozenset({"kv_cache_dtype=fp8_e4m3", "query_format=none"}),
-        "FlashAttention-3 multiplies FP8 keys by FP8 queries alone: ask for query_format='fp8_e4m3'",
-    ),
-    Exclusion(
-        frozenset({"kv_cache_dtype=float16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
-    ),
-    Exclusion(
-        frozenset({"kv_cache_dtype=bfloat16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
-    ),
-    Exclusion(
-        frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),
-        "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
-    ),
-)
-_WINDOW_INVARIANT = (
-    Exclusion(
-        frozenset({"batch_invariant", "sliding_window"}),
-        "FlashAttention with a window rounds a row by the rows beside it: use TRITON_ATTN",
-    ),
-)
-_FEATURES_OF_3 = frozenset("logits_soft_cap kv_scale_per_head query_scale_per_head batch_invariant".split())
-_ANY_16 = Sizes(16, 16, 256)
-_PAGES_OF_2 = Sizes(values=(256,))
-
-FLASH_ATTENTION_3 = _capabilities(
-    _FEATURES_OF_3 | {"sinks"}, _ANY_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16, *_WINDOW_INVARIANT), ("fp8_e4m3",)
-)
-"""What a FlashAttention-3 library given by path does; also what the documentation shows."""
-
-FLASH_ATTENTION_3_PACKAGE = _capabilities(
-    _FEATURES_OF_3, _ANY_16, (9, 0), (*_FP8_OF_3, *_WINDOW_INVARIANT), ("fp8_e4m3",)
-)
-"""What the package of FlashAttention-3 does: it has no sinks."""
-
-FLASH_ATTENTION_4 = _capabilities(
-    frozenset({"logits_soft_cap", "sinks", "batch_invariant"}), _ANY_16, (9, 0), (*_SINKS_IN_BF16, *_WINDOW_INVARIANT)
-)
-"""What the package of FlashAttention-4 does."""
-
-FLASH_ATTENTION_2 = _capabilities(frozenset({"logits_soft_cap"}), _PAGES_OF_2, (8, 0))
-"""What the package of FlashAttention-2 does."""
-
-TORCH_VARLEN = _capabilities(frozenset(), _PAGES_OF_2, (8, 0))
-"""What torch's own varlen attention does; before torch 2.12 attention without a cache alone."""
-
-
-def capabilities_of(library: FlashLibrary | None) -> Capabilities:
-    """Return what a library can do; for none, what FlashAttention-3 could."""
-    if library is None or library.name == "FlashAttention-3":
-        return FLASH_ATTENTION_3_PACKAGE if library is not None and library.module else FLASH_ATTENTION_3
-    return {"FlashAttention-4": FLASH_ATTENTION_4, "FlashAttention-2": FLASH_ATTENTION_2}.get(
-        library.name, TORCH_VARLEN
-    )
 
 
 class _OneLibrary(Backend):
@@ -186,6 +85,8 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         library, found = _library_on(device), []
         if library is not None and not library.paged and config.block_size:
             found.append("a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path)")
+        if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
+            found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
         if config.takes_fp8_query and config.head_size % 16:
             found.append(f"head_size {config.head_size} in FP8 (runs multiples of 16)")
         found += _OneLibrary(library).reasons(config, device)
