@@ -135,7 +135,9 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
         (["attention", "--device", "cpu", "--block-size", "12"], "--block-size 12"),
         (["attention", "--device", "cpu", "--models", "gpt9"], "--models 'gpt9'"),
         (["attention", "--frobnicate"], "--frobnicate"),
-        (["compile-time", "--plot", "x.png"], "--plot"),
+        (["compile-time", "--plot", "x.png", "--json", "x.json"], "compile-time"),
+        (["fused-steps", "--plot", "x.png"], "without --json"),
+        (["fused-steps", "--from", "x.json"], "--from"),
     ):
         assert main(["bench", *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -155,6 +157,19 @@ def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monke
     path = tmp_path / "o.json"
     assert main(["bench", "compile-time", "--json", str(path), "--layers", "2", "--format", "token"]) == 0
     assert seen == [(2, 8, 64, "token")] and json.loads(path.read_text()) == {"compile_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"tokens": 1, "us": {"fused": 1.0, "plain": 2.0}}, {"tokens": 64, "us": {"fused": 1.5}}],
+        [{"compile_seconds": {}}, {"batch": 1, "ms": {"off": 2.0, "on": 1.0}}],
+    ],
+)
+def test_bars(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot_bars({"rows": rows, "date": "2026-01-02", "gpu": "G"}, tmp_path / "o.png")
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="all", help="peers by commas, all or none (default: all that are found)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page with the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a roofline (attention; needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (needs matplotlib)")
     parser.add_argument("--models", default="", help="layers by the beginnings of their names, by commas")
     parser.add_argument("--work", default="", help="kinds of steps by the beginnings of their names, by semicolons")
     parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
@@ -180,10 +180,17 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
             "a checkout of the repository, whose folder benchmarks/ no wheel has",
             "clone the repository and run it there; bench attention needs no checkout",
         )
-    for given, value in (("--plot", options.plot), ("--from", options.source)):
-        if value:
+    from vattn.bench import report
+
+    if options.source:
+        raise ConfigError(f"--from for bench {options.what}", "bench attention", "run it again with --plot")
+    if options.plot:
+        report.check_plotting()
+        if options.what == "compile-time" or options.json is None:
             raise ConfigError(
-                f"{given} for bench {options.what}", "bench attention", "leave it out: --json has all numbers"
+                f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
+                "bench attention, or cache-update and fused-steps with --json",
+                "add --json FILE, or leave --plot out: compile-time gives three numbers",
             )
     if options.what == "cache-update" and not _has_gpu():
         raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
@@ -193,7 +200,7 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
         arguments += ["--markdown", str(options.markdown)] if options.markdown else []
         arguments += ["--flashinfer"] if everything and importlib.util.find_spec("flashinfer") else []
     elif options.what == "fused-steps":
-        arguments += ["--transformers"] if everything and importlib.util.find_spec("transformers") else []
+        arguments += ["--transformers", "1", "32"] if everything and importlib.util.find_spec("transformers") else []
         arguments += ["--device", options.device]
     sys.path.insert(0, str(folder))
     before = sys.argv
@@ -202,4 +209,6 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
         importlib.import_module(f"benchmarks.{name}").main()
     finally:
         sys.argv = before
+    if options.plot:
+        report.plot_bars(json.loads(options.json.read_text()), options.plot)
     return 0
