@@ -31,9 +31,6 @@ from vattn.quantization import dequantise_output, quantise_output, unswizzle_blo
 TOLERANCE = {"float32": 2e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """Relative L2 error of one row of one head, by model dtype."""
 
-FP8_WEIGHTS_TOLERANCE = 2.0**-4
-"""The same where weights are rounded to e4m3: half a step of it, should all of them err to one side."""
-
 LSE_TOLERANCE = {"float32": 2e-5, "float16": 5e-4, "bfloat16": 5e-4}
 """Absolute error of a log-sum-exp per unit of its size, at least 1; scores are fp32 sums in every dtype."""
 
@@ -193,14 +190,6 @@ def _in_fp8(config: AttentionConfig) -> bool:
 
 def _row_tolerance(config: AttentionConfig) -> float:
     return max(TOLERANCE[config.dtype], FP8_WEIGHTS if _in_fp8(config) else 0.0)
-
-
-def _tolerance(config: AttentionConfig) -> float:
-    """Return the tolerance of a row; weights that are rounded to e4m3 over an FP8 cache cost half a step each."""
-    in_fp8 = KV_FORMATS[config.kv_cache_dtype].value_dtype == torch.float8_e4m3fn and config.backend != "auto"
-    if in_fp8 and selector.get_backend(config.backend).capabilities.fp8_weights:
-        return FP8_WEIGHTS_TOLERANCE
-    return TOLERANCE[config.dtype]
 
 
 def _lse_tolerance(config: AttentionConfig) -> float:
