@@ -27,12 +27,12 @@ STEPS = ("decode 1x8k", "decode 32x1k", "decode 64x4k", "speculative 64x4k, 4", 
 """What a layer meets, each counting alike."""
 
 SHAPES: dict[str, tuple[int, int, int, int | None]] = {
-    "head 128, group 4": (32, 8, 128, None),
-    "head 128, group 8": (64, 8, 128, None),
+    "head 128 group 4": (32, 8, 128, None),
+    "head 128 group 8": (64, 8, 128, None),
     "head 64": (64, 8, 64, None),
     "head 256": (16, 8, 256, None),
-    "head 128, window": (32, 8, 128, 1024),
-    "head 256, window": (16, 8, 256, 1024),
+    "head 128 window": (32, 8, 128, 1024),
+    "head 256 window": (16, 8, 256, 1024),
 }
 """Heads, KV heads, head size and window of the kinds that are measured."""
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
     )
-    parser.add_argument("--shapes", default="", help=f"kinds of layers by commas: {'; '.join(SHAPES)}".replace(",", ""))
+    parser.add_argument("--shapes", default="", help=f"kinds of layers by semicolons: {'; '.join(SHAPES)}")
     parser.add_argument("--steps", default="", help=f"kinds of steps by semicolons: {'; '.join(STEPS)}")
     parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
     parser.add_argument("--replays", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")

@@ -87,7 +87,7 @@ def _list() -> None:
     from vattn.bench import peers, shapes
     from vattn.doctor import aligned
 
-    print("models", aligned([[repr(layer)] for layer in shapes.LAYERS.values()]), sep="\n")
+    print("models", aligned([[layer.name, str(layer)] for layer in shapes.LAYERS.values()]), sep="\n")
     print("work", aligned([[name] for name in shapes.WORKS]), sep="\n")
     print("peers", aligned([[p.key, p.name, p.problem() or "found"] for p in (*peers.PEERS, *peers.BESIDE)]), sep="\n")
 

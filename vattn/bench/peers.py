@@ -321,8 +321,12 @@ def _none() -> None:
     return None
 
 
+def _cuda_problem() -> str | None:
+    return None if torch.cuda.is_available() else "no usable GPU"
+
+
 def _triton_problem() -> str | None:
-    return None if importlib.util.find_spec("triton") else "package triton is not installed"
+    return _cuda_problem() if importlib.util.find_spec("triton") else "package triton is not installed"
 
 
 OWN: tuple[Peer, ...] = (
@@ -336,8 +340,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("FlashInfer fa2", "flashinfer", _flashinfer_problem, _flashinfer("fa2")),
     Peer("FlashInfer fa3", "flashinfer", _flashinfer_problem, _flashinfer("fa3")),
     Peer("XQA", "xqa", _flashinfer_problem, _xqa, ROUNDED),
-    Peer("SDPA flash (contiguous)", "sdpa", _none, _sdpa("FLASH_ATTENTION")),
-    Peer("SDPA cuDNN (contiguous)", "cudnn", _none, _sdpa("CUDNN_ATTENTION")),
+    Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, _sdpa("FLASH_ATTENTION")),
+    Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, _sdpa("CUDNN_ATTENTION")),
     Peer("FlexAttention (contiguous)", "flex", _triton_problem, _flex),
 )
 """What vattn's kernels are compared with. Contiguous ones read a copy of keys and values without blocks."""

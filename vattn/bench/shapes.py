@@ -28,6 +28,12 @@ class LayerShape:
     soft_cap: float | None = None
     sinks: bool = False
 
+    def __str__(self) -> str:
+        text = f"{self.heads} heads of {self.head_size}, {self.kv_heads} KV heads"
+        text += f", window {self.window}" if self.window is not None else ""
+        text += f", soft cap {self.soft_cap}" if self.soft_cap is not None else ""
+        return text + (", sinks" if self.sinks else "")
+
 
 @dataclass(frozen=True)
 class Work:
