@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 
 from tests import fake_flashinfer
 from tests.conformance.cases import batch_of_row
@@ -331,3 +333,34 @@ def test_the_builder_plans_once_a_step(stand_in: None, monkeypatch) -> None:
     assert changed.plans[names[1]].tolist() == [0]
     assert builder.build([2], [2]).plans == {}
     selector.forget_decisions()
+
+
+@hypothesis.given(
+    lens=strategies.lists(
+        strategies.tuples(strategies.integers(0, 6), strategies.integers(0, 50)), min_size=1, max_size=6
+    ),
+    padding=strategies.tuples(strategies.integers(0, 4), strategies.integers(0, 3)),
+    changes=strategies.fixed_dictionaries(
+        {
+            "block_size": strategies.sampled_from((8, 16, 24)),
+            "kv_cache_layout": strategies.sampled_from(("NHD", "HND")),
+            "sliding_window": strategies.sampled_from((None, 1, 7)),
+            "sinks": strategies.booleans(),
+            "lse": strategies.booleans(),
+            "causality": strategies.sampled_from(("causal", "bidirectional")),
+        }
+    ),
+)
+@hypothesis.settings(max_examples=60)
+def test_planned_and_unplanned_calls_of_random_steps(lens, padding, changes) -> None:
+    if changes["causality"] == "bidirectional":
+        changes = {**changes, "sliding_window": None}
+    hypothesis.assume(sum(query for query, _ in lens) + padding[0] > 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_flashinfer.install(monkeypatch)
+        batch = batch_of(Row(changes, tuple(lens), padding=padding))
+        flashinfer._attend_paged(batch.args, batch.config, cache_of(batch))
+        compare(batch, *batch.expected())
+        batch.args.output.fill_(torch.nan)
+        attend_planned(batch, plan_batch(batch))
+        compare(batch, *batch.expected())
