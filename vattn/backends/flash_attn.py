@@ -93,7 +93,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
 
     def notes(self, config: AttentionConfig) -> list[str]:
-        """Say which library runs it, which installed ones do not, and how decodes go."""
+        """Say which library runs it, and why installed ones do not."""
         found = [f"runs on {self.library}"] + [f"passed over: {reason}" for reason in passed_over()]
         if config.batch_invariant:
             return [*found, "sequences are not cut into parts"]

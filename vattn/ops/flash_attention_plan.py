@@ -5,8 +5,7 @@ Where there are at most two rows a request, every row is therefore made a reques
 long whatever the lengths are; more rows go as they are, with their number as the bound.
 
 A schedule is int32 `[T + 2, 8]` (9 columns where attention is not causal), used as flat memory: the library's partition
-of the work, then for rows as requests
-the request of each row, its keys, and its start.
+of the work, then for rows as requests the request of each row, its keys, and its start.
 """
 
 from __future__ import annotations
