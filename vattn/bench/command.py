@@ -185,13 +185,13 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.source:
         raise ConfigError(f"--from for bench {options.what}", "bench attention", "run it again with --plot")
     if options.plot:
-        report.check_plotting()
         if options.what == "compile-time" or options.json is None:
             raise ConfigError(
                 f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
                 "bench attention, or cache-update and fused-steps with --json",
                 "add --json FILE, or leave --plot out: compile-time gives three numbers",
             )
+        report.check_plotting()
     if options.what == "cache-update" and not _has_gpu():
         raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
     arguments = [] if options.json is None else ["--json", str(options.json)]

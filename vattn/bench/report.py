@@ -120,7 +120,9 @@ def check_plotting() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            "--plot without matplotlib", "matplotlib", "pip install matplotlib, or draw later: --from out.json --plot"
+            "--plot without matplotlib",
+            "matplotlib",
+            "pip install 'vattn[bench]', or draw later: --from out.json --plot",
         ) from error
 
 
