@@ -24,6 +24,7 @@ from vattn.formats import (
     SCALE_KINDS,
     kv_cache_dtypes,
 )
+from vattn.keywords import known_fields
 
 CONFIG_VERSION = 1
 
@@ -322,6 +323,7 @@ class AttentionConfig:
         return canonical.parse(_HEAD, AttentionConfig, text)
 
 
+@known_fields
 @dataclass(frozen=True)
 class CacheConfig:
     """Say how the KV caches of a model are stored.

@@ -41,6 +41,11 @@ class VattnError(Exception):
         return str(self.args[2]) if len(self.args) > 2 else ""
 
     def __str__(self) -> str:
+        # Layers are named by their prefix, which is "" where nobody gave one.
+        text = self._text()
+        return text.replace("layer ''", "layer (no prefix given)")
+
+    def _text(self) -> str:
         text = self.got if self.got.endswith("\n") else self.got.rstrip(".") + ". "
         for title, part in (("Allowed", self.allowed), ("Try", self.fix)):
             if part:

@@ -12,6 +12,7 @@ from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.keywords import known_keywords
 from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
 from vattn.mla_config import MLAConfig
@@ -63,6 +64,7 @@ class AttentionMetadataBuilder:
     _one_table = True
     """Whether all layers read their blocks from the same table."""
 
+    @known_keywords
     def __init__(
         self,
         max_num_reqs: int,
@@ -180,6 +182,7 @@ class AttentionMetadataBuilder:
         width = self.table_width + self._sink_lens[key] // self.block_size
         return selector.choose(config, self.device).plan_shape(config, num_tokens, num_reqs, width)
 
+    @known_keywords
     def build(
         self,
         query_lens: Lengths,

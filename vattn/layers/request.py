@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,10 +17,10 @@ from vattn.errors import (
     ConfigError,
     ScaleError,
     ShapeError,
-    UnknownOptionError,
     UnsupportedRequestError,
 )
 from vattn.formats import dtype_name
+from vattn.keywords import refuse_unknown
 from vattn.layers.scales import QuantConfig, ScaleSource, make_scale
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
 
@@ -70,17 +69,7 @@ def check_extra(
     layer: str, extra: dict[str, Any], named: Iterable[str], options: Iterable[str] = EXTRA_OPTIONS
 ) -> dict[str, Any]:
     """Return the extra options with their defaults; refuse any but `options`. `named`: the layer's other arguments."""
-    unknown = sorted(set(extra) - set(options))
-    if unknown:
-        names = [*named, *options]
-        close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
-        # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
-        close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
-        raise UnknownOptionError(
-            f"{layer} got unknown option(s) {', '.join(unknown)}",
-            ", ".join(names),
-            " or ".join(dict.fromkeys(close)) or "check the spelling; nothing is ignored",
-        )
+    refuse_unknown(layer, set(extra) - set(options), [*named, *options])
     return {**EXTRA_OPTIONS, **extra}
 
 

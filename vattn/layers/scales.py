@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, ScaleError
 from vattn.formats import OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.keywords import known_fields
 
 ScaleSource: TypeAlias = Tensor | float | Sequence[float] | str | None
 """A tensor or numbers (1 value or one per KV head), `"unit"`, or `None` for not given."""
@@ -25,6 +26,7 @@ HEADROOM = 2.0
 exceed the first ones, and in a floating-point format a factor of two costs no precision until values go subnormal."""
 
 
+@known_fields
 @dataclass(frozen=True, eq=False)
 class QuantConfig:
     """Say what one attention layer quantises and with which scales.

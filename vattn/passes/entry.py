@@ -10,6 +10,7 @@ import torch
 
 from vattn.errors import ConfigError, UnknownOptionError
 from vattn.formats import OUTPUT_FORMATS
+from vattn.keywords import known_keywords
 
 SLOT = "post_grad_custom_pre_pass"
 _OPTIONS = ("strict", "output_formats", "rope")
@@ -71,6 +72,7 @@ class Enabled:
         setattr(config, SLOT, self._before)
 
 
+@known_keywords
 def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
     """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
 
@@ -121,6 +123,7 @@ def _enabled_over(current: Any) -> tuple[Any, ...]:
     return current.replaced if isinstance(current, FusionPass) else ()
 
 
+@known_keywords
 def options(
     base: dict[str, Any] | None = None,
     *,

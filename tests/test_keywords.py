@@ -1,0 +1,71 @@
+"""Misspelt names of arguments are refused with our own error, which says what was meant."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+import vattn
+from vattn.errors import ConfigError, UnknownOptionError, VattnError
+from vattn.keywords import known_keywords, meant
+
+
+def builder(**options):
+    return vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, block_size=8, **options)
+
+
+MISSPELT = {
+    "CacheConfig": (lambda: vattn.CacheConfig(blocksize=8), "CacheConfig", "blocksize", "block_size"),
+    "QuantConfig": (lambda: vattn.QuantConfig(kscale=1.0), "QuantConfig", "kscale", "k_scale"),
+    "options": (lambda: vattn.options(strikt=True), "options", "strikt", "strict"),
+    "enable": (lambda: vattn.enable(output_format=["fp8_static"]), "enable", "output_format", "output_formats"),
+    "a builder": (lambda: builder(layer=None), "AttentionMetadataBuilder", "layer", "layers"),
+    "build": (lambda: builder().build([1], seq_len=[1]), "AttentionMetadataBuilder.build", "seq_len", "seq_lens"),
+    "a layer": (lambda: vattn.Attention(2, 16, 0.25, windows=5), "Attention", "windows", "per_layer_sliding_window"),
+}
+
+
+@pytest.mark.parametrize(("call", "of", "came", "fix"), MISSPELT.values(), ids=MISSPELT.keys())
+def test_a_misspelt_name_is_answered_with_the_right_one(call, of, came, fix) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        call()
+    assert caught.value.got == f"{of} got unknown option(s) {came}"
+    assert fix in caught.value.allowed.split(", ")
+    if came != "windows":
+        assert fix in caught.value.fix.split(" or ")
+    assert isinstance(caught.value, TypeError)
+
+
+def test_names_that_look_like_none() -> None:
+    assert meant(["zzz"], ["block_size", "dtype"]) == ""
+    with pytest.raises(UnknownOptionError, match="check the spelling"):
+        vattn.CacheConfig(zzz=1)
+
+
+def test_what_is_checked_stays_what_it_was() -> None:
+    config = vattn.CacheConfig(8, cache_dtype="fp8")
+    assert config == pickle.loads(pickle.dumps(config))
+    assert dataclasses.replace(config, block_size=16) == vattn.CacheConfig(16, "fp8")
+    assert [field.name for field in dataclasses.fields(config)][:2] == ["block_size", "cache_dtype"]
+    with pytest.raises(ConfigError, match="block_size=7"):
+        vattn.CacheConfig(block_size=7)
+    with pytest.raises(TypeError, match="positional"):
+        builder().build()
+
+
+def test_methods_and_functions() -> None:
+    @known_keywords
+    def scaled(value, factor=2):
+        """Doc."""
+        return value * factor
+
+    assert (scaled(3), scaled(3, factor=4), scaled.__doc__) == (6, 12, "Doc.")
+    with pytest.raises(UnknownOptionError, match=r"factr.*Allowed: value, factor.*Try: factor"):
+        scaled(3, factr=4)
+
+
+def test_a_layer_without_a_prefix_is_called_so() -> None:
+    layer = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
+    step = builder().build([1], [1], [[0]])
+    with pytest.raises(VattnError, match=r"layer \(no prefix given\) has no KV cache"):
+        layer(*(step.seq_lens.new_zeros(2, 32).float() for _ in range(3)), metadata=step)

@@ -1,0 +1,73 @@
+"""Unknown names of arguments: refused with our own error and the name that was meant, as layers do."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vattn.errors import UnknownOptionError
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+
+def meant(unknown: Iterable[str], names: Iterable[str]) -> str:
+    """Return the known names that unknown ones look like, joined by "or"; `""` if they look like none."""
+    unknown, names = list(unknown), list(names)
+    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+    # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
+    close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
+    return " or ".join(dict.fromkeys(close))
+
+
+def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> None:
+    """Raise for names of arguments that something does not have.
+
+    Raises:
+        UnknownOptionError: there is an unknown name; the text has all known ones and the likeliest.
+    """
+    unknown, names = sorted(unknown), list(names)
+    if unknown:
+        raise UnknownOptionError(
+            f"{of} got unknown option(s) {', '.join(unknown)}",
+            ", ".join(names),
+            meant(unknown, names) or "check the spelling; nothing is ignored",
+        )
+
+
+def known_keywords(function: F) -> F:
+    """Make a function without `**options` refuse keywords that it does not have, by `refuse_unknown`.
+
+    Example:
+        >>> from vattn.keywords import known_keywords
+        >>> @known_keywords
+        ... def double(number):
+        ...     return 2 * number
+        >>> double(nummer=3)
+        Traceback (most recent call last):
+        ...
+        vattn.errors.UnknownOptionError: double got unknown option(s) nummer. Allowed: number. Try: number.
+    """
+    return _checked(function, function.__qualname__.removesuffix(".__init__"))
+
+
+def known_fields(kind: C) -> C:
+    """Make a class refuse unknown keywords of its constructor; goes above `@dataclass`."""
+    kind.__init__ = _checked(kind.__init__, kind.__qualname__)
+    return kind
+
+
+def _checked(function: F, of: str) -> F:
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    known = frozenset(names)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not known.issuperset(kwargs):
+            refuse_unknown(of, set(kwargs) - known, names)
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
