@@ -10,6 +10,7 @@ record's errors, with the command that repeats it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -205,8 +206,10 @@ def main() -> None:
         parser.exit(1, f"{given.backend}: {problem}\n")
     part, parts = map(int, given.part.split("/"))
     until = time.monotonic() + given.seconds
-    record_rows(recorder, until, part, parts)
-    record_fuzz(recorder, until, given.most, part)
+    # Who interrupts a long run gets what it has seen.
+    with contextlib.suppress(KeyboardInterrupt):
+        record_rows(recorder, until, part, parts)
+        record_fuzz(recorder, until, given.most, part)
     run = recorder.record()
     print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
     for line in recorder.errors:
