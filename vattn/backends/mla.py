@@ -69,6 +69,8 @@ class MLABackend(Backend):
         arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
         if arithmetic and not can.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
             found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
+        if config.output_arithmetic.startswith("approximate") and not can.approximate_division:
+            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
         return found
 
     def _feature_reasons(self, config: Any) -> list[str]:

@@ -76,7 +76,7 @@ QUANTISING_OPS: dict[str, str] = {
 }
 """Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization`'s function of that name."""
 
-ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention")
+ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention", "mla_attention")
 """Ops that the fusion passes treat as attention nodes."""
 
 _DEVICE_KEYS = ("CPU", "CUDA")

@@ -17,6 +17,7 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
+from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.passes import probe
 from vattn.passes.division import query_arithmetic
 from vattn.passes.query_region import QueryRegion, Verdict, check_readers, classify_query, find_query_region
@@ -84,7 +85,10 @@ def describe_query(call: Node) -> str:
     query = call.kwargs.get("query")
     if not isinstance(query, Node) or not isinstance(value(query), Tensor):
         return ""
-    config = AttentionConfig.parse(str(call.kwargs["config"]))
+    text = str(call.kwargs["config"])
+    if text.startswith(MLA_HEAD):
+        return ""
+    config = AttentionConfig.parse(text)
     if config.query_format == "none":
         return TURNED_BACK if _was_fp8(query) else ""
     if not config.takes_fp8_query:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from vattn.config import AttentionConfig
+from vattn.mla_config import MLAConfig
 from vattn.ops.schemas import ATTENTION_OPS
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -90,7 +91,8 @@ def describe(node: Node, op: str) -> AttentionNode:
     """
     if str(node.target) != "auto_functionalized_v2":
         raise Refusal("the graph was made with enable_auto_functionalized_v2=False", node)
-    config = AttentionConfig.parse(str(node.kwargs["config"]))
+    kind: Any = MLAConfig if op == "mla_attention" else AttentionConfig
+    config = kind.parse(str(node.kwargs["config"]))
     allowed = {"_output_base_index", *(key for key in node.kwargs if key.startswith("_output_block_scale"))}
     if any(key.startswith("_output_") and key not in allowed for key in node.kwargs):
         raise Refusal("the output is a view into a larger tensor", node)
