@@ -381,3 +381,26 @@ class CacheConfig:
                 "a layer index as a string, or 'sliding_window'",
                 "write the index of the layer, e.g. '0'",
             )
+
+
+def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
+    """Return the first and last layers of a model, for `CacheConfig.kv_cache_dtype_skip_layers`.
+
+    They are the most sensitive to coarse caches, and cost little memory among many.
+
+    Args:
+        num_layers: layers of the model.
+        keep: layers at either end; at most half of them all.
+
+    Raises:
+        ConfigError: a number out of range.
+
+    Example:
+        >>> boundary_layers(32)
+        ('0', '1', '30', '31')
+    """
+    for name, value, least in (("num_layers", num_layers, 1), ("keep", keep, 0)):
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        _check(valid, f"{name}={value!r}", f"an int >= {least}", "count the layers of the model")
+    keep = min(keep, num_layers // 2)
+    return tuple(str(index) for index in (*range(keep), *range(num_layers - keep, num_layers)))
