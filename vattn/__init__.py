@@ -7,7 +7,7 @@ from vattn.block_tables import HybridBlockTable
 from vattn.cache_audit import Audit, audit
 from vattn.calibration import Calibration, calibrate
 from vattn.compilation import compile, compile_regions
-from vattn.config import AttentionConfig, AttentionType, CacheConfig
+from vattn.config import AttentionConfig, AttentionType, CacheConfig, boundary_layers
 from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
@@ -131,6 +131,7 @@ __all__ = [
     "audit",
     "backend",
     "block_keys",
+    "boundary_layers",
     "calibrate",
     "check_cu_seqlens",
     "clip_rates",
