@@ -430,3 +430,16 @@ def test_the_shape_of_a_cache_and_its_blocks() -> None:
         backend.copy_blocks([source], [(1, 4), (2, 4)])
     with pytest.raises(CacheError, match="num_blocks, block_size"):
         backend.swap_blocks(source[0], target[0], [(1, 2)])
+
+
+def test_explain_calls_untested_what_never_ran(monkeypatch) -> None:
+    """The record in the repository is of one FlashAttention-3 library; every other library is untested."""
+    monkeypatch.setattr(flash_attn, "library_digest", lambda: "bcea1246912e")
+    for library, verdict in ((FA3, "ran: FlashAttention-3 library"), (FA4, "untested: with flash_attn.cute 4.0.0b36")):
+        assert reasons(library, monkeypatch) == []
+        selector.forget_decisions()
+        explanation = selector.explain(PLAIN, HOPPER)
+        assert explanation.chosen == "FLASH_ATTN"
+        assert explanation.tested["FLASH_ATTN"].startswith(verdict)
+        assert explanation.notes[0] == f"runs on {library}"
+    selector.forget_decisions()
