@@ -71,6 +71,12 @@ class XFormersBackend(TritonAttentionBackend):
             )
         return [note, *super().notes(config)]
 
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of our decode kernel's schedule; `()` where xFormers decodes."""
+        if not own_kernel_reasons(config):
+            return ()
+        return super().plan_shape(config, num_tokens, num_reqs, table_width)
+
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
         num_tokens, num_reqs = args.query.shape[0], args.block_table.shape[0]
