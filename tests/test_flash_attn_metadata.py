@@ -463,3 +463,38 @@ def test_schedules_of_the_host_do_not_move_on() -> None:
     with pytest.raises(MetadataError, match="schedules that the device cannot make anew"):
         step.advance_step(inputs, torch.zeros(2).long(), BLOCK, 2, 2)
     assert snapshot(step, inputs) == before
+
+
+def test_metadata_made_by_hand_moves_on() -> None:
+    """An engine may fill the fields itself; the metadata of the layers follows them."""
+    lengths = torch.tensor([7, 16], dtype=torch.int32)
+    step = FlashAttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_decode_tokens=2,
+        slot_mapping=torch.tensor([3 * 16 + 6, 5 * 16 + 15]),
+        seq_lens=[7, 16],
+        seq_lens_tensor=lengths,
+        max_prefill_seq_len=0,
+        max_decode_seq_len=16,
+        context_lens_tensor=lengths - 1,
+        block_tables=torch.tensor([[3, 4], [5, 6]], dtype=torch.int32),
+        use_cuda_graph=False,
+        max_query_len=1,
+        max_decode_query_len=1,
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_start_loc=torch.tensor([0, 7, 23], dtype=torch.int32),
+    )
+    assert step.common.positions.tolist() == [6, 15]
+    inputs = DecodeInput(torch.tensor([1, 2]), torch.tensor([6, 15], dtype=torch.int32))
+    step.advance_step(inputs, torch.tensor([50, 60], dtype=torch.int32), BLOCK, 2, 2)
+    expected = plain_builder().build([1, 1], [8, 17], [[3, 4], [5, 6]])
+    for name in ("query_start_loc", "seq_lens", "slot_mapping", "positions"):
+        assert torch.equal(getattr(step.common, name), getattr(expected.common, name)), name
+    for name in ("seq_start_loc", "context_lens_tensor", "seq_lens", "max_decode_seq_len"):
+        one, other = getattr(step, name), getattr(expected, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    assert inputs.input_tokens.tolist() == [50, 60]
+    assert inputs.input_positions.tolist() == [7, 16]
+    with pytest.raises(MetadataError, match="one input_token a request"):
+        step.advance_step(DecodeInput(torch.zeros(3).long(), inputs[1]), torch.zeros(2).long(), BLOCK, 2, 2)
