@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import random
 import time
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ import torch
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import compare, compare_cache_update, largest_error, run_on_backend
 from tests.conformance.fuzz import failure_of, fuzz_seed
-from tests.conformance.requests import PAIRS, PLAIN, Request, Size, config_with, draw_request
+from tests.conformance.requests import PAIRS, PLAIN, Request, Size, config_with, draw_batch, draw_request
 from tests.conformance.rows import ROWS
 from tests.support import Batch
 from vattn.backends import selector
@@ -119,8 +120,12 @@ def record_rows(recorder: Recorder, until: float, part: int, parts: int) -> None
         recorder.attempt(batch, f"row {name}")
 
 
-def record_fuzz(recorder: Recorder, until: float, most: int, part: int) -> None:
-    """Run random requests, most of which the backend accepts, until time or count is up."""
+def record_fuzz(recorder: Recorder, until: float, most: int, part: int, batches: int = 1) -> None:
+    """Run random requests, most of which the backend accepts, until time or count is up.
+
+    Args:
+        batches: requests of one config, one after the other: more of them where compiling its kernels takes the time.
+    """
     reasons = selector.get_backend(recorder.backend).reasons
     info = DeviceInfo.of(recorder.device)
     rng = random.Random(f"record {fuzz_seed()} {recorder.backend} {part}")
@@ -129,7 +134,9 @@ def record_fuzz(recorder: Recorder, until: float, most: int, part: int) -> None:
     while time.monotonic() < until and recorder.requests < most:
         required = rng.choice(pairs)
         request = draw_request(rng, recorder.backend, required, LARGE, lambda config: not reasons(config, info))
-        recorder.attempt(request.batch(recorder.device), request.line(recorder.device))
+        again = (draw_batch(rng, request.config, LARGE) for _ in range(batches - 1))
+        for each in itertools.chain((request,), again):
+            recorder.attempt(each.batch(recorder.device), each.line(recorder.device))
         if request.config.block_size and not reasons(request.config, info):
             _attempt_cache_update(recorder, request)
 
@@ -194,6 +201,8 @@ def main() -> None:
     )
     parser.add_argument("--most", type=int, default=1_000_000, help="requests in all, rows included")
     parser.add_argument("--part", default="0/1", help="0/3 to 2/3: a third of the rows, and requests of its own")
+    parser.add_argument("--batches", type=int, default=1, help="random requests of each random config")
+    parser.add_argument("--no-rows", action="store_true", help="random requests alone")
     parser.add_argument("--out", type=Path, help="folder for the record; default: print what was found alone")
     parser.add_argument("--merge", type=Path, nargs="+", help="files to merge into vattn/backends/runs")
     given = parser.parse_args()
@@ -208,8 +217,9 @@ def main() -> None:
     until = time.monotonic() + given.seconds
     # Who interrupts a long run gets what it has seen.
     with contextlib.suppress(KeyboardInterrupt):
-        record_rows(recorder, until, part, parts)
-        record_fuzz(recorder, until, given.most, part)
+        if not given.no_rows:
+            record_rows(recorder, until, part, parts)
+        record_fuzz(recorder, until, given.most, part, given.batches)
     run = recorder.record()
     print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
     for line in recorder.errors:

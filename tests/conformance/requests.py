@@ -229,6 +229,11 @@ def draw_request(
         config = _draw_config(rng, backend, required, size)
         if not wanted or accepts is None or accepts(config):
             break
+    return draw_batch(rng, config, size)
+
+
+def draw_batch(rng: random.Random, config: AttentionConfig, size: Size = SMALL) -> Request:
+    """Return a request of a config with random lengths, padding, block table and values."""
     lens = tuple(_draw_lens(rng, size.seq_len) for _ in range(rng.randint(1, size.reqs)))
     paged = config.block_size > 0
     return Request(

@@ -1,0 +1,59 @@
+"""`python -m vattn explain` takes any request: an option for every field, or the string that explain itself writes."""
+
+import argparse
+import dataclasses
+import random
+
+import pytest
+
+from tests.conformance.requests import draw_request
+from tests.mla_support import make_mla_config
+from vattn import explain_request
+from vattn.__main__ import main
+from vattn.config import AttentionConfig
+
+
+def test_every_field_of_a_request_has_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    explain_request.add_arguments(parser)
+    options = {action.dest for action in parser._actions}
+    assert {field.name for field in dataclasses.fields(AttentionConfig)} <= options
+
+
+def test_a_request_as_a_string(capsys) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        text = draw_request(rng, "TORCH_SDPA").config.replace(backend="auto").encode()
+        main(["explain", text, "--device", "cpu"])
+        assert capsys.readouterr().out.startswith(f"request: {text}\n")
+
+
+def test_latent_attention_as_a_string(capsys) -> None:
+    text = make_mla_config(backend="auto").encode()
+    assert main(["explain", text, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(f"request: {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--head-pairs", "odd", "--head-size", "64"], 0, "head_size_v=128"),
+        (["--scale", "0.5"], 0, "scale=0.5"),
+        (["--output-format", "fp8_per_token", "--output-min-scale", "0.25"], 0, "output_min_scale=0.25"),
+        (["--head-size", "12"], 1, "chosen : none"),
+        (["vattn1 num_heads=2"], 2, "config string"),
+        (["--alibi", "sqrt", "--causality", "bidirectional"], 2, "alibi='sqrt'"),
+        (["vattn9 num_heads=2"], 2, "vattn9"),
+    ],
+)
+def test_answers(arguments, status, text, capsys) -> None:
+    assert main(["explain", *arguments, "--device", "cpu"]) == status
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
+
+
+def test_a_string_and_options_are_refused_together(capsys) -> None:
+    request = AttentionConfig(8, 2, 64, 64, 0.125, "float32", "float32").encode()
+    assert main(["explain", request, "--sinks", "--device", "cpu"]) == 2
+    assert "--sinks" in capsys.readouterr().err
+    assert main(["explain", request, "--backend", "TORCH_SDPA", "--device", "cpu"]) == 0
