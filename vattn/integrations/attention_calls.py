@@ -165,8 +165,9 @@ def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
 class _Notes:
     """What attention and masks were asked for during a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, replaced: bool) -> None:
         self.calls: dict[nn.Module, AttentionCall] = {}
+        self.replaced = replaced
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
@@ -212,8 +213,8 @@ class _Notes:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> MaskCall:
-        """Note which mask was asked for."""
-        if attention_mask is not None:
+        """Note which mask was asked for; modules with a forward of ours have no use for one that the model makes."""
+        if attention_mask is not None and not self.replaced:
             raise _unsupported("a padding mask that the model makes itself")
         return MaskCall(mask_function, local_size)
 
@@ -223,7 +224,7 @@ def _taking_notes(model: Any) -> Iterator[_Notes]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    notes, before = _Notes(), model.config._attn_implementation
+    notes, before = _Notes(bool(replaced_modules(model))), model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
     try:

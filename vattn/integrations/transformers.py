@@ -116,6 +116,7 @@ def enable(
     cache_config: CacheConfig | None = None,
     quant_config: QuantConfig | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    scales_per_head: bool = False,
     attn_backend: str | None = None,
     batch_invariant: bool = False,
     num_blocks: int | None = None,
@@ -129,6 +130,7 @@ def enable(
             comes from the model. Scales that a checkpoint left on the attention modules (`k_scale`, `v_scale`) are used
             where neither `quant_config` nor `calibration` is given.
         calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.
+        scales_per_head: take one scale per KV head from the calibration instead of one.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -155,7 +157,7 @@ def enable(
         torch.Size([2, 64])
     """
     _check_model(model)
-    scales = _scales(calibration, quant_config, cache_config)
+    scales = _scales(calibration, quant_config, cache_config, scales_per_head)
     calls = observe(model, PackedCache())
     layers = {
         name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
@@ -237,8 +239,8 @@ def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
 
 
 def empty_mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Return a mask without elements, for models that convert it."""
-    no_mask(attention_mask)
+    """Return a mask without elements, for models that convert it; what they make of packed tokens hides nothing."""
+    no_mask()
     return torch.empty(0, dtype=torch.bool)
 
 
@@ -284,15 +286,18 @@ def _scales(
     calibration: Calibration | str | os.PathLike[str] | None,
     quant_config: QuantConfig | None,
     cache_config: CacheConfig | None,
+    per_head: bool,
 ) -> Callable[[str], QuantConfig | None]:
     """Return what gives a layer its scales."""
     if calibration is None:
+        if per_head:
+            raise ConfigError("scales_per_head without calibration", "both", "give QuantConfig scales per head itself")
         return lambda name: quant_config
     if quant_config is not None:
         raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     dtype = "auto" if cache_config is None else cache_config.cache_dtype
-    return lambda name: found.quant_config(name, cache_dtype=dtype)
+    return lambda name: found.quant_config(name, cache_dtype=dtype, per_head=per_head)
 
 
 def _layer(

@@ -1,0 +1,49 @@
+"""`python -m vattn kv-report` on the repository's model: a row for each format and scale, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from vattn.__main__ import main
+
+QUICK = ["kv-report", "--device", "cpu", "--max-bytes", "150", "--dtype", "float32"]
+
+
+def test_rows(capsys: Any, tmp_path: Path) -> None:
+    """Unit scales lose where channels were planted, calibrated ones do not; the plain cache changes nothing."""
+    path, formats = tmp_path / "out.json", ["fp8_e4m3", "int8_per_token_head"]
+    plot = ["--plot", str(tmp_path / "out.png")]
+    assert main([*QUICK, "--outliers", "--memory", "1MiB", "--formats", *formats, "--json", str(path), *plot]) == 0
+    rows = {(row["weights"], row["cache"], row["scales"]): row for row in json.loads(path.read_text())}
+    assert len(rows) == 10 and (tmp_path / "out.png").stat().st_size > 1000
+    plain = rows["as they are", "float32", "none"]
+    assert (plain["bytes_per_token"], plain["max_tokens"]) == (8192, 128)
+    assert plain["over_plain"] == 0 and plain["top1"] == 1 and plain["worst"] == 0
+    planted = rows["outliers planted", "float32", "none"]
+    assert planted["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-5)
+    kept, lost = (rows["outliers planted", "fp8_e4m3", scales]["over_plain"] for scales in ("calibrated", "unit"))
+    assert abs(kept) < 0.02 < 0.05 < lost
+    small = rows["as they are", "int8_per_token_head", "in the cache"]
+    assert small["bytes_per_token"] == 8 * 2 * 2 * (64 + 4) and abs(small["over_plain"]) < 0.01
+    assert capsys.readouterr().out.count("\n") == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--formats", "fp7"], "turboquant_k8v4"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--model", "nowhere"], "config.json"),
+        (["--memory", "much"], "2GiB"),
+    ],
+)
+def test_wrong_use(capsys: Any, arguments: list[str], text: str) -> None:
+    assert main([*QUICK, *arguments]) == 2
+    assert text in capsys.readouterr().err

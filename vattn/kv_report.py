@@ -1,0 +1,296 @@
+"""`python -m vattn kv-report`: what every KV cache format costs and saves, on a model and a text of the user's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.calibration import Calibration, StepRunner, calibrate
+from vattn.config import CacheConfig
+from vattn.errors import ConfigError, MissingPackageError, VattnError
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, dtype_name
+from vattn.kv_cache import parse_bytes
+from vattn.layers import QuantConfig
+
+WINDOW, CHUNK = 1024, 128
+"""Tokens of one request, and of one step: most keys and values are read back from the cache."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format on one model.
+
+    Attributes:
+        weights: "as they are", or how they were changed.
+        cache: canonical name of the format.
+        scales: "none", "in the cache", "unit", "calibrated" or "calibrated per head".
+        bytes_per_token: over all layers, what the codes and their scales take.
+        max_tokens: how many tokens the given memory holds.
+        bits_per_byte: of the text.
+        over_plain: relative to the cache in the model's dtype.
+        top1: share of tokens whose likeliest next token is that of the plain cache.
+        worst: largest difference of a logit.
+        refused: why the format cannot run, otherwise "".
+    """
+
+    weights: str
+    cache: str
+    scales: str
+    bytes_per_token: float = math.nan
+    max_tokens: int = 0
+    bits_per_byte: float = math.nan
+    over_plain: float = math.nan
+    top1: float = math.nan
+    worst: float = math.nan
+    refused: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options."""
+    from vattn.generation.command import DEMO_MODEL
+
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
+    parser.add_argument("--text", type=Path, help="text to measure on; default heldout.txt beside the model")
+    parser.add_argument("--calibration-text", type=Path, help="text for scales; default the first quarter of the text")
+    parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
+    parser.add_argument("--memory", default="16GiB", help="cache memory for the column of tokens")
+    parser.add_argument("--outliers", action="store_true", help="measure a variant with planted outlier channels too")
+    parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="bits per byte over bytes per token, as an image (needs matplotlib)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; returns 2 if nothing could be measured."""
+    try:
+        rows = list(measure(options))
+    except VattnError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(table(rows, options.memory))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if options.plot:
+        plot(rows, options.plot)
+    return 0
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield one row per variant of the weights, format and source of scales; progress goes to stderr.
+
+    Raises:
+        ConfigError: a text or model that cannot be used, or an unknown format.
+    """
+    from vattn.generation.command import load_model
+
+    memory = parse_bytes(options.memory)
+    formats = _formats(options.formats)
+    model, tokenizer = load_model(options.model, options.device, options.dtype)
+    plain = dtype_name(model.dtype)
+    text = _read(options.text or options.model / "heldout.txt", options.max_bytes)
+    sample = _read(options.calibration_text, options.max_bytes) if options.calibration_text else text[: len(text) // 4]
+    windows = _windows(tokenizer.encode(text))
+    variants = ["as they are", *(["outliers planted"] if options.outliers else [])]
+    kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
+    bar = _Bar(len(variants) * len(kinds))
+    for weights in variants:
+        if weights != "as they are":
+            _plant(model)
+        subject = _Subject(model, windows, len(text.encode()), memory, weights)
+        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))])
+        for name, scales in kinds:
+            bar.show(f"{weights}, {name}, scales {scales}")
+            yield subject.row(name, scales)
+    bar.close()
+
+
+class _Subject:
+    """One model and text, measured with one format after the other."""
+
+    def __init__(self, model: Any, windows: list[list[int]], num_bytes: int, memory: int, weights: str) -> None:
+        self.model, self.windows, self.num_bytes, self.memory, self.weights = model, windows, num_bytes, memory, weights
+        self.blocks = 1 + -(-WINDOW // CacheConfig().block_size)
+        self.plain: list[Tensor] = []
+        self.plain_bits = math.nan
+        self.calibration: Calibration | None = None
+
+    def calibrate(self, windows: list[list[int]]) -> None:
+        from vattn.integrations.transformers import disable, enable
+
+        self.calibration = calibrate(enable(self.model, num_blocks=self.blocks), [windows])
+        disable(self.model)
+
+    def row(self, name: str, scales: str) -> Row:
+        from vattn.integrations.transformers import disable, enable
+
+        config = CacheConfig(cache_dtype=name)
+        try:
+            packed = enable(self.model, cache_config=config, num_blocks=self.blocks, **self._scales(scales))
+        except VattnError as error:
+            disable(self.model)
+            return Row(self.weights, name, scales, refused=str(error).splitlines()[0])
+        try:
+            nats, top1, worst = self._run(packed)
+        finally:
+            disable(self.model)
+        cache = packed.kv_cache
+        assert cache is not None
+        per_token = cache.bytes_per_block / cache.block_size
+        bits = nats / math.log(2) / self.num_bytes
+        if math.isnan(self.plain_bits):
+            self.plain_bits = bits
+        return Row(
+            self.weights, name, scales, per_token, int(self.memory / per_token), bits, bits / self.plain_bits - 1, top1,
+            worst,
+        )  # fmt: skip
+
+    def _scales(self, scales: str) -> dict[str, Any]:
+        if scales == "unit":
+            return {"quant_config": QuantConfig("unit", "unit")}
+        if scales == "calibrated":
+            return {"calibration": self.calibration}
+        if scales == "calibrated per head":
+            return {"calibration": self.calibration, "scales_per_head": True}
+        return {}
+
+    def _run(self, packed: Any) -> tuple[float, float, float]:
+        """Return nats of the text, share of equal likeliest tokens, and the largest difference of a logit."""
+        runner, first = StepRunner(packed, CHUNK), not self.plain
+        nats, same, tokens, worst = 0.0, 0, 0, 0.0
+        for index, window in enumerate(self.windows):
+            logits = torch.cat(list(runner.logits(window[:-1])))
+            targets = torch.tensor(window[1:], device=logits.device)
+            nats += float(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
+            if first:
+                self.plain.append(logits.cpu())
+            plain = self.plain[index].to(logits.device)
+            same += int((plain.argmax(-1) == logits.argmax(-1)).sum())
+            worst = max(worst, float((plain.float() - logits.float()).abs().max()))
+            tokens += len(window) - 1
+        return nats, same / tokens, worst
+
+
+def _sources(name: str) -> list[str]:
+    fmt = KV_FORMATS[name]
+    if fmt.quantised:
+        return ["unit", "calibrated", "calibrated per head"]
+    return ["in the cache" if fmt.packed else "none"]
+
+
+def _formats(names: list[str] | None) -> list[str]:
+    known = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
+    unknown = [name for name in names or [] if name not in known]
+    if unknown:
+        raise ConfigError(f"--formats {unknown[0]}", ", ".join(known), "choose among them")
+    return names or known
+
+
+def _read(path: Path, most: int) -> str:
+    try:
+        return path.read_bytes()[:most].decode(errors="ignore")
+    except OSError as error:
+        raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
+
+
+def _windows(ids: list[int]) -> list[list[int]]:
+    """Cut ids into requests, each beginning with the last token of the one before."""
+    if len(ids) < 2:
+        raise ConfigError(f"a text of {len(ids)} tokens", "at least 2", "pass a longer text")
+    return [list(ids[start : start + WINDOW + 1]) for start in range(0, len(ids) - 1, WINDOW)]
+
+
+def _plant(model: Any) -> None:
+    """Make a few key and value channels of every head 4096 times as large; the function stays the same."""
+    from types import SimpleNamespace
+
+    from vattn.demo.checkpoint import plant_outliers
+
+    inner = model.config
+    shape: Any = SimpleNamespace(
+        num_layers=inner.num_hidden_layers, num_heads=inner.num_attention_heads,
+        num_kv_heads=inner.num_key_value_heads,
+        head_size=getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads,
+    )  # fmt: skip
+    state = model.state_dict()
+    try:
+        planted = plant_outliers({k: v.cpu() for k, v in state.items()}, shape, key_exponent=12, value_exponent=12)
+    except KeyError as error:
+        raise ConfigError(
+            f"--outliers for a model without {error}", "models with q_proj, k_proj, v_proj and o_proj", "leave it out"
+        ) from error
+    model.load_state_dict(planted)
+
+
+class _Bar:
+    """Progress on stderr: a bar where tqdm is there and somebody looks, otherwise a line per row."""
+
+    def __init__(self, total: int) -> None:
+        self.bar: Any = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        self.bar = tqdm(total=total, unit="format", file=sys.stderr)
+
+    def show(self, what: str) -> None:
+        if self.bar is None:
+            print(what, file=sys.stderr, flush=True)
+            return
+        self.bar.set_description(what)
+        self.bar.update()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def table(rows: list[Row], memory: str) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        f"| weights | cache | scales | bytes a token | tokens in {memory} | bits per byte | to plain | same top-1 "
+        "| worst logit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.refused:
+            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | |")
+            continue
+        lines.append(
+            f"| {row.weights} | {row.cache} | {row.scales} | {row.bytes_per_token:.0f} | {row.max_tokens:,} | "
+            f"{row.bits_per_byte:.4f} | {row.over_plain:+.2%} | {row.top1:.2%} | {row.worst:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw bits per byte over bytes a token.
+
+    Raises:
+        MissingPackageError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for weights, marker in zip(dict.fromkeys(row.weights for row in rows), "os^v", strict=False):
+        shown = [row for row in rows if row.weights == weights and not row.refused]
+        axes.scatter([r.bytes_per_token for r in shown], [r.bits_per_byte for r in shown], marker=marker, label=weights)
+        for row in shown:
+            label = row.cache if row.scales in ("none", "in the cache") else f"{row.cache}, {row.scales}"
+            axes.annotate(label, (row.bytes_per_token, row.bits_per_byte), fontsize=6, rotation=30)
+    axes.set(xlabel="bytes a token", ylabel="bits per byte", title="Cost and size of KV cache formats")
+    axes.legend()
+    figure.savefig(path)
