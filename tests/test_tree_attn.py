@@ -227,6 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"trees": [SIX, None], "query_lens": [8, 1]}, "7 new tokens for this tree"),
     "too few trees": ({"trees": [SIX]}, "trees describes 1 requests, query_lens 2"),
     "one for all": ({"trees": SIX}, "one tree or None per request"),
+    "a number for all": ({"trees": 5}, "one tree or None per request"),
     "a string for all": ({"trees": "[(0,)]"}, "one tree or None per request"),
     "too large": ({"trees": [TokenTree.chain(3), TWENTY], "query_lens": [4, 21]}, "a tree of 20 nodes"),
     "too many": (

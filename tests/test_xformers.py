@@ -159,6 +159,17 @@ def test_an_old_package_is_refused_by_its_version(monkeypatch) -> None:
     assert "0.0.31.post1 is older than 0.0.33" in selector.get_backend("XFORMERS").problem()
 
 
+def test_a_package_that_cannot_run_is_refused_with_its_own_words(monkeypatch) -> None:
+    library = types.ModuleType("xformers._cpp_lib")
+    library._cpp_library_load_exception = RuntimeError("built for PyTorch 1.0\nwith CUDA 1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha", types.ModuleType("xformers.ops.fmha"))
+    monkeypatch.setitem(sys.modules, "xformers._cpp_lib", library)
+    assert "built for PyTorch 1.0 with CUDA 1" in xformers._library_problem.__wrapped__()
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha", None)
+    assert "cannot be imported: " in xformers._library_problem.__wrapped__()
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -137,6 +137,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             MetadataError: a tree whose request has other than `tree.size` new tokens, trees beyond the capacity, a
                 step that leaves open which of its requests verify the builder's tree, and as for
                 `AttentionMetadataBuilder.build`; no buffer was touched.
+            ConfigError: what is given for a tree is none.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
 
         A step without branches has no `tree_bias`, unless `capture_key` has one: its layers run the kernels for causal
@@ -165,7 +166,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         if trees is None:
             self._refuse_open_question(queries, lengths)
             trees = [None] * len(queries)
-        elif isinstance(trees, (str, TokenTree)):
+        elif isinstance(trees, (str, TokenTree)) or not isinstance(trees, Sequence):
             raise MetadataError(f"trees={trees!r:.60}", "one tree or None per request", "pass a list")
         check_count("trees", len(trees), len(queries))
         asked = [None if tree is None else TokenTree.of(tree) for tree in trees]

@@ -91,7 +91,11 @@ def _library_problem() -> str | None:
     """Return why xFormers itself would refuse every call: it does where its compiled half could not be loaded."""
     if not torch.cuda.is_available():
         return None
-    library = importlib.import_module("xformers._cpp_lib")
+    try:
+        importlib.import_module("xformers.ops.fmha")
+        library = importlib.import_module("xformers._cpp_lib")
+    except Exception as error:  # it refuses versions of other packages, and a broken install raises anything
+        return f"xFormers cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     failure = getattr(library, "_cpp_library_load_exception", None)
     if failure is None:
         return None

@@ -1,0 +1,119 @@
+"""Time one verification of a tree of drafts on one GPU beside plain decodes of the same requests.
+
+    python benchmarks/tree_step.py --json out.json
+
+Beside them: as many tokens in a row under the causal mask, which is what the tree's mask costs, and xFormers' decode
+where the package is found. Results are checked against each other first: branches against TORCH_SDPA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vattn
+from benchmarks.timing import Timer, interleave
+from vattn.backends import selector
+from vattn.token_tree import TokenTree
+
+HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 64
+CELLS = ((1, 1024), (1, 8192), (8, 2048), (32, 2048))
+SIX = TokenTree.merge([[1, 2], [1, 3], [4, 5], [4, 6]])[0]
+TWENTY = TokenTree.merge([[row, *range(9, 13)] for row in range(4)])[0]
+COLUMNS = {
+    "decode, TRITON_ATTN": ("TRITON_ATTN", None, 1),
+    "decode, XFORMERS": ("XFORMERS", None, 1),
+    "tree of 6": ("TREE_ATTN", SIX, SIX.size),
+    "7 in a row": ("TRITON_ATTN", None, SIX.size),
+    "tree of 20": ("TREE_ATTN", TWENTY, TWENTY.size),
+    "21 in a row": ("TRITON_ATTN", None, TWENTY.size),
+}
+
+
+def config_of(backend: str, tree: TokenTree | None) -> vattn.AttentionConfig:
+    """Return a layer of Llama-3-8B's shape."""
+    return vattn.AttentionConfig(
+        HEADS, KV_HEADS, WIDTH, WIDTH, WIDTH**-0.5, "bfloat16", "bfloat16", BLOCK, tree_bias=tree is not None,
+        backend=backend,
+    )  # fmt: skip
+
+
+class Cell:
+    """Requests of one context length, and the calls that are timed over them."""
+
+    def __init__(self, batch: int, context: int) -> None:
+        self.batch, self.context = batch, context
+        width = -(-(context + TWENTY.size) // BLOCK)
+        self.tables = [[1 + row * width + column for column in range(width)] for row in range(batch)]
+        shape = vattn.kv_cache_shape(config_of("TRITON_ATTN", None), 1 + batch * width)
+        copies = max(1, min(8, (300 << 20) // (2 * torch.Size(shape).numel())))
+        self.caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(copies)]
+        self.query = torch.randn(batch * TWENTY.size, HEADS, WIDTH, device="cuda").bfloat16()
+
+    def step(self, config: vattn.AttentionConfig, tree: TokenTree | None, count: int) -> vattn.AttentionMetadata:
+        builder = vattn.TreeAttentionMetadataBuilder(
+            self.batch, self.batch * count, len(self.tables[0]) * BLOCK, BLOCK, "cuda", layers=[config],
+            max_tree_nodes=20, max_trees=1,
+        )  # fmt: skip
+        lengths = [self.context + count] * self.batch
+        return builder.build([count] * self.batch, lengths, self.tables, trees=[tree] * self.batch)
+
+    def attend(self, config: vattn.AttentionConfig, step: vattn.AttentionMetadata, cache: Tensor, count: int) -> Tensor:
+        return vattn.paged_attention(self.query[: self.batch * count], cache, step, config).output
+
+    def check(self, backend: str, tree: TokenTree | None, count: int) -> float:
+        """Return the relative L2 distance from TORCH_SDPA."""
+        ours, theirs = (
+            self.attend(config, self.step(config, tree, count), self.caches[0], count).float()
+            for config in (config_of(backend, tree), config_of("TORCH_SDPA", tree))
+        )
+        return float((ours - theirs).norm() / theirs.norm())
+
+    def timer(self, backend: str, tree: TokenTree | None, count: int) -> Timer:
+        config = config_of(backend, tree)
+        step = self.step(config, tree, count)
+        return Timer([lambda cache=cache: self.attend(config, step, cache, count) for cache in self.caches], 5.0)
+
+
+def measure(batch: int, context: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Check and time one cell."""
+    cell = Cell(batch, context)
+    errors = {name: cell.check(*column) for name, column in columns.items()}
+    wrong = {name: error for name, error in errors.items() if not error < 1e-2}
+    if wrong:
+        raise SystemExit(f"wrong results at {batch} x {context}: {wrong}")
+    times = interleave({name: cell.timer(*column) for name, column in columns.items()})
+    return {"batch": batch, "context": context, "microseconds": times, "error": max(errors.values())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    columns = {name: c for name, c in COLUMNS.items() if selector.get_backend(c[0]).problem() is None}
+    device = torch.cuda.get_device_name()
+    print(f"# Verifying trees of drafts\n\n{device}, torch {torch.__version__}, {datetime.date.today()}.")
+    print(f"{HEADS} heads over {KV_HEADS} KV heads of {WIDTH}, bf16, blocks of {BLOCK}; us of one layer's attention.\n")
+    print("| batch x context | " + " | ".join(columns) + " |\n|---" + "|---" * len(columns) + "|")
+    cells = []
+    for batch, context in CELLS:
+        with torch.no_grad():
+            cells.append(measure(batch, context, columns))
+        times = cells[-1]["microseconds"]
+        print(f"| {batch} x {context} | " + " | ".join(f"{times[name]:.1f}" for name in columns) + " |", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "cells": cells}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
