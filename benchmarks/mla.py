@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,27 +149,49 @@ def peers(folder: Path) -> dict[str, Callable[[Cell], Callable[[], Tensor]]]:
 
 
 def run_cell(shape: tuple[int, int, int, int], found: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Time one cell."""
+    """Time one cell: vattn alone first, then in turn with its peers."""
     cell, timers, errors = Cell(*shape), {}, {}
+    names = ("heads", "batch", "length", "tokens")
+    row: dict[str, Any] = dict(zip(names, shape, strict=True))
     for name, make in {"vattn": ours, **found}.items():
         try:
             step = make(cell)
             if check:
                 errors[name] = round(cell.error(step()), 5)
             timers[name] = Timer([step])
+            if name == "vattn":
+                alone = interleave({name: timers[name]})[name]
+                print(json.dumps({**row, "vattn alone, us": round(alone, 2), "error": errors}), flush=True)
         except Exception as error:  # A peer that cannot run a cell is left out of it.
             print(f"{name} in {shape}: {str(error)[:200]!r}", file=sys.stderr)
             torch.cuda.synchronize()
     times = interleave(timers)
     best = min((time for name, time in times.items() if name != "vattn"), default=float("nan"))
     own = times.get("vattn", float("nan"))
-    row = {
-        "heads": shape[0], "batch": shape[1], "length": shape[2], "tokens": shape[3],
+    row |= {
         "us": {name: round(time, 2) for name, time in times.items()}, "best_peer_over_vattn": round(best / own, 3),
         "TB/s": round(cell.cached_bytes / own / 1e6, 2), "error": errors,
     }  # fmt: skip
     print(json.dumps(row), flush=True)
     return row
+
+
+def run_apart(shape: tuple[int, int, int, int], found: dict[str, Any], check: bool) -> dict[str, Any] | None:
+    """Time one cell in a process of its own: what a peer breaks there stays there."""
+    if torch.cuda.is_initialized():
+        return run_cell(shape, found, check)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(run_cell(shape, found, check)))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        print(f"{shape}: no result", file=sys.stderr)
+        return None
+    finally:
+        child.join()
 
 
 def main() -> int:
@@ -183,8 +206,8 @@ def main() -> int:
     cells = CELLS if options.only is None else [CELLS[i] for i in options.only]
     rows = []
     for shape in cells:
-        rows.append(run_cell(shape, found, options.check))
-        torch.cuda.empty_cache()
+        row = run_apart(shape, found, options.check)
+        rows += [] if row is None else [row]
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

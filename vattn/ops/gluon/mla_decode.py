@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import block_barrier, load_box
-from vattn.ops.gluon.decode import let_next_kernel_start, load_item
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -25,9 +24,12 @@ from vattn.ops.gluon.mla_items import (
     block_ids,
     clear_padding,
     clear_rows,
+    first_item,
     init_barriers,
     item_rows,
+    let_next_kernel_start,
     load_blocks,
+    load_item,
 )
 from vattn.ops.triton.mask import LN2
 
@@ -43,41 +45,38 @@ def produce(
     stage = 0
     phase = 1
     query_phase = 1
-    cta = gl.program_id(0) // GROUPS
-    ctas = gl.num_programs(0) // GROUPS
-    item = cta
+    item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, _, count, _, begin, end, _, cta, item = load_item(schedule, cta, item, ctas)
-        if (count > 0) & (request >= 0):
-            row0, rows, _, keys, first, last = item_rows(
-                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-            )
-            table = block_table + request.to(gl.int64) * table_stride
-            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
-            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-                mbarrier.wait(query_free.index(0), query_phase)
-                query_phase ^= 1
-                mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
-                load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
-                load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
-                p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
-                for tile in range(first, last):
-                    # The next tile's block ids, read before the loads of this one.
-                    n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
-                    mbarrier.wait(free.index(stage), phase)
-                    mbarrier.expect(ready.index(stage), TILE * (LATENT + ROPE) * 2)
-                    load_blocks(
-                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(stage),
-                        latents.index(stage), ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
-                    )  # fmt: skip
-                    p0 = n0
-                    p1 = n1
-                    p2 = n2
-                    p3 = n3
-                    stage += 1
-                    if stage == STAGES:
-                        stage = 0
-                        phase ^= 1
+        request, begin, end, _, item = load_item(schedule, item)
+        row0, rows, _, keys, first, last = item_rows(
+            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
+        table = block_table + request.to(gl.int64) * table_stride
+        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            mbarrier.wait(query_free.index(0), query_phase)
+            query_phase ^= 1
+            mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
+            load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
+            load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
+            p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+            for tile in range(first, last):
+                # The next tile's block ids, read before the loads of this one.
+                n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                mbarrier.wait(free.index(stage), phase)
+                mbarrier.expect(ready.index(stage), TILE * (LATENT + ROPE) * 2)
+                load_blocks(
+                    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(stage),
+                    latents.index(stage), ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
+                )  # fmt: skip
+                p0 = n0
+                p1 = n1
+                p2 = n2
+                p3 = n3
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
 
 
 @gluon.jit
@@ -101,73 +100,70 @@ def consume(
     stage = 0
     phase = 0
     query_phase = 0
-    cta = gl.program_id(0) // GROUPS
-    ctas = gl.num_programs(0) // GROUPS
-    item = cta
+    item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
-        if (count > 0) & (request >= 0):
-            row0, rows, seq_len, keys, first, last = item_rows(
-                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-            )
-            table = block_table + request.to(gl.int64) * table_stride
-            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
-            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-                row = group * ROWS + column
-                # Keys that the row of each column sees.
-                limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
-                acc = gl.zeros([LATENT, ROWS], gl.float32, MMA)
-                total = zero_scores
-                maximum = gl.max(zero_scores, 0) - 1e30
-                mbarrier.wait(query_ready.index(0), query_phase)
-                query_phase ^= 1
-                block = gl.load(table + gl.minimum((first * TILE + token_of_tile) // BLOCK_SIZE, last_block))
-                for tile in range(first, last):
-                    token = tile * TILE + token_of_tile
-                    next_block = gl.load(table + gl.minimum((token + TILE) // BLOCK_SIZE, last_block))
-                    known = (block >= 0) & (block < num_blocks)
-                    block = next_block
-                    mbarrier.wait(ready.index(stage), phase)
-                    scores = warpgroup_mma(latents.index(stage), query, zero_scores, use_acc=False, is_async=True)
-                    scores = warpgroup_mma(ropes.index(stage), query_rope, scores, is_async=True)
-                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-                    visible = (token[:, None] < limit[None, :]) & known[:, None]
-                    scores = gl.where(visible, scores * scale, float("-inf"))
-                    new_maximum = gl.maximum(maximum, gl.max(scores, 0))
-                    decay = gl.exp2(maximum - new_maximum)
-                    maximum = new_maximum
-                    weights = gl.exp2(scores - new_maximum[None, :])
-                    weights_room.store(weights.to(weights_room.dtype))
-                    total = total * decay[None, :] + weights
-                    acc = acc * decay[None, :]
-                    if (tile + 1) * TILE > keys:
-                        clear_rows(latents.index(stage), keys - tile * TILE, 0, 8, LAYOUT)
-                    fence_async_shared()
-                    acc = warpgroup_mma(latents.index(stage).permute((1, 0)), weights_room, acc, is_async=True)
-                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    mbarrier.arrive(free.index(stage), count=1)
-                    stage += 1
-                    if stage == STAGES:
-                        stage = 0
-                        phase ^= 1
-                mbarrier.arrive(query_free.index(0), count=1)
-                row_total = gl.sum(total, 0)
-                inside = row < rows
-                if slot >= 0:
-                    place = slot.to(gl.int64) * PARTIAL_ROWS + row
-                    gl.store(partial + place[None, :] * LATENT + latent_column, acc, mask=inside[None, :])
-                    gl.store(stats + place * 2, maximum, mask=inside)
-                    gl.store(stats + place * 2 + 1, row_total, mask=inside)
-                else:
-                    seen = row_total > 0.0
-                    safe = gl.where(seen, row_total, 1.0)
-                    norm = gl.where(seen, 1.0 / safe, 0.0)
-                    place = (row0 + row).to(gl.int64)
-                    result = (acc * norm[None, :]).to(output.dtype.element_ty)
-                    gl.store(output + place[None, :] * LATENT + latent_column, result, mask=inside[None, :])
-                    if lse is not None:
-                        log = gl.where(seen, (maximum + gl.log2(safe)) * LN2, float("-inf"))
-                        gl.store(lse + place, log, mask=inside)
+        request, begin, end, slot, item = load_item(schedule, item)
+        row0, rows, seq_len, keys, first, last = item_rows(
+            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
+        table = block_table + request.to(gl.int64) * table_stride
+        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            row = group * ROWS + column
+            # Keys that the row of each column sees.
+            limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
+            acc = gl.zeros([LATENT, ROWS], gl.float32, MMA)
+            total = zero_scores
+            maximum = gl.max(zero_scores, 0) - 1e30
+            mbarrier.wait(query_ready.index(0), query_phase)
+            query_phase ^= 1
+            block = gl.load(table + gl.minimum((first * TILE + token_of_tile) // BLOCK_SIZE, last_block))
+            for tile in range(first, last):
+                token = tile * TILE + token_of_tile
+                next_block = gl.load(table + gl.minimum((token + TILE) // BLOCK_SIZE, last_block))
+                known = (block >= 0) & (block < num_blocks)
+                block = next_block
+                mbarrier.wait(ready.index(stage), phase)
+                scores = warpgroup_mma(latents.index(stage), query, zero_scores, use_acc=False, is_async=True)
+                scores = warpgroup_mma(ropes.index(stage), query_rope, scores, is_async=True)
+                scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                visible = (token[:, None] < limit[None, :]) & known[:, None]
+                scores = gl.where(visible, scores * scale, float("-inf"))
+                new_maximum = gl.maximum(maximum, gl.max(scores, 0))
+                decay = gl.exp2(maximum - new_maximum)
+                maximum = new_maximum
+                weights = gl.exp2(scores - new_maximum[None, :])
+                weights_room.store(weights.to(weights_room.dtype))
+                total = total * decay[None, :] + weights
+                acc = acc * decay[None, :]
+                if (tile + 1) * TILE > keys:
+                    clear_rows(latents.index(stage), keys - tile * TILE, 0, 8, LAYOUT)
+                fence_async_shared()
+                acc = warpgroup_mma(latents.index(stage).permute((1, 0)), weights_room, acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                mbarrier.arrive(free.index(stage), count=1)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+            mbarrier.arrive(query_free.index(0), count=1)
+            row_total = gl.sum(total, 0)
+            inside = row < rows
+            if slot >= 0:
+                place = slot.to(gl.int64) * PARTIAL_ROWS + row
+                gl.store(partial + place[None, :] * LATENT + latent_column, acc, mask=inside[None, :])
+                gl.store(stats + place * 2, maximum, mask=inside)
+                gl.store(stats + place * 2 + 1, row_total, mask=inside)
+            else:
+                seen = row_total > 0.0
+                safe = gl.where(seen, row_total, 1.0)
+                norm = gl.where(seen, 1.0 / safe, 0.0)
+                place = (row0 + row).to(gl.int64)
+                result = (acc * norm[None, :]).to(output.dtype.element_ty)
+                gl.store(output + place[None, :] * LATENT + latent_column, result, mask=inside[None, :])
+                if lse is not None:
+                    log = gl.where(seen, (maximum + gl.log2(safe)) * LN2, float("-inf"))
+                    gl.store(lse + place, log, mask=inside)
 
 
 @gluon.jit(

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import block_barrier, load_box
-from vattn.ops.gluon.decode import let_next_kernel_start, load_item
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -27,9 +26,12 @@ from vattn.ops.gluon.mla_items import (
     block_ids,
     clear_padding,
     clear_rows,
+    first_item,
     init_barriers,
     item_rows,
+    let_next_kernel_start,
     load_blocks,
+    load_item,
     panels,
 )
 from vattn.ops.triton.mask import LN2
@@ -68,49 +70,46 @@ def produce(
     stage = 0
     phase = 1
     query_phase = 1
-    cta = gl.program_id(0) // GROUPS
-    ctas = gl.num_programs(0) // GROUPS
-    item = cta
+    item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, _, count, _, begin, end, _, cta, item = load_item(schedule, cta, item, ctas)
-        if (count > 0) & (request >= 0):
-            row0, rows, _, keys, first, last = item_rows(
-                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-            )
-            table = block_table + request.to(gl.int64) * table_stride
-            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
-            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-                mbarrier.wait(query_free.index(0), query_phase)
-                query_phase ^= 1
-                mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
-                load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
-                load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
-                p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
-                for tile in range(first, last):
-                    n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
-                    room = latents.index(stage)
-                    mbarrier.wait(free.index(3 * stage), phase)
-                    mbarrier.expect(ready.index(3 * stage), TILE * ROPE * 2)
+        request, begin, end, _, item = load_item(schedule, item)
+        row0, rows, _, keys, first, last = item_rows(
+            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
+        table = block_table + request.to(gl.int64) * table_stride
+        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            mbarrier.wait(query_free.index(0), query_phase)
+            query_phase ^= 1
+            mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
+            load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
+            load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
+            p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+            for tile in range(first, last):
+                n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                room = latents.index(stage)
+                mbarrier.wait(free.index(3 * stage), phase)
+                mbarrier.expect(ready.index(3 * stage), TILE * ROPE * 2)
+                load_blocks(
+                    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(3 * stage),
+                    room, ropes.index(stage), 0, 0, True, BLOCK_SIZE, LAYOUT,
+                )  # fmt: skip
+                for half in gl.static_range(2):
+                    mbarrier.wait(free.index(3 * stage + 1 + half), phase)
+                    mbarrier.expect(ready.index(3 * stage + 1 + half), TILE * LATENT)
                     load_blocks(
-                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(3 * stage),
-                        room, ropes.index(stage), 0, 0, True, BLOCK_SIZE, LAYOUT,
+                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3,
+                        ready.index(3 * stage + 1 + half), room, ropes.index(stage), 4 * half, 4, False,
+                        BLOCK_SIZE, LAYOUT,
                     )  # fmt: skip
-                    for half in gl.static_range(2):
-                        mbarrier.wait(free.index(3 * stage + 1 + half), phase)
-                        mbarrier.expect(ready.index(3 * stage + 1 + half), TILE * LATENT)
-                        load_blocks(
-                            boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3,
-                            ready.index(3 * stage + 1 + half), room, ropes.index(stage), 4 * half, 4, False,
-                            BLOCK_SIZE, LAYOUT,
-                        )  # fmt: skip
-                    p0 = n0
-                    p1 = n1
-                    p2 = n2
-                    p3 = n3
-                    stage += 1
-                    if stage == 2:
-                        stage = 0
-                        phase ^= 1
+                p0 = n0
+                p1 = n1
+                p2 = n2
+                p3 = n3
+                stage += 1
+                if stage == 2:
+                    stage = 0
+                    phase ^= 1
 
 
 @gluon.jit
@@ -187,106 +186,101 @@ def attend_left(
     phase = 0
     query_phase = 0
     weights_phase = 0
-    cta = gl.program_id(0) // GROUPS
-    ctas = gl.num_programs(0) // GROUPS
-    item = cta
+    item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
-        if (count > 0) & (request >= 0):
-            row0, rows, seq_len, keys, first, last = item_rows(
-                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-            )
-            table = block_table + request.to(gl.int64) * table_stride
-            last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
-            end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
-            all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
-            visible_first = seq_len - rows // HEADS + 1
-            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-                row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)
-                limit = gl.minimum(visible_first + row // HEADS, keys)
-                least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
-                acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
-                maximum = gl.max(zero, 1) + HIDDEN
-                total = gl.max(zero, 1)
-                mbarrier.wait(query_ready.index(0), query_phase)
-                query_phase ^= 1
-                if first < last:
-                    scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
-                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-                    mbarrier.arrive(free.index(3 * stage), count=1)
-                    scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
-                                  BLOCK_SIZE)  # fmt: skip
-                    maximum = gl.max(scores, 1)
-                    weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
-                    sums = gl.sum(weights.reshape([ROWS, 8, 8]), 1)
-                    operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
-                    weights_room.store(operand)
-                    if (first + 1) * TILE > keys:
-                        clear_rows(latents.index(stage), keys - first * TILE, 0, 4, LAYOUT)
-                    fence_async_shared()
-                    mbarrier.arrive(weights_ready.index(0), count=1)
-                    for tile in range(first + 1, last):
-                        before = stage
-                        acc = warpgroup_mma(
-                            operand, panels(latents.index(before), 0, 4, TILE, LAYOUT), acc, is_async=True
-                        )
-                        stage += 1
-                        if stage == 2:
-                            stage = 0
-                            phase ^= 1
-                        scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
-                        acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
-                        mbarrier.arrive(free.index(3 * before + 1), count=1)
-                        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-                        scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known,
-                                      token_of_tile, BLOCK_SIZE)  # fmt: skip
-                        highest = gl.max(scores, 1)
-                        new_maximum = gl.where(highest > maximum + 8.0 / scale, highest, maximum)
-                        decay = gl.exp2((maximum - new_maximum) * scale)
-                        maximum = new_maximum
-                        mbarrier.wait(weights_free.index(0), weights_phase)
-                        weights_phase ^= 1
-                        factors.index(0).store(decay)
-                        mbarrier.arrive(factors_ready.index(0), count=1)
-                        weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
-                        operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
-                        weights_room.store(operand)
-                        if (tile + 1) * TILE > keys:
-                            clear_rows(latents.index(stage), keys - tile * TILE, 0, 4, LAYOUT)
-                        fence_async_shared()
-                        mbarrier.arrive(weights_ready.index(0), count=1)
-                        acc = rescale(acc, gl.convert_layout(decay, RESULT_ROWS))
-                        factor = gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
-                        sums = sums * factor + gl.sum(weights.reshape([ROWS, 8, 8]), 1)
-                        mbarrier.arrive(free.index(3 * stage), count=1)
-                    acc = warpgroup_mma(operand, panels(latents.index(stage), 0, 4, TILE, LAYOUT), acc, is_async=True)
-                    total = gl.convert_layout(gl.sum(sums, 1), SCORE_ROWS)
-                    mbarrier.wait(weights_free.index(0), weights_phase)
-                    weights_phase ^= 1
-                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    mbarrier.arrive(free.index(3 * stage + 1), count=1)
+        request, begin, end, slot, item = load_item(schedule, item)
+        row0, rows, seq_len, keys, first, last = item_rows(
+            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
+        table = block_table + request.to(gl.int64) * table_stride
+        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
+        all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
+        visible_first = seq_len - rows // HEADS + 1
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)
+            limit = gl.minimum(visible_first + row // HEADS, keys)
+            least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
+            acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
+            maximum = gl.max(zero, 1) + HIDDEN
+            total = gl.max(zero, 1)
+            mbarrier.wait(query_ready.index(0), query_phase)
+            query_phase ^= 1
+            if first < last:
+                scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                mbarrier.arrive(free.index(3 * stage), count=1)
+                scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
+                              BLOCK_SIZE)  # fmt: skip
+                maximum = gl.max(scores, 1)
+                weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
+                sums = gl.sum(weights.reshape([ROWS, 8, 8]), 1)
+                operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
+                weights_room.store(operand)
+                if (first + 1) * TILE > keys:
+                    clear_rows(latents.index(stage), keys - first * TILE, 0, 4, LAYOUT)
+                fence_async_shared()
+                mbarrier.arrive(weights_ready.index(0), count=1)
+                for tile in range(first + 1, last):
+                    before = stage
+                    acc = warpgroup_mma(operand, panels(latents.index(before), 0, 4, TILE, LAYOUT), acc, is_async=True)
                     stage += 1
                     if stage == 2:
                         stage = 0
                         phase ^= 1
-                mbarrier.arrive(query_free.index(0), count=1)
-                # A row whose keys all lie behind it has weights of hidden keys alone.
-                seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
-                norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
-                inside = row < rows
-                if first < last:
-                    factors.index(0).store(norm)
+                    scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                    acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
+                    mbarrier.arrive(free.index(3 * before + 1), count=1)
+                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                    scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known,
+                                  token_of_tile, BLOCK_SIZE)  # fmt: skip
+                    highest = gl.max(scores, 1)
+                    new_maximum = gl.where(highest > maximum + 8.0 / scale, highest, maximum)
+                    decay = gl.exp2((maximum - new_maximum) * scale)
+                    maximum = new_maximum
+                    mbarrier.wait(weights_free.index(0), weights_phase)
+                    weights_phase ^= 1
+                    factors.index(0).store(decay)
                     mbarrier.arrive(factors_ready.index(0), count=1)
-                if slot >= 0:
-                    place = (slot.to(gl.int64) * PARTIAL_ROWS + row) * 2
-                    gl.store(stats + place, gl.where(seen, maximum * scale, -1e30), mask=inside)
-                    gl.store(stats + place + 1, gl.where(seen, total, 0.0), mask=inside)
-                elif lse is not None:
-                    log = gl.where(seen, (maximum * scale + gl.log2(gl.where(seen, total, 1.0))) * LN2, float("-inf"))
-                    gl.store(lse + (row0 + row).to(gl.int64), log, mask=inside)
-                result_row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
-                store_half(acc, gl.convert_layout(norm, RESULT_ROWS), output, partial, result_row, result_row < rows,
-                           row0, slot, 0, PARTIAL_ROWS, RESULT)  # fmt: skip
+                    weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
+                    operand = gl.convert_layout(weights.to(weights_room.dtype), WEIGHTS)
+                    weights_room.store(operand)
+                    if (tile + 1) * TILE > keys:
+                        clear_rows(latents.index(stage), keys - tile * TILE, 0, 4, LAYOUT)
+                    fence_async_shared()
+                    mbarrier.arrive(weights_ready.index(0), count=1)
+                    acc = rescale(acc, gl.convert_layout(decay, RESULT_ROWS))
+                    factor = gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
+                    sums = sums * factor + gl.sum(weights.reshape([ROWS, 8, 8]), 1)
+                    mbarrier.arrive(free.index(3 * stage), count=1)
+                acc = warpgroup_mma(operand, panels(latents.index(stage), 0, 4, TILE, LAYOUT), acc, is_async=True)
+                total = gl.convert_layout(gl.sum(sums, 1), SCORE_ROWS)
+                mbarrier.wait(weights_free.index(0), weights_phase)
+                weights_phase ^= 1
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                mbarrier.arrive(free.index(3 * stage + 1), count=1)
+                stage += 1
+                if stage == 2:
+                    stage = 0
+                    phase ^= 1
+            mbarrier.arrive(query_free.index(0), count=1)
+            # A row whose keys all lie behind it has weights of hidden keys alone.
+            seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
+            norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
+            inside = row < rows
+            if first < last:
+                factors.index(0).store(norm)
+                mbarrier.arrive(factors_ready.index(0), count=1)
+            if slot >= 0:
+                place = (slot.to(gl.int64) * PARTIAL_ROWS + row) * 2
+                gl.store(stats + place, gl.where(seen, maximum * scale, -1e30), mask=inside)
+                gl.store(stats + place + 1, gl.where(seen, total, 0.0), mask=inside)
+            elif lse is not None:
+                log = gl.where(seen, (maximum * scale + gl.log2(gl.where(seen, total, 1.0))) * LN2, float("-inf"))
+                gl.store(lse + (row0 + row).to(gl.int64), log, mask=inside)
+            result_row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+            store_half(acc, gl.convert_layout(norm, RESULT_ROWS), output, partial, result_row, result_row < rows,
+                       row0, slot, 0, PARTIAL_ROWS, RESULT)  # fmt: skip
 
 
 @gluon.jit
@@ -303,44 +297,39 @@ def attend_right(
     phase = 0
     weights_phase = 0
     factors_phase = 0
-    cta = gl.program_id(0) // GROUPS
-    ctas = gl.num_programs(0) // GROUPS
-    item = cta
+    item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, _, count, _, begin, end, slot, cta, item = load_item(schedule, cta, item, ctas)
-        if (count > 0) & (request >= 0):
-            row0, rows, _, keys, first, last = item_rows(
-                query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-            )
-            for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-                acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
-                norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
-                for tile in range(first, last):
-                    if tile > first:
-                        mbarrier.wait(factors_ready.index(0), factors_phase)
-                        factors_phase ^= 1
-                        acc = rescale(acc, factors.index(0).load(RESULT_ROWS))
-                    mbarrier.wait(ready.index(3 * stage + 2), phase)
-                    if (tile + 1) * TILE > keys:
-                        clear_rows(latents.index(stage), keys - tile * TILE, 4, 4, LAYOUT)
-                    mbarrier.wait(weights_ready.index(0), weights_phase)
-                    weights_phase ^= 1
-                    acc = warpgroup_mma(
-                        weights_room, panels(latents.index(stage), 4, 4, TILE, LAYOUT), acc, is_async=True
-                    )
-                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    mbarrier.arrive(free.index(3 * stage + 2), count=1)
-                    mbarrier.arrive(weights_free.index(0), count=1)
-                    stage += 1
-                    if stage == 2:
-                        stage = 0
-                        phase ^= 1
-                if first < last:
+        request, begin, end, slot, item = load_item(schedule, item)
+        row0, rows, _, keys, first, last = item_rows(
+            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
+            norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
+            for tile in range(first, last):
+                if tile > first:
                     mbarrier.wait(factors_ready.index(0), factors_phase)
                     factors_phase ^= 1
-                    norm = factors.index(0).load(RESULT_ROWS)
-                row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
-                store_half(acc, norm, output, partial, row, row < rows, row0, slot, 256, PARTIAL_ROWS, RESULT)
+                    acc = rescale(acc, factors.index(0).load(RESULT_ROWS))
+                mbarrier.wait(ready.index(3 * stage + 2), phase)
+                if (tile + 1) * TILE > keys:
+                    clear_rows(latents.index(stage), keys - tile * TILE, 4, 4, LAYOUT)
+                mbarrier.wait(weights_ready.index(0), weights_phase)
+                weights_phase ^= 1
+                acc = warpgroup_mma(weights_room, panels(latents.index(stage), 4, 4, TILE, LAYOUT), acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                mbarrier.arrive(free.index(3 * stage + 2), count=1)
+                mbarrier.arrive(weights_free.index(0), count=1)
+                stage += 1
+                if stage == 2:
+                    stage = 0
+                    phase ^= 1
+            if first < last:
+                mbarrier.wait(factors_ready.index(0), factors_phase)
+                factors_phase ^= 1
+                norm = factors.index(0).load(RESULT_ROWS)
+            row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+            store_half(acc, norm, output, partial, row, row < rows, row0, slot, 256, PARTIAL_ROWS, RESULT)
 
 
 @gluon.jit(

@@ -12,15 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.ops.gluon.compat import HAS_REINTERPRET, block_barrier, load_box
+from vattn.ops.triton.mla_schedule import FIELDS
 
 TILE = tl.constexpr(64)
 """Cached rows of one tile."""
 
 LATENT = tl.constexpr(512)
 ROPE = tl.constexpr(64)
-
-UNITS = tl.constexpr(4)
-"""Tiles of the schedule (16 tokens) that make one tile here."""
 
 
 @gluon.jit
@@ -40,11 +38,24 @@ def panels(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit
+def first_item(schedule, cta):
+    """Return the first item of a CTA, -1 for none."""
+    return gl.where(cta < gl.load(schedule), cta, -1)
+
+
+@gluon.jit
+def load_item(schedule, item):
+    """Return request, first tile, end tile and slot of an item, and the next item of its CTA."""
+    record = schedule + (1 + item) * FIELDS
+    return gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
+
+
+@gluon.jit
 def item_rows(
     query_start_loc, seq_lens, request, first, last, num_tokens, table_width, HEADS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Return of an item: first row, rows, keys of the last token, keys of the request, first and last tile.
+    """Return of an item: first row, rows, length of the request, keys that the cache has of it, first and end tile.
 
     Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
     """
@@ -54,8 +65,8 @@ def item_rows(
     keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
     end_tile = (keys + TILE - 1) // TILE
     is_long = length > SPLIT_QUERY
-    first_tile = gl.where(is_long, 0, first // UNITS)
-    last_tile = gl.where(is_long, end_tile, gl.minimum((last + UNITS - 1) // UNITS, end_tile))
+    first_tile = gl.where(is_long, 0, first)
+    last_tile = gl.where(is_long, end_tile, gl.minimum(last, end_tile))
     return start * HEADS, gl.maximum(length, 0) * HEADS, seq_len, keys, first_tile, last_tile
 
 
@@ -139,6 +150,14 @@ def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT:
         part.store(gl.where(row < begin, part.load(ROWS), 0.0).to(latents.dtype))
     fence_async_shared()
     block_barrier()
+
+
+@gluon.jit
+def let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
 """The latent decode path of Hopper: who may use it, its schedule, and the launches.
 
-The schedule is that of `vattn.ops.triton.decode_fast_plan`, in which every request counts as one row of the query. Its
-numbers lie in a tensor whose first dimension tells how many tokens of the query a split request may have: requests of
-more tokens than the shapes of a step let expect run unsplit, which is slow, but right.
+The numbers of the schedule (`vattn.ops.triton.mla_schedule`) lie in a tensor whose first dimension tells how many
+tokens of the query a split request may have: requests of more tokens than the shapes of a step let expect run unsplit,
+which is slow, but right.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from vattn.errors import ShapeError
 from vattn.mla_config import MLAConfig
 from vattn.ops.gluon.mla_decode import mla_decode_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
-from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE, UNITS
+from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS
-from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
 CAPABILITY = (9, 0)
@@ -88,9 +87,9 @@ def groups_of_rows(config: MLAConfig, tokens: int) -> int:
 
 def plan_shape(num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
     """Return the shape of the int32 schedule of a step; its size never falls with the batch."""
-    records = 1 + 2 * num_reqs + WAVE_CHOICES.value * _multiprocessors(device)
+    records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
     tokens = query_tokens(num_tokens, num_reqs)
-    return tokens, -(-records // 16) * 16 * ITEM_FIELDS.value // tokens
+    return tokens, -(-records // 16) * 16 * FIELDS.value // tokens
 
 
 @lru_cache(maxsize=64)
@@ -113,18 +112,15 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     if tuple(schedule.shape) != shape:
         raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
     ctas = _ctas(config, tokens, seq_lens.device)
-    # What is not split counts as empty.
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
-    lengths = torch.where((query_lens > 0) & (query_lens <= tokens), seq_lens, 0)
-    one_each = torch.arange(num_reqs + 1, dtype=torch.int32, device=seq_lens.device)
-    plan_kernel[(1,)](
-        one_each, lengths, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas), WINDOW=0,
-        UNIT=UNITS.value, REQUESTS=min(1024, next_power_of_two(max(32, num_reqs))), num_warps=8,
+    requests = min(1024, next_power_of_two(max(32, num_reqs)))
+    mla_schedule_kernel[(1,)](
+        query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
+        SPLIT_QUERY=tokens, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, num_warps=8,
     )  # fmt: skip
 
 
 def _max_items(num_reqs: int, ctas: int) -> int:
-    return num_reqs + WAVE_CHOICES.value * ctas
+    return num_reqs + WAVES.value * ctas
 
 
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:

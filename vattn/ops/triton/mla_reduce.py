@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from vattn.ops.triton.codec import INTERPRETED
-from vattn.ops.triton.decode_fast_kernels import SPLIT_FIELDS
 from vattn.ops.triton.mask import LN2
+from vattn.ops.triton.mla_schedule import FIELDS
 
 SPLIT_STEP = tl.constexpr(8)
 
@@ -27,7 +27,7 @@ def mla_reduce_kernel(
     row = tl.program_id(0) % PARTIAL_ROWS
     if index >= tl.load(schedule + 1):
         return
-    record = schedule + (1 + max_items + index) * SPLIT_FIELDS
+    record = schedule + (1 + max_items + index) * FIELDS
     request = tl.load(record)
     first = tl.load(record + 1).to(tl.int64)
     count = tl.load(record + 2)

@@ -1,0 +1,116 @@
+"""The latent decode path's schedule and merge in the interpreter: every tile once, every CTA's chain, every split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.support import relative_l2
+
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the compiled kernels in tests/gpu/test_mla_gpu.py", allow_module_level=True)
+
+from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
+
+TILE = 64
+
+CASES: dict[str, tuple[list[int], list[int], int, int]] = {
+    "one short": ([1], [5], 12, 1),
+    "one long": ([1], [9000], 12, 1),
+    "equal, fewer than CTAs": ([1] * 3, [4000] * 3, 12, 1),
+    "equal, as many as CTAs": ([1] * 12, [4000] * 12, 12, 1),
+    "equal, some more": ([1] * 13, [1000] * 13, 12, 1),
+    "skewed": ([1] * 9, [20000, 1, 64, 65, 63, 0, 700, 128, 3], 12, 1),
+    "padding and long queries": ([1, 0, 9, 2, 0], [700, 0, 900, 3000, 64], 5, 2),
+    "several passes over the requests": ([1] * 70, [100 + 97 * i % 3000 for i in range(70)], 7, 1),
+}
+
+
+def schedule_of(queries: list[int], lengths: list[int], ctas: int, split_query: int) -> tuple[torch.Tensor, int]:
+    reqs = len(queries)
+    most = reqs + WAVES.value * ctas
+    schedule = torch.full((1 + most + reqs, FIELDS.value), -7, dtype=torch.int32)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    mla_schedule_kernel[(1,)](
+        starts, torch.tensor(lengths).int(), schedule, reqs, ctas, -(-reqs // ctas), most,
+        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8,
+    )  # fmt: skip
+    return schedule, most
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_tile_is_attended_once(name: str) -> None:
+    queries, lengths, ctas, split_query = CASES[name]
+    schedule, most = schedule_of(queries, lengths, ctas, split_query)
+    active, num_splits = schedule[0, :2].tolist()
+    assert 0 < active <= ctas
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    seen, loads = set(), []
+    for cta in range(active):
+        item, load = cta, 0
+        while item >= 0:
+            assert item not in seen and item < most
+            seen.add(item)
+            request, begin, end, slot, item = schedule[1 + item, :5].tolist()
+            found.setdefault(request, []).append((begin, end, slot))
+            load += end - begin + 1
+        loads.append(load)
+    assert sorted(found) == list(range(len(queries)))
+    splits = {row[0]: row[1:3] for row in schedule[1 + most : 1 + most + num_splits].tolist()}
+    slots = []
+    for request, parts in found.items():
+        parts.sort()
+        tiles = -(-lengths[request] // TILE) if 0 < queries[request] <= split_query else 0
+        # Without tiles, or with more rows than are split, a request is one item that writes its result itself.
+        assert parts[0][0] == 0 and parts[-1][1] == max(1, tiles)
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
+        own = sorted(slot for _, _, slot in parts)
+        if len(parts) == 1:
+            assert own == [-1] and request not in splits
+        else:
+            first, count = splits[request]
+            assert own == list(range(first, first + count))
+            slots += own
+    assert sorted(slots) == list(range(len(slots)))
+    if name == "equal, as many as CTAs":
+        assert not splits
+    if name in ("skewed", "one long"):
+        assert max(loads) <= 1.5 * sum(loads) / ctas + 4
+
+
+def test_merged_splits() -> None:
+    queries, lengths, ctas, split_query = CASES["padding and long queries"]
+    schedule, most = schedule_of(queries, lengths, ctas, split_query)
+    heads, rows, latent, tokens = 3, 16, 32, sum(queries)
+    scores = torch.randn(most, rows, 5)
+    values = torch.randn(most, rows, 5, latent)
+    scores[:, 4] = -torch.inf
+    maximum = scores.amax(-1).clamp(min=-1e30)
+    weights = torch.exp2(scores - maximum[..., None])
+    partial = torch.einsum("srk,srkl->srl", weights, values)
+    stats = torch.stack((maximum, weights.sum(-1)), -1).contiguous()
+    output, lse = torch.full((tokens * heads, latent), 7.0), torch.full((tokens * heads,), 7.0)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    mla_reduce_kernel[(len(queries) * rows, 2)](
+        schedule, partial, stats, starts, output, lse, most, HEADS=heads, PARTIAL_ROWS=rows, LATENT=latent, COLUMNS=16
+    )
+    splits = schedule[1 + most :][: int(schedule[0, 1]), :3].tolist()
+    assert splits
+    written = torch.zeros(tokens * heads, dtype=torch.bool)
+    for request, first, count in splits:
+        for row in range(queries[request] * heads):
+            place = int(starts[request]) * heads + row
+            parts = scores[first : first + count, row].flatten()
+            expected = torch.softmax(parts * 0.6931471805599453, 0) @ values[first : first + count, row].flatten(0, 1)
+            written[place] = True
+            if row == 4:
+                assert not output[place].any() and lse[place] == -torch.inf
+                continue
+            assert relative_l2(output[place], expected) < 1e-5
+            assert abs(float(lse[place]) - float(torch.logsumexp(parts * 0.6931471805599453, 0))) < 1e-5
+    assert bool((output[~written] == 7.0).all()) and bool((lse[~written] == 7.0).all())
