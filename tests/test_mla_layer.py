@@ -114,7 +114,7 @@ def test_profiling_call_is_zero_and_needs_no_cache() -> None:
         assert layer(*inputs(5), output_shape=(5, N, V)).shape == (5, N, V)
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_quantised_caches(cache_dtype: str) -> None:
     quant = vattn.QuantConfig(k_scale=0.02) if cache_dtype == "fp8" else None
     layer = make_layer(cache_dtype=cache_dtype, kv_lora_rank=128, quant_config=quant)
@@ -233,6 +233,7 @@ def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
             {"cache_dtype": "fp8", "quant_config": vattn.QuantConfig(k_scale=1.0, v_scale=1.0)},
         ),
         "a format that latents lack": (ConfigError, {"cache_dtype": "fp8_e5m2"}),
+        "packed rows of another rank": (ConfigError, {"cache_dtype": "fp8_ds_mla"}),
         "an indexer alone": (ConfigError, {"indexer": Indexer(1, 1)}),
         "sparse without an indexer": (ConfigError, {"use_sparse": True}),
         "a workspace below one block": (ConfigError, {"workspace_tokens": 7}),
@@ -246,6 +247,11 @@ def test_wrong_layers_are_refused(name: str) -> None:
     error, options = bad_layers()[name]
     with pytest.raises(error):
         make_layer(**options)
+
+
+def test_formats_of_latents_are_refused_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="is no KV cache format"):
+        vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(cache_dtype="fp8_ds_mla"))
 
 
 def test_windows_and_query_formats_are_refused() -> None:

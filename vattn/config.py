@@ -331,7 +331,8 @@ class CacheConfig:
     Attributes:
         block_size: tokens per block, any multiple of 8 from 8 to 256.
         cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` (`"fp8_e4m3"`),
-            `"fp8_e5m2"`, or a packed format of `vattn.formats.KV_FORMATS`, such as `"int8_per_token_head"`.
+            `"fp8_e5m2"`, or a packed format of `vattn.formats.KV_FORMATS`, such as `"int8_per_token_head"`; for
+            latent attention also `"fp8_ds_mla"` and `"nvfp4_ds_mla"`.
         sliding_window: default window of layers that name none.
         calculate_kv_scales: compute FP8 scales on the device, once, from the first real tokens.
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
@@ -361,10 +362,13 @@ class CacheConfig:
             "a multiple of 8 from 8 to 256",
             "block_size=16",
         )
+        from vattn.mla_formats import MLA_PACKED_DTYPES
+
+        known = (*kv_cache_dtypes(), *MLA_PACKED_DTYPES)
         _check(
-            self.cache_dtype in kv_cache_dtypes(),
+            self.cache_dtype in known,
             f"cache_dtype={self.cache_dtype!r}",
-            ", ".join(kv_cache_dtypes()),
+            ", ".join(known),
             "choose one of these names",
         )
         _check(

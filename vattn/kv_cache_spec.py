@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from vattn.config import KV_CACHE_LAYOUTS
 from vattn.errors import CacheError, ConfigError
 from vattn.formats import KV_FORMATS
+from vattn.mla_formats import MLA_PACKED_DTYPES
 from vattn.ops.cache_layout import block_bytes, is_in_bytes, kv_cache_dtype, kv_cache_shape
 
 PAGE_ALIGNMENT = 16
@@ -37,6 +38,8 @@ class KVCacheSpec:
         ConfigError: a value out of range, or padding that is too small or of a typed storage.
     """
 
+    formats: ClassVar[tuple[str, ...]] = tuple(KV_FORMATS)
+
     num_kv_heads: int
     head_size: int
     head_size_v: int = 0
@@ -50,11 +53,12 @@ class KVCacheSpec:
             object.__setattr__(self, "head_size_v", self.head_size)
         for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
             _check_int(name, getattr(self, name), 1)
-        for name, allowed in (("kv_cache_dtype", tuple(KV_FORMATS)), ("layout", KV_CACHE_LAYOUTS)):
+        for name, allowed in (("kv_cache_dtype", self.formats), ("layout", KV_CACHE_LAYOUTS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
-        problems = KV_FORMATS[self.kv_cache_dtype].head_size_problems(self.head_size, self.head_size_v)
+        fmt = KV_FORMATS.get(self.kv_cache_dtype)
+        problems = [] if fmt is None else fmt.head_size_problems(self.head_size, self.head_size_v)
         if problems:
             raise ConfigError("; ".join(problems), "head sizes that the format takes", "choose another kv_cache_dtype")
         if self.page_size_padded is not None:
@@ -241,6 +245,8 @@ class MLAAttentionSpec(FullAttentionSpec):
         row_bytes: bytes of one row of a packed format; `None`: `head_size` elements of `kv_cache_dtype`.
     """
 
+    formats: ClassVar[tuple[str, ...]] = (*KV_FORMATS, *MLA_PACKED_DTYPES)
+
     row_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -251,6 +257,12 @@ class MLAAttentionSpec(FullAttentionSpec):
         if self.row_bytes is not None:
             _check_int("row_bytes", self.row_bytes, 1)
         super().__post_init__()
+        if self.row_bytes is None and self.kv_cache_dtype in MLA_PACKED_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} without row_bytes",
+                "the bytes of a row with a packed format",
+                "pass row_bytes, such as MLAConfig.row_bytes",
+            )
         if self.num_kv_heads != 1:
             raise ConfigError(f"num_kv_heads={self.num_kv_heads} of an MLA cache", "1", "pass num_kv_heads=1")
 
