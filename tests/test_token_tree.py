@@ -171,3 +171,22 @@ def test_layers_with_tables_of_their_own_are_refused() -> None:
         vattn.allocate_kv_cache(layer, num_blocks=2, dtype=torch.float32)
     with pytest.raises(ConfigError, match="once per group"):
         vattn.move_slots(layers, torch.tensor([1]), torch.tensor([2]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(paths=st.lists(st.lists(st.integers(-1, 2), max_size=3), max_size=5))
+def test_any_paths_are_refused_or_a_tree(paths: list[list[int]]) -> None:
+    nodes = [tuple(path) for path in paths]
+    right = (
+        bool(nodes)
+        and nodes == sorted(set(nodes), key=lambda path: (len(path), path))
+        and all(path and min(path) >= 0 for path in nodes)
+        and all(path[:-1] in {(), *nodes} for path in nodes)
+        and all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in nodes for path in nodes)
+    )
+    if right:
+        tree = TokenTree.of(paths)
+        assert [tree.branch(row) for row in range(tree.size)] == [rows_to(tree, row) for row in range(tree.size)]
+        return
+    with pytest.raises(ConfigError):
+        TokenTree.of(paths)
