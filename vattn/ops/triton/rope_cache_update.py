@@ -101,7 +101,8 @@ def _turned_heads(rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: 
             first, second = first * (weight_a + ONE), second * (weight_b + ONE)
             if D > 2 * HALF:
                 passed = passed * (_load_columns(weight, here, 2 * HALF, D - 2 * HALF, REST) + ONE)
-    return first * cos_a - second * sin_a, second * cos_b + first * sin_b, passed
+    # As generated code is contracted: the compiler may choose the other product to be rounded where it is left to it.
+    return tl.fma(first, cos_a, -(second * sin_a)), tl.fma(second, cos_b, first * sin_b), passed
 
 
 @triton.jit
