@@ -53,7 +53,7 @@ TORCH = FlashLibrary("torch varlen_attn", "2.11", paged=False)
 FA3_PACKAGE = FlashLibrary("FlashAttention-3", "3.0.0b1", True, "flash_attn_interface")
 FA4 = FlashLibrary("FlashAttention-4", "4.0.0b36", True, "flash_attn.cute")
 FA2 = FlashLibrary("FlashAttention-2", "2.8.3", True, "flash_attn")
-TORCH_PAGED = FlashLibrary("torch varlen_attn", "2.13", paged=True)
+TORCH_PAGED = FlashLibrary("torch varlen_attn", "2.13.0+FA3", paged=True)
 
 
 def test_without_a_library_the_error_says_how_to_load_one(forgotten) -> None:
@@ -155,6 +155,30 @@ def test_the_newest_library_that_has_kernels_for_the_gpu_runs(forgotten) -> None
     assert [found(c) for c in ((8, 0), (9, 0))] == ["torch varlen_attn", "FlashAttention-4"]
 
 
+def test_torchs_own_pages_with_an_implementation_that_does(forgotten) -> None:
+    forgotten.delenv(LIBRARY_VARIABLE, raising=False)
+    forgotten.setattr("torch.version.cuda", "13.0")
+    forgotten.setattr(flash_attention, "installed_version", lambda package: None)
+    found = {}
+    for active in (None, "FA3", "FA4"):
+        forgotten.setattr(
+            "torch.nn.attention.current_flash_attention_impl", lambda active=active: active, raising=False
+        )
+        for capability in ((9, 0), (10, 0)):
+            flash_attention.find_library.cache_clear()
+            found[active, capability] = flash_attention.find_library(capability).paged
+    expected = {("FA3", (9, 0)), ("FA4", (10, 0))} if torch.__version__ >= "2.12" else set()
+    assert {key for key, paged in found.items() if paged} == expected
+
+
+def test_flash_attention_4_has_fewer_head_sizes_on_newer_gpus(monkeypatch) -> None:
+    wide = PLAIN.replace(head_size=192, head_size_v=192)
+    assert reasons(FA4, monkeypatch, head_size=192, head_size_v=192) == []
+    backend = selector.get_backend("FLASH_ATTN")
+    assert "head_size 192 (runs 32, 40" in backend.reasons(wide, DeviceInfo("cuda", (10, 0), "B"))[0]
+    assert backend.reasons(PLAIN, DeviceInfo("cuda", (10, 0), "B")) == []
+
+
 def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None:
     forgotten.delenv(LIBRARY_VARIABLE, raising=False)
     forgotten.setattr("torch.version.cuda", None)
@@ -179,7 +203,7 @@ def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None
         (FA2, {}, "block_size 16"),
         (FA4, {"batch_invariant": True, "sliding_window": 9}, "use TRITON_ATTN"),
         (FA2, {"block_size": 256, "batch_invariant": True}, "batch_invariant is not implemented"),
-        (TORCH_PAGED, {"block_size": 256, "logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
+        (TORCH_PAGED, {"logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
         (FA3, {"kv_cache_dtype": "float16"}, "use a bfloat16 cache"),
         (FA3, {**FP8, "head_size": 72, "head_size_v": 72}, "head_size 72 in FP8"),
     ],

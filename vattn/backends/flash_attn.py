@@ -43,8 +43,8 @@ class _OneLibrary(Backend):
 
     name = "FLASH_ATTN"
 
-    def __init__(self, library: FlashLibrary | None) -> None:
-        self.capabilities = capabilities_of(library)
+    def __init__(self, library: FlashLibrary | None, capability: tuple[int, int]) -> None:
+        self.capabilities = capabilities_of(library, capability)
 
 
 class FlashAttentionBackend(TritonCacheUpdate, Backend):
@@ -60,7 +60,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """What the library that was found can do; without one, what FlashAttention-3 could."""
-        return capabilities_of(self.library)
+        return capabilities_of(self.library, _current_capability())
 
     def problem(self) -> str | None:
         """Return why no FlashAttention library can be used, `None` if one can."""
@@ -72,7 +72,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         if library is None:
             return None
         if library.name == "torch varlen_attn":
-            return "torch", torch.__version__.split("+")[0]
+            return "torch", library.version
         return library.module or "FlashAttention-3 library", library.version if library.module else library_digest()
 
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -84,12 +84,15 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         """Return what the library for a device refuses; for none, what FlashAttention-3 would."""
         library, found = _library_on(device), []
         if library is not None and not library.paged and config.block_size:
-            found.append("a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path)")
+            found.append(
+                "a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path), or activate an implementation "
+                "that pages: torch.nn.attention.activate_flash_attention_impl('FA3'), with torch 2.12 or newer"
+            )
         if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
             found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
         if config.takes_fp8_query and config.head_size % 16:
             found.append(f"head_size {config.head_size} in FP8 (runs multiples of 16)")
-        found += _OneLibrary(library).reasons(config, device)
+        found += _OneLibrary(library, device.capability).reasons(config, device)
         return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
 
     def notes(self, config: AttentionConfig) -> list[str]:

@@ -8,6 +8,7 @@ from vattn.ops.flash_attention import FlashLibrary
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 """Head sizes that every FlashAttention has kernels for; these libraries run the multiples of 8 between them too."""
 
+_EVERY_8 = Sizes(8, 32, 256)
 _COMMON = frozenset("bidirectional sliding_window lse hnd_layout contiguous_kv".split())
 _SINKS_IN_BF16 = (
     Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention takes sinks in bf16: use a bf16 model"),
@@ -31,6 +32,7 @@ def _capabilities(
     minimum_capability: tuple[int, int],
     exclusions: tuple[Exclusion, ...] = (),
     formats: tuple[str, ...] = (),
+    head_sizes: Sizes = _EVERY_8,
 ) -> Capabilities:
     return Capabilities(
         devices=("cuda",),
@@ -39,7 +41,7 @@ def _capabilities(
         query_formats=("none", *formats),
         output_formats=("none",),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
-        head_sizes=Sizes(8, 32, 256),
+        head_sizes=head_sizes,
         block_sizes=block_sizes,
         features=_COMMON | features,
         exclusions=(*exclusions, *_SAME_DTYPES),
@@ -87,22 +89,30 @@ FLASH_ATTENTION_3_PACKAGE = _capabilities(
 )
 """What the package of FlashAttention-3 does: it has no sinks."""
 
-FLASH_ATTENTION_4 = _capabilities(
-    frozenset({"logits_soft_cap", "sinks", "batch_invariant"}), _ANY_16, (9, 0), (*_SINKS_IN_BF16, *_WINDOW_INVARIANT)
+_FEATURES_OF_4 = frozenset({"logits_soft_cap", "sinks", "batch_invariant"})
+FLASH_ATTENTION_4 = _capabilities(_FEATURES_OF_4, _ANY_16, (9, 0), (*_SINKS_IN_BF16, *_WINDOW_INVARIANT))
+"""What the package of FlashAttention-4 does on sm_90."""
+
+FLASH_ATTENTION_4_NEWER = _capabilities(
+    _FEATURES_OF_4,
+    _ANY_16,
+    (10, 0),
+    (*_SINKS_IN_BF16, *_WINDOW_INVARIANT),
+    head_sizes=Sizes(values=(*range(32, 129, 8), 256)),
 )
-"""What the package of FlashAttention-4 does."""
+"""The same on newer GPUs, where it has fewer head sizes."""
 
 FLASH_ATTENTION_2 = _capabilities(frozenset({"logits_soft_cap"}), _PAGES_OF_2, (8, 0))
 """What the package of FlashAttention-2 does."""
 
-TORCH_VARLEN = _capabilities(frozenset(), _PAGES_OF_2, (8, 0))
-"""What torch's own varlen attention does; before torch 2.12 attention without a cache alone."""
+TORCH_VARLEN = _capabilities(frozenset(), _ANY_16, (8, 0))
+"""What torch's own varlen attention does; by the implementation inside of torch, attention without a cache alone."""
 
 
-def capabilities_of(library: FlashLibrary | None) -> Capabilities:
-    """Return what a library can do; for none, what FlashAttention-3 could."""
+def capabilities_of(library: FlashLibrary | None, capability: tuple[int, int] | None = None) -> Capabilities:
+    """Return what a library can do, on a GPU of that capability; for none, what FlashAttention-3 could."""
     if library is None or library.name == "FlashAttention-3":
         return FLASH_ATTENTION_3_PACKAGE if library is not None and library.module else FLASH_ATTENTION_3
-    return {"FlashAttention-4": FLASH_ATTENTION_4, "FlashAttention-2": FLASH_ATTENTION_2}.get(
-        library.name, TORCH_VARLEN
-    )
+    if library.name == "FlashAttention-4":
+        return FLASH_ATTENTION_4_NEWER if capability is not None and capability >= (10, 0) else FLASH_ATTENTION_4
+    return FLASH_ATTENTION_2 if library.name == "FlashAttention-2" else TORCH_VARLEN

@@ -198,14 +198,20 @@ def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | No
         fits = capability is None or capability[0] in package.majors
         if fits and installed_version(package) is not None and package_problem(package) is None:
             return FlashLibrary(package.name, installed_version(package) or "", True, package.module)
-    if torch.version.cuda is not None:
-        return FlashLibrary("torch varlen_attn", torch.__version__, paged=torchs_own_is_paged())
-    return None
+    return None if torch.version.cuda is None else _torchs_own(capability)
 
 
-def torchs_own_is_paged() -> bool:
-    """Return whether torch's varlen attention takes a block table, as it does from torch 2.12 on."""
-    return torch.__version__ >= "2.12"
+def _torchs_own(capability: tuple[int, int] | None) -> FlashLibrary:
+    """Return torch's varlen attention.
+
+    Block tables came with torch 2.12. The implementation inside of torch refuses them; one that a user has activated
+    before takes them: FlashAttention-3, or FlashAttention-4 on GPUs newer than sm_90.
+    """
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    newer = capability is not None and capability >= (10, 0)
+    paged = torch.__version__ >= "2.12" and active == ("FA4" if newer else "FA3")
+    name = torch.__version__.split("+")[0]
+    return FlashLibrary("torch varlen_attn", f"{name}+{active}" if paged else name, paged)
 
 
 def passed_over() -> list[str]:
