@@ -127,10 +127,11 @@ def serve(
     rng, vocabulary = random.Random(0), packed.model.config.vocab_size
     generator = vattn.Generator(packed, max_num_reqs=len(lengths), graph_sizes=graph_sizes, **options)
     sampling = vattn.Sampling(new, stop_token_ids=())
-    generator.generate([[1, 2, 3]] * 2, vattn.Sampling(2, stop_token_ids=()))
+    # Kernels of the prefill are compiled by a prompt as long.
+    generator.generate([[1] * max(lengths)] * 2, vattn.Sampling(2, stop_token_ids=()))
     prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
     before = generator.statistics()
-    counted = before.steps, before.seconds, before.host_seconds
+    counted = before.steps, before.seconds, before.device_seconds
     requests = [generator.add(prompt, sampling) for prompt in prompts]
     begin, waste = time.perf_counter(), []
     while generator.busy:
@@ -141,10 +142,10 @@ def serve(
     assert all(request.state == "finished" for request in requests)
     size = packed.kv_cache.block_size
     now = generator.statistics()
-    steps, taken, host = now.steps - counted[0], now.seconds - counted[1], now.host_seconds - counted[2]
+    steps, taken, busy = now.steps - counted[0], now.seconds - counted[1], now.device_seconds - counted[2]
     return {
         "requests": len(lengths), "prompt": [min(lengths), max(lengths)], "new": new, "seconds": seconds,
-        "tokens_per_second": len(lengths) * new / seconds, "steps": steps, "host_share": host / taken,
+        "tokens_per_second": len(lengths) * new / seconds, "steps": steps, "idle_share": 1 - busy / taken,
         "preemptions": now.preemptions, "waste": max((w / (u * size) for w, u in waste if u), default=0.0),
         "first_token_seconds": statistics.median(now.first_token_seconds[2:]),
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """Serve many requests on one paged cache: requests, the scheduler, sampling, and the loop that runs them."""
 
-from vattn.generation.generator import Generator, model_inputs
+from vattn.generation.generator import Generator
+from vattn.generation.launch import model_inputs
 from vattn.generation.request import Request, Sampling
 from vattn.generation.statistics import Progress, Statistics
 

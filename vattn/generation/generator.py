@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from vattn.block_pool import BlockPool
 from vattn.compilation import compile, compile_regions
-from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.generation.launch import Launched, Launcher, needs_history, sample_inputs
 from vattn.generation.request import FAILED, FINISHED, Request, Sampling
-from vattn.generation.sampler import choose_tokens, processors
-from vattn.generation.scheduler import Part, Scheduler
+from vattn.generation.sampler import processors
+from vattn.generation.scheduler import Scheduler
 from vattn.generation.statistics import Progress, Statistics
 from vattn.generation.text import TextStream, cut_at_stop_string
 from vattn.kv_cache import KVCacheAllocation
-from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
 Prompt = str | Sequence[int]
@@ -103,6 +102,8 @@ class Generator:
         )
         self._forward = _compiled(model, compile, self.device, compile_options or {})
         self.graphs = self._capture(graph_sizes)
+        self._launcher = Launcher(self._forward, self.builder, self.graphs, self.scheduler)
+        self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
         self._texts: dict[Request, TextStream] = {}
@@ -149,28 +150,50 @@ class Generator:
     def step(self) -> list[Progress]:
         """Compute one step; return what came of it for each request that got a token or ended.
 
-        An error in the model leaves no request half computed: they wait, and the next step computes them again.
+        The step after it is on its way already when this one returns. An error in the model leaves no request half
+        computed: they wait, and the next step computes them again.
         """
         begin = time.perf_counter()
-        parts = self.scheduler.schedule()
-        if not parts:
+        now, self._ahead = self._ahead or self._launch(None), None
+        if now is None:
             return []
         try:
-            logits, ready = self._run(parts)
-            launched = time.perf_counter()
-            tokens, usable = choose_tokens(logits, [part.request for part in ready])
+            # The device goes on while the host deals with this step.
+            self._ahead = self._launch(now) if self._can_look_ahead(now) else None
+        except BaseException:
+            self._ahead = now
+            raise
+        tokens, usable = now.read()
+        for part in now.parts:
+            self.scheduler.publish(part)
+        came = [
+            self._accept(part.request, token, good)
+            for part, token, good in zip(now.ready, tokens, usable, strict=True)
+            if not part.request.done
+        ]
+        self._count(now, len(came), begin)
+        return came
+
+    def _can_look_ahead(self, now: Launched) -> bool:
+        """Whether the next step can be launched before the tokens of this one are known on the host."""
+        return not any(needs_history(part.request) for part in now.ready)
+
+    def _launch(self, before: Launched | None) -> Launched | None:
+        """Launch the next step, `None` if there is nothing to do; `before` is on its way."""
+        for part in before.ready if before is not None else ():
+            request = part.request
+            # A request that is sure to end with that token needs no further step.
+            if not request.done and len(request.output) + 1 < request.sampling.max_new_tokens:
+                request.coming = 1
+        parts = self.scheduler.schedule()
+        if not parts:
+            return None
+        try:
+            return self._launcher.launch(parts, before)
         except BaseException:
             for part in reversed(parts):
                 self.scheduler.preempt(part.request)
             raise
-        waited = time.perf_counter()
-        for part in parts:
-            self.scheduler.publish(part)
-        came = [
-            self._accept(part.request, token, good) for part, token, good in zip(ready, tokens, usable, strict=True)
-        ]
-        self._count(parts, len(ready), begin, waited - launched)
-        return came
 
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
@@ -246,33 +269,13 @@ class Generator:
             sizes = sorted({size for size in ladder if size <= most}) if self.device.type == "cuda" else ()
         if not sizes:
             return None
-        return CUDAGraphRunner(self._forward, sizes, self.builder, _sample_inputs, output_rows="requests")
-
-    @torch.inference_mode()
-    def _run(self, parts: list[Part]) -> tuple[Tensor, list[Part]]:
-        """Return logits of the requests whose last token is in the step, and their parts."""
-        # Those first: their rows are then the first ones of the logits.
-        parts.sort(key=lambda part: part.end < part.request.num_tokens)
-        ready = [part for part in parts if part.end == part.request.num_tokens]
-        ids = [token for part in parts for token in part.request.tokens(part.start, part.end)]
-        lengths: dict[str, Any] = {
-            "query_lens": [part.end - part.start for part in parts],
-            "seq_lens": [part.end for part in parts],
-            "block_tables": self.scheduler.table_rows(parts),
-        }
-        if len(ids) == len(parts) and self.graphs is not None and self.graphs.key_for(len(ids), len(ids)) is not None:
-            metadata = self.graphs.build(**lengths)
-            return self.graphs(*model_inputs(ids, metadata), metadata=metadata), ready
-        # One token would compile a graph of its own.
-        ids += [0] * (2 - len(ids))
-        metadata = self.builder.build(**lengths, num_tokens_padded=len(ids))
-        with forward_context(metadata):
-            return self._forward(*model_inputs(ids, metadata)), ready
+        return CUDAGraphRunner(self._forward, sizes, self.builder, sample_inputs, output_rows="requests")
 
     def _accept(self, request: Request, token: int, usable: bool) -> Progress:
         """Give a request its next token, and end it where it ends."""
+        request.coming = 0
         if not usable:
-            self.scheduler.release(request)
+            self.scheduler.retire(request)
             self._texts.pop(request, None)
             request.end(FAILED, "error", RequestError(
                 f"logits that are not finite after {request.num_tokens} tokens",
@@ -297,7 +300,7 @@ class Generator:
                 reason = "stop string"
             fresh = request.text[before:]
         if reason:
-            self.scheduler.release(request)
+            self.scheduler.retire(request)
             self._texts.pop(request, None)
             request.end(FINISHED, reason)
         return Progress(request, fresh, () if stopped else (token,))
@@ -309,25 +312,14 @@ class Generator:
         ids = torch.tensor([request.tokens(0, request.num_tokens)])
         return any(bool(torch.as_tensor(met(ids, None)).any()) for met in criteria)
 
-    def _count(self, parts: list[Part], generated: int, begin: float, waited: float) -> None:
-        now, seconds = self._statistics, time.perf_counter() - begin
-        now.steps += 1
-        now.generated_tokens += generated
-        now.prompt_tokens += sum(max(0, min(part.end, len(part.request.prompt)) - part.start) for part in parts)
-        now.reused_tokens += sum(part.request.reused for part in parts if part.start == part.request.reused)
-        now.seconds += seconds
-        now.host_seconds += seconds - waited
-
-
-def model_inputs(ids: Sequence[int], metadata: AttentionMetadata) -> list[Tensor]:
-    """Return what a model takes for a step: token ids, positions, and the row of each request's last token."""
-    assert metadata.positions is not None
-    last = (metadata.query_start_loc[1:] - 1).clamp(min=0).long()
-    return [torch.tensor(ids).to(last.device, non_blocking=True), metadata.positions, last]
-
-
-def _sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    return model_inputs([0] * metadata.slot_mapping.shape[0], metadata)
+    def _count(self, now: Launched, generated: int, begin: float) -> None:
+        so_far, parts = self._statistics, now.parts
+        so_far.steps += 1
+        so_far.generated_tokens += generated
+        so_far.prompt_tokens += sum(max(0, min(part.end, len(part.request.prompt)) - part.start) for part in parts)
+        so_far.reused_tokens += sum(part.request.reused for part in parts if part.start == part.request.reused)
+        so_far.seconds += time.perf_counter() - begin
+        so_far.device_seconds += now.device_seconds
 
 
 def _cache_of(model: nn.Module) -> KVCacheAllocation:

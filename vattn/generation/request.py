@@ -110,6 +110,7 @@ class Request:
         self.state, self.reason = WAITING, ""
         self.error: VattnError | None = None
         self.reused = self.preemptions = 0
+        self.coming = 0
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
@@ -124,8 +125,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output together."""
-        return len(self.prompt) + len(self.output)
+        """Tokens of prompt and output together, and the one that a step on its way will bring."""
+        return len(self.prompt) + len(self.output) + self.coming
 
     @property
     def cached(self) -> int:
@@ -138,7 +139,7 @@ class Request:
         return self.state in (FINISHED, FAILED, CANCELLED)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return the ids of positions `start` to `end - 1`."""
+        """Return the ids of positions `start` to `end - 1`, as far as they are known."""
         length = len(self.prompt)
         if start >= length:
             return self.output[start - length : end - length]
@@ -155,6 +156,7 @@ class Request:
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:
         """Note how the request ended."""
         self.state, self.reason, self.error = state, reason, error
+        self.coming = 0
         self.ended = time.monotonic()
 
     def result(self) -> Request:

@@ -14,12 +14,15 @@ from vattn.errors import MissingPackageError
 from vattn.generation.request import Request, Sampling
 
 
-def choose_tokens(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[bool]]:
-    """Return the next token of each request, and whether its logits could be used at all. Synchronises once or twice.
+def choose_tokens(logits: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
+    """Return the next token of each request, without waiting for the device.
 
     Args:
         logits: `[B, vocab_size]` of any float dtype; row i belongs to request i, rows behind them are ignored.
         requests: those whose last token was computed.
+
+    Returns:
+        int64 `[B]` tokens, and int64 `[2, B]`: tokens, and 1 where the logits were finite.
     """
     rows = logits[: len(requests)]
     # The largest value is NaN where any is.
@@ -35,8 +38,7 @@ def choose_tokens(logits: Tensor, requests: list[Request]) -> tuple[list[int], l
         # A row that cannot be used would stop the draw of the whole group.
         scores = torch.where(usable[index, None], rows[index].float(), 0.0)
         tokens[index] = _draw(scores, [requests[row] for row in members])
-    chosen, good = torch.stack((tokens, usable.long())).tolist()
-    return chosen, [bool(flag) for flag in good]
+    return tokens, torch.stack((tokens, usable.long()))
 
 
 def _cuts(sampling: Sampling) -> tuple[float, int, float, float]:

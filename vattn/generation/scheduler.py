@@ -112,6 +112,8 @@ class Scheduler:
         """Take blocks for a running request's next tokens; the youngest make room, itself at last (then `None`)."""
         start = request.cached
         end = min(request.num_tokens, start + budget)
+        if start == end:
+            return None
         while request.table is not None:
             try:
                 self._append(request, end - start)
@@ -173,6 +175,13 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(request)
 
+    def retire(self, request: Request) -> None:
+        """Take a request out, whether it runs or was preempted while its last token was on its way."""
+        if request in self.running:
+            self.release(request)
+        else:
+            self.waiting.remove(request)
+
     def release(self, request: Request) -> None:
         """Take a request out of the batch and give its blocks back."""
         self.running.remove(request)
@@ -190,10 +199,8 @@ class Scheduler:
         """
         if request.done:
             return
-        if request in self.running:
-            self.release(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        if request in self.running or request in self.waiting:
+            self.retire(request)
         else:
             raise RequestError(f"{request!r}, which is not in this generator", "its own requests", "check which one")
         request.end(CANCELLED, "cancelled")

@@ -20,7 +20,8 @@ class Statistics:
         used_blocks, num_blocks: blocks that requests hold now, and all that there are for them.
         wasted_tokens: places in those blocks that hold no token.
         seconds: wall time of all steps.
-        host_seconds: the part of it in which the device had nothing to do for lack of work from the host.
+        device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. What `seconds` is
+            longer, the device waited for the host.
         first_token_seconds: from arrival to the first token, of every request that has one.
     """
 
@@ -35,7 +36,7 @@ class Statistics:
     num_blocks: int = 0
     wasted_tokens: int = 0
     seconds: float = 0.0
-    host_seconds: float = 0.0
+    device_seconds: float = 0.0
     first_token_seconds: tuple[float, ...] = ()
 
     @property
