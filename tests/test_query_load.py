@@ -173,13 +173,14 @@ def test_a_backend_refuses_what_it_cannot_load() -> None:
         selector.choose(config, "cpu")
 
 
-def test_fast_decode_takes_the_loads_that_have_run_on_a_gpu() -> None:
+def test_fast_decode_takes_the_loads_that_have_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from vattn.ops.triton import decode_fast
 
+    monkeypatch.setattr(decode_fast, "runs", lambda config, device: True)
     asked = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "query_format": "fp8_e4m3", "block_size": 16}
-    plain = make_config(dtype="bfloat16", query_load="approximate_divide", **asked)
-    on_fp8 = plain.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
-    assert all(decode_fast._load_has_run(on_fp8, count, 1) for count in (1, 64))
-    assert not any(decode_fast._load_has_run(plain, count, 1) for count in (1, 64))
-    assert decode_fast._load_has_run(plain.replace(query_load="plain"), 64, 1)
+    for lens, takes in (([1, 1], True), ([2, 2], False)):
+        for load in ("plain", "approximate_divide"):
+            batch = random_paged_batch(make_config(**asked), lens, [5, 33])
+            config = batch.config.replace(query_load=load)
+            assert decode_fast.accepts(batch.args, config) == (takes or load == "plain")

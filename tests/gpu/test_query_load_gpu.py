@@ -78,7 +78,7 @@ def test_exact_arithmetic(dtype: str, lens: str, cache: str, kind: str, load: st
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("num_reqs", [5, 40], ids=["few", "many"])
 def test_fast_decode_rounds_by_itself(num_reqs: int, cache: str, kind: str, load: str) -> None:
-    """What `decode_fast.accepts` may take once this has passed: the Triton kernel (few, FP8), the Gluon one (many)."""
+    """Both kernels of fast decode: the Triton one (few, FP8) and the Gluon one (many)."""
     from vattn.backends.base import DeviceInfo
     from vattn.ops.triton import decode_fast
 

@@ -137,14 +137,9 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call goes the fast way: the layer is accepted and so are the rows per request."""
     num_reqs = args.seq_lens.shape[0]
     tokens = rows_at_a_time(config, args.query.shape[0], num_reqs)
-    return tokens > 0 and runs(config, args.query.device) and _load_has_run(config, num_reqs, tokens)
-
-
-@lru_cache(maxsize=4096)
-def _load_has_run(config: AttentionConfig, num_reqs: int, tokens: int) -> bool:
-    """Return whether queries have been loaded like this on a GPU: rounded ones on FP8 caches, by the Triton kernel."""
-    on_fp8 = config.kv_cache_dtype in QUANTISED_CACHES and not choose_tuning(config, num_reqs, tokens).slots
-    return config.query_load == "plain" or on_fp8
+    # Queries of several rows of a request have not been rounded in their load on a GPU yet.
+    has_run = config.query_load == "plain" or tokens == 1
+    return tokens > 0 and has_run and runs(config, args.query.device)
 
 
 @lru_cache(maxsize=4096)
