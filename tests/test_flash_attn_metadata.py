@@ -498,3 +498,9 @@ def test_metadata_made_by_hand_moves_on() -> None:
     assert inputs.input_positions.tolist() == [7, 16]
     with pytest.raises(MetadataError, match="one input_token a request"):
         step.advance_step(DecodeInput(torch.zeros(3).long(), inputs[1]), torch.zeros(2).long(), BLOCK, 2, 2)
+
+
+def test_layers_name_what_they_take() -> None:
+    step = plain_builder().build([1], [7], [[3]])
+    with pytest.raises(MetadataError, match=r"its \.common"), vattn.forward_context(step):
+        pass

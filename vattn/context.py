@@ -33,7 +33,7 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         raise MetadataError(
             f"metadata of type {type(metadata).__name__}",
             "AttentionMetadata, or None for a profiling run",
-            "pass what builder.build returned",
+            "pass what builder.build returned, or its .common where it has one",
         )
     before, parts = current, _set_parts(current, metadata)
     current = metadata

@@ -104,7 +104,7 @@ class CachedAttention(BoundCache):
             raise MetadataError(
                 f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
                 "AttentionMetadata, or None for a profiling call",
-                "pass what builder.build returned",
+                "pass what builder.build returned, or its .common where it has one",
             )
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(
