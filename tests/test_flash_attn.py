@@ -205,7 +205,7 @@ def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None
         (FA2, {"block_size": 256, "batch_invariant": True}, "batch_invariant is not implemented"),
         (TORCH_PAGED, {"logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
         (FA3, {"kv_cache_dtype": "float16"}, "use a bfloat16 cache"),
-        (FA3, {**FP8, "head_size": 72, "head_size_v": 72}, "head_size 72 in FP8"),
+        (FA3, {**FP8, "head_size": 72, "head_size_v": 72}, "head_size 72 with fp8_e4m3"),
     ],
 )
 def test_what_the_others_refuse(library, changes, why, monkeypatch) -> None:

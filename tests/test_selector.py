@@ -333,3 +333,12 @@ def test_a_gpu_takes_the_list_of_the_newest_architecture_that_is_not_newer(monke
     monkeypatch.setattr(selector, "_BACKENDS", dict.fromkeys(["TORCH_SDPA", *lists]))
     assert selector.priority(DeviceInfo("cuda", capability, "G"))[0] == key
     assert selector.priority(CPU)[:2] == ("cpu", "TORCH_SDPA")
+
+
+def test_a_format_may_narrow_the_head_sizes():
+    narrow = dataclasses.replace(NARROW, exclusions=(), format_head_sizes={"fp8_e4m3": Sizes(values=(64, 128))})
+    assert reasons(capabilities=narrow, head_size=96, head_size_v=96) == []
+    assert reasons(capabilities=narrow, **FP8) == []
+    found = reasons(capabilities=narrow, **FP8, head_size=96, head_size_v=96)
+    assert found == ["head_size 96 with fp8_e4m3 (runs 64, 128)"]
+    assert reasons(capabilities=narrow, **FP8, head_size=80, head_size_v=80) == ["head_size 80 (runs 64, 96, 128)"]

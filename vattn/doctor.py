@@ -267,6 +267,7 @@ def _cell(backend: str, can: Capabilities, part: str) -> str:
 def _limits(backend: Backend) -> list[str]:
     can = backend.capabilities
     limits = [f"- {', '.join(f'`{n}`' for n in sorted(rule.names))} together: {rule.why}" for rule in can.exclusions]
+    limits += [f"- format `{name}`: head sizes {sizes}" for name, sizes in can.format_head_sizes.items()]
     limits += [f"- format `{name}` needs {_sm(need)} or newer" for name, need in can.format_capability.items()]
     return ["", f"## Limits of {backend.name}", "", *limits] if limits else []
 

@@ -220,6 +220,7 @@ class Capabilities:
         exclusions: combinations that are refused.
         minimum_capability: lowest compute capability on CUDA.
         format_capability: lowest compute capability for a KV, query or output format by name.
+        format_head_sizes: head sizes that a KV, query or output format narrows `head_sizes` to, by name.
         package: what must be installed.
         output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
         approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
@@ -247,6 +248,7 @@ class Capabilities:
     exclusions: tuple[Exclusion, ...] = ()
     minimum_capability: tuple[int, int] = (0, 0)
     format_capability: dict[str, tuple[int, int]] = field(default_factory=dict)
+    format_head_sizes: dict[str, Sizes] = field(default_factory=dict)
     package: Package | None = None
     query_loads: tuple[str, ...] = ("plain",)
     output_variants: bool = False
@@ -329,6 +331,9 @@ class Backend:
         for size in dict.fromkeys((config.head_size, config.head_size_v)):
             if size not in can.head_sizes:
                 found.append(f"head_size {size} (runs {can.head_sizes})")
+            for name in dict.fromkeys((config.kv_cache_dtype, config.query_format, config.output_format)):
+                if size not in can.format_head_sizes.get(name, can.head_sizes) and size in can.head_sizes:
+                    found.append(f"head_size {size} with {name} (runs {can.format_head_sizes[name]})")
         if config.block_size and config.block_size not in can.block_sizes:
             found.append(f"block_size {config.block_size} (runs {can.block_sizes})")
         if not can.output_variants:

@@ -90,8 +90,6 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             )
         if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
             found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
-        if config.takes_fp8_query and config.head_size % 16:
-            found.append(f"head_size {config.head_size} in FP8 (runs multiples of 16)")
         found += _OneLibrary(library, device.capability).reasons(config, device)
         return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
 

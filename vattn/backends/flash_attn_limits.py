@@ -46,6 +46,7 @@ def _capabilities(
         features=_COMMON | features,
         exclusions=(*exclusions, *_SAME_DTYPES),
         minimum_capability=minimum_capability,
+        format_head_sizes=dict.fromkeys(formats, Sizes(16, 32, 256)),
         fp8_weights=bool(formats),
         garbage_safe=False,
     )
