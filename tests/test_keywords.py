@@ -4,6 +4,8 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
+from torch import nn
 
 import vattn
 from vattn.errors import ConfigError, UnknownOptionError, VattnError
@@ -62,6 +64,24 @@ def test_methods_and_functions() -> None:
     assert (scaled(3), scaled(3, factor=4), scaled.__doc__) == (6, 12, "Doc.")
     with pytest.raises(UnknownOptionError, match=r"factr.*Allowed: value, factor.*Try: factor"):
         scaled(3, factr=4)
+
+
+def test_what_passes_options_on_does_not_know_their_names() -> None:
+    with pytest.raises(TypeError, match="takes \\*\\*options"):
+        known_keywords(lambda **options: None)
+
+
+def test_steps_of_groups_pass_their_options_on() -> None:
+    model = nn.ModuleList(
+        vattn.Attention(2, 16, 0.25, prefix=str(index), per_layer_sliding_window=window)
+        for index, window in enumerate((None, 16))
+    )
+    vattn.allocate_kv_cache(model, num_blocks=16, dtype=torch.float32, hybrid=True, max_seq_len=64)
+    grouped = vattn.GroupedMetadataBuilder(4, 8, 64, layers=model)
+    tables = [[[1]], [[2]]]
+    assert grouped.build([1], [1], tables, num_reqs_padded=4).seq_lens.shape == (4,)
+    with pytest.raises(UnknownOptionError, match="num_reqs_padded"):
+        grouped.build([1], [1], tables, num_reqs_paded=4)
 
 
 def test_a_layer_without_a_prefix_is_called_so() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, MetadataError
 from vattn.grouped_metadata import CacheGroup, GroupedMetadata
-from vattn.keywords import known_keywords
 from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder, refuse_contradiction
@@ -76,7 +75,6 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 self._tables_copied = [torch.cuda.Event() for _ in range(2)]
         self._table_turn = 0
 
-    @known_keywords
     def build(  # type: ignore[override]
         self,
         query_lens: Lengths,

@@ -61,7 +61,10 @@ def known_fields(kind: C) -> C:
 
 
 def _checked(function: F, of: str) -> F:
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise TypeError(f"{of} takes **options: what it passes them on to knows their names")
+    names = [name for name in parameters if name != "self"]
     known = frozenset(names)
 
     @functools.wraps(function)
