@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn
 from benchmarks.fused_steps import Sizes, transformers_ms
+from benchmarks.kernels import profile_kernels
 from vattn.integrations.transformers import PackedModel, enable
 
 LARGE = {
@@ -80,7 +81,9 @@ def weight_bytes(packed: PackedModel) -> int:
     return own - (0 if tied else inner.get_input_embeddings().weight.nbytes)
 
 
-def decode_steps(packed: PackedModel, batch: int, context: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+def decode_steps(
+    packed: PackedModel, batch: int, context: int, steps: int, options: dict[str, Any], profile: bool = False
+) -> dict[str, Any]:
     """Time steps of the generator, and replays of its graph alone."""
     device = packed.model.device.type
     vocabulary = packed.model.config.vocab_size
@@ -109,6 +112,12 @@ def decode_steps(packed: PackedModel, batch: int, context: int, steps: int, opti
         events[1].record()
         torch.cuda.synchronize()
         replay = events[0].elapsed_time(events[1]) / 20
+        if profile:
+            total: dict[str, list[float]] = {}
+            for kernel in profile_kernels(entry.graph.replay):
+                total.setdefault(kernel.name, []).append(kernel.us)
+            for name, each in sorted(total.items(), key=lambda item: -sum(item[1])):
+                print(f"  {sum(each):9.1f} us in {len(each):4d} of {statistics.median(each):7.2f} us: {name[:110]}")
     while generator.busy:
         generator.cancel(
             generator.scheduler.running[0] if generator.scheduler.running else generator.scheduler.waiting[0]
@@ -162,6 +171,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
     parser.add_argument("--memory", default="60GiB")
+    parser.add_argument("--merge", action="store_true", help="merge projections")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -176,6 +187,7 @@ def main() -> None:
         cache_config=vattn.CacheConfig(cache_dtype=args.kv_cache_dtype),
         quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
         memory="16MiB" if args.small else args.memory,
+        merge_projections=args.merge,
     )
     options: dict[str, Any] = {
         "max_seq_len": 8192 if not args.small else 512,
@@ -197,7 +209,7 @@ def main() -> None:
     how = args.compile
     for batch in args.batches:
         begin = time.perf_counter()
-        row = decode_steps(packed, batch, context, steps, {**options, "compile": how})
+        row = decode_steps(packed, batch, context, steps, {**options, "compile": how}, args.profile)
         how = "none" if how in (None, "layers") else how  # the layers are compiled by now
         row["floor_ms"] = row["bytes"] / rate * 1e3
         row["over_floor"] = row["replay_ms"] / row["floor_ms"]

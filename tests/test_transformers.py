@@ -146,6 +146,42 @@ def test_padded_batches_are_refused() -> None:
         runner.step([([1, 2, 3], 0)])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "starcoder2", "phi3", "bloom"])
+def test_merged_projections(name: str) -> None:
+    """The same logits, state dict and loading; phi3 and bloom have nothing to merge but run on."""
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[1])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    runner = Runner(enable(model, merge_projections=True, num_blocks=17))
+    assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], expected) < TOLERANCE
+    own = {key: value for key, value in model.state_dict().items() if ".vattn." not in key}
+    assert own.keys() == before.keys() and all(torch.equal(own[key], value) for key, value in before.items())
+    other = make_model(name, seed=1)
+    model.load_state_dict(other.state_dict(), strict=False)
+    assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], eager_logits(other, PROMPTS[1])) < TOLERANCE
+    disable(model)
+    assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(other, PROMPTS[1])) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_merged_projections_compile_into_one_product() -> None:
+    packed = enable(make_model("llama"), merge_projections=True, num_blocks=17)
+    torch._dynamo.reset()
+    code: list[str] = []
+    step = Runner(packed, vattn.compile(packed))
+    _, code = torch._inductor.utils.run_and_get_code(lambda: step.step([(PROMPTS[1], 0), (PROMPTS[0], 0)]))
+    # Two layers of four products (merged, out, merged, down), and the head.
+    assert sum(text.count("extern_kernels.mm(") + text.count("extern_kernels.addmm(") for text in code) == 9
+
+
+def test_merged_weights_that_moved_are_refused() -> None:
+    model = make_model("llama")
+    packed = enable(model, merge_projections=True)
+    model.double()
+    with pytest.raises(vattn.errors.ConfigError, match="moved or replaced"):
+        packed.allocate(num_blocks=8)
+
+
 REFUSED = {
     "mamba": ({}, "takes no position_ids"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "fails on packed tokens"),

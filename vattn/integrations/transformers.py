@@ -20,6 +20,7 @@ from vattn import context
 from vattn.calibration import Calibration
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
+from vattn.integrations import merged_linears
 from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
 from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
@@ -106,6 +107,7 @@ class PackedModel(nn.Module):
 
     def allocate(self, **options: Any) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
+        merged_linears.check_merged(self)
         self.kv_cache = allocate_kv_cache(self, dtype=self.model.dtype, **options)  # type: ignore[arg-type]
         return self.kv_cache
 
@@ -119,6 +121,7 @@ def enable(
     scales_per_head: bool = False,
     attn_backend: str | None = None,
     batch_invariant: bool = False,
+    merge_projections: bool = False,
     num_blocks: int | None = None,
     memory: int | str | None = None,
 ) -> PackedModel:
@@ -131,6 +134,8 @@ def enable(
             where neither `quant_config` nor `calibration` is given.
         calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.
         scales_per_head: take one scale per KV head from the calibration instead of one.
+        merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
+            views of one storage, and the model must not be moved or cast afterwards.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -170,6 +175,8 @@ def enable(
     replaced = bool(replaced_modules(model))
     _register()
     replace_forwards(model, attend)
+    if merge_projections:
+        merged_linears.merge_projections(model)
     set_attention(model, REPLACED if replaced else NAME)
     packed = PackedModel(model)
     if num_blocks is not None or memory is not None:
@@ -188,6 +195,7 @@ def disable(model: nn.Module) -> None:
     if before is None:
         return
     restore_forwards(inner)
+    merged_linears.separate_projections(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     set_attention(inner, before)
