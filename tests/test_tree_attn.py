@@ -33,7 +33,7 @@ def usable(name: str) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize(("batch", "context"), [(1, 16), (3, 47)])
+@pytest.mark.parametrize(("batch", "context"), [(1, 16), pytest.param(3, 47, marks=pytest.mark.slow)])
 def test_every_branch_equals_attention_on_the_branch(name: str, batch: int, context: int, backend: str) -> None:
     requests = [(context + 7 * row, TREES[name]) for row in range(batch)]
     case = TreeBatch(requests, usable(backend), seed=context)
@@ -64,18 +64,11 @@ def test_random_trees(requests: list[tuple[int, Any]]) -> None:
     case.check(case.run(), CLOSE)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(tree=random_trees(), context=st.integers(0, 40), extend=st.integers(1, 9))
 def test_random_trees_in_the_kernels(tree: TokenTree, context: int, extend: int) -> None:
     case = TreeBatch([(context, tree), (context, extend)], usable("TREE_ATTN"))
     case.check(case.run(), CLOSE)
-
-
-def test_one_op_and_one_metadata_for_all_backends() -> None:
-    first = TreeBatch(MIXED, "TORCH_SDPA")
-    second = TreeBatch(MIXED, usable("TREE_ATTN"))
-    for one, other in zip(first.run(), second.run(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_comes_out_zero_and_writes_nothing() -> None:
