@@ -101,6 +101,13 @@ def test_differential_attention_after_a_minute_of_training() -> None:
     assert float(re.search(r"loss (\S+),", printed)[1]) < 2.5
 
 
+def test_latent_attention() -> None:
+    printed = run("13_latent_attention.py")
+    assert "80 values a token in the cache instead of 640" in printed
+    distances = re.findall(r"relative distance to the formula (\S+)", printed)
+    assert len(distances) == 5 and all(float(distance) < 1e-5 for distance in distances)
+
+
 def test_all_examples_are_tested_and_short() -> None:
     source = Path(__file__).read_text()
     assert EXAMPLES
