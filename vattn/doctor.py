@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vattn.backends import selector
-from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Package
-from vattn.backends.recorded_runs import runs_of
-from vattn.config import AttentionConfig, AttentionType
-from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.backends.base import Backend, DeviceInfo
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS
+from vattn.support_table import support_table as support_table
 
 OPTIONAL_PACKAGES: dict[str, str] = {
     "triton": "TRITON_ATTN; comes with CUDA builds of torch",
@@ -193,88 +193,3 @@ def _error_of_a_step(config: AttentionConfig, device: str) -> float:
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
     expected = (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1)
     return float((output - expected).norm() / expected.norm())
-
-
-def support_table() -> str:
-    """Return Markdown that shows what every backend accepts, generated from its capabilities."""
-    backends = [selector.get_backend(name) for name in selector.backend_names()]
-    can = [backend.capabilities for backend in backends]
-    lines = [
-        "# What each backend accepts",
-        "",
-        "Generated from the backends' capabilities and from recorded runs by `python -m vattn doctor --support-table`;",
-        "a test compares. A request outside it is refused with the reason; `vattn.explain(...)` answers for one.",
-        "",
-        "`yes`: accepted, and right in a recorded run on a GPU, or on a CPU with every change. `interpreter`: right in",
-        "Triton's interpreter with every change, no recorded run on a GPU. `untested`: accepted, but it never ran.",
-        "",
-        "| | " + " | ".join(backend.name for backend in backends) + " |",
-        "|---" * (len(backends) + 1) + "|",
-    ]
-
-    def row(title: str, cells: Iterable[str]) -> None:
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-
-    def flags(title: str, field: str, names: Iterable[str]) -> None:
-        for name in names:
-            part = name if field == "features" else f"{PART_NAMES[field]}={name}"
-            cells = (
-                _cell(b.name, c, part) if name in getattr(c, field) else "no"
-                for b, c in zip(backends, can, strict=True)
-            )
-            row(f"{title} `{name}`", cells)
-
-    row("ran on a GPU", ("; ".join(map(str, runs_of(backend.name))) or "untested" for backend in backends))
-    row("devices", (", ".join(c.devices) for c in can))
-    row("package", ("torch alone" if c.package is None else _requirement(c.package) for c in can))
-    row(
-        "lowest compute capability",
-        (_sm(c.minimum_capability) for c in can),
-    )
-    row("CUDA graphs", (c.cuda_graphs for c in can))
-    row("garbage in unused memory is harmless", ("yes" if c.garbage_safe else "no" for c in can))
-    row("dtypes", (", ".join(c.dtypes) for c in can))
-    row("head sizes", (str(c.head_sizes) for c in can))
-    row("block sizes", (str(c.block_sizes) for c in can))
-    flags("attention type", "attn_types", tuple(kind.value for kind in AttentionType))
-    flags("feature", "features", FEATURES)
-    flags("KV cache", "kv_cache_dtypes", KV_FORMATS)
-    flags("query", "query_formats", QUERY_FORMATS)
-    flags("query rounded by the kernel", "query_loads", QUERY_LOADS[1:])
-    flags("output", "output_formats", OUTPUT_FORMATS)
-    for backend in backends:
-        lines += _limits(backend)
-    return "\n".join(lines) + "\n"
-
-
-PART_NAMES = {
-    "attn_types": "attn_type",
-    "kv_cache_dtypes": "kv_cache_dtype",
-    "query_formats": "query_format",
-    "query_loads": "query_load",
-    "output_formats": "output_format",
-}
-"""Field of `Capabilities` -> field of the config whose values it lists."""
-
-
-def _cell(backend: str, can: Capabilities, part: str) -> str:
-    """Return what the support table says of a part of requests that a backend accepts."""
-    if "cpu" in can.devices or any(part in run.cells for run in runs_of(backend)):
-        return "yes"
-    return "interpreter" if "interpreter" in can.devices else "untested"
-
-
-def _limits(backend: Backend) -> list[str]:
-    can = backend.capabilities
-    limits = [f"- {', '.join(f'`{n}`' for n in sorted(rule.names))} together: {rule.why}" for rule in can.exclusions]
-    limits += [f"- format `{name}`: head sizes {sizes}" for name, sizes in can.format_head_sizes.items()]
-    limits += [f"- format `{name}` needs {_sm(need)} or newer" for name, need in can.format_capability.items()]
-    return ["", f"## Limits of {backend.name}", "", *limits] if limits else []
-
-
-def _sm(capability: tuple[int, int]) -> str:
-    return "any" if capability == (0, 0) else f"sm_{capability[0]}{capability[1]}"
-
-
-def _requirement(package: Package) -> str:
-    return f"{package.distribution} >= {'.'.join(map(str, package.minimum))}"

@@ -17,7 +17,7 @@ import importlib.metadata
 import itertools
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from tests.conformance.requests import PAIRS, PLAIN, Request, Size, config_with,
 from tests.conformance.rows import ROWS
 from tests.support import Batch
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo, request_parts
+from vattn.backends.base import Backend, DeviceInfo, request_parts
 from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, write_runs
 from vattn.config import AttentionConfig
 
@@ -46,33 +46,39 @@ class Recorder:
     Args:
         backend: name of the backend.
         device: where it runs.
+        made: the backend itself, if `vattn.backends.selector` does not know it.
     """
 
-    def __init__(self, backend: str, device: str) -> None:
+    def __init__(self, backend: str, device: str, made: Backend | None = None) -> None:
         self.backend, self.device = backend, device
+        self.made = made or selector.get_backend(backend)
         self.requests = self.accepted = self.failed = 0
         self.cells: dict[str, float | None] = {}
         self.errors: list[str] = []
 
     def attempt(self, batch: Batch, line: str) -> None:
         """Run one batch; `line` says how to repeat it."""
+        self.count(lambda: _error_of(batch), request_parts(batch.config), line)
+
+    def count(self, run: Callable[[], float | None], parts: Collection[str], line: str) -> None:
+        """Run a request that gives its error, or `None` for a refusal as it should be; keep what it consists of."""
         self.requests += 1
         error: list[float | None] = []
-        problem = failure_of(lambda: error.append(_error_of(batch)))
+        problem = failure_of(lambda: error.append(run()))
         if problem is not None:
             self.accepted += 1
             self.failed += 1
             self.errors.append(f"{problem.splitlines()[0][:200]} [{line}]")
         elif error[0] is not None:
             self.accepted += 1
-            plain = batch.config.output_format == "none"
-            for part in request_parts(batch.config):
+            plain = "output_format=none" in parts
+            for part in parts:
                 counts = plain or part.startswith("output_format=")
                 self.cells[part] = _larger(self.cells.get(part), error[0] if counts else None)
 
     def record(self) -> RunRecord:
         """Return what was seen so far."""
-        running = selector.get_backend(self.backend).running()
+        running = self.made.running()
         info = DeviceInfo.of(self.device)
         return RunRecord(
             package=running[0] if running else "",

@@ -147,7 +147,8 @@ class Sizes:
     def __str__(self) -> str:
         if self.values:
             return ", ".join(map(str, self.values))
-        return f"multiples of {self.step} from {self.low} to {self.high}"
+        steps = "" if self.step == 1 else f"multiples of {self.step} "
+        return f"{steps}from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
@@ -359,6 +360,10 @@ class Backend:
         present = request_parts(config)
         found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
         return found
+
+    def parts(self, config: AttentionConfig) -> frozenset[str]:
+        """Return what a request consists of, by the names that recorded runs have for it."""
+        return request_parts(config)
 
     def runs_on(self, config: AttentionConfig, device: DeviceInfo) -> str:
         """Return the name of the backend whose kernels run a request: this one, unless it hands requests on."""

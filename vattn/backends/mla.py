@@ -77,6 +77,12 @@ class MLABackend(Backend):
         asked = {name for name in MLA_FEATURES if getattr(config, name)}
         return [f"{name} is not implemented" for name in MLA_FEATURES if name in asked - self.capabilities.features]
 
+    def parts(self, config: Any) -> frozenset[str]:
+        """Return what a request consists of, by the names that recorded runs have for it."""
+        fields = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
+        asked = {name for name in MLA_FEATURES if getattr(config, name)}
+        return frozenset(asked | {f"{name}={getattr(config, name)}" for name in fields})
+
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`. Arguments are checked already."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vattn.backends import choice_table
-from vattn.backends.base import Backend, DeviceInfo, request_parts
+from vattn.backends.base import Backend, DeviceInfo
 from vattn.backends.mla import MLA_PRIORITY, mla_backends
 from vattn.backends.recorded_runs import runs_of, verdict
 from vattn.config import AttentionConfig
@@ -142,14 +142,17 @@ class Explanation:
 
 def _decide_latent(config: Any, device: DeviceInfo) -> Explanation:
     known = mla_backends()
-    names = MLA_PRIORITY[device.type] if config.backend == "auto" else (config.backend,)
+    names = MLA_PRIORITY.get(device.type, MLA_PRIORITY["cpu"]) if config.backend == "auto" else (config.backend,)
     if names[0] not in known:
         raise UnknownOptionError(
             f"attn_backend {config.backend!r} of latent attention", ", ".join(("auto", *known)), "choose one of these"
         )
     refusals = {name: tuple(known[name].reasons(config, device)) for name in names}
     chosen = next((name for name in names if not refusals[name]), None)
-    return Explanation(config, device, chosen, refusals, () if chosen is None else tuple(known[chosen].notes(config)))
+    notes = () if chosen is None else tuple(known[chosen].notes(config))
+    accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
+    tested = {name: _tested(known[name], config, device) for name in accepting}
+    return Explanation(config, device, chosen, refusals, notes, tested)
 
 
 @lru_cache(maxsize=4096)
@@ -170,8 +173,8 @@ def _decide(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> Explanat
     return Explanation(config, device, chosen, refusals, notes, tested)
 
 
-def _tested(backend: Backend, config: AttentionConfig, device: DeviceInfo) -> str:
-    return verdict(runs_of(backend.name), backend.running(), device.capability, request_parts(config))
+def _tested(backend: Backend, config: Any, device: DeviceInfo) -> str:
+    return verdict(runs_of(backend.name), backend.running(), device.capability, backend.parts(config))
 
 
 def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:

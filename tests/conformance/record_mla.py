@@ -1,0 +1,129 @@
+"""Record what a backend of latent attention was seen to do right on a GPU; `tests.conformance.record` does the others.
+
+    python -m tests.conformance.record_mla --backend TRITON_MLA --seconds 60 --out FOLDER
+
+Random requests of DeepSeek's and of odd sizes. An output may be twice as wrong as the formula computed in the model
+dtype, or miss it by half a step of its format on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conformance.fuzz import fuzz_seed
+from tests.conformance.record import Recorder
+from tests.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.support import relative_l2
+from vattn.backends.base import DeviceInfo
+from vattn.backends.mla import mla_backends
+from vattn.backends.recorded_runs import write_runs
+from vattn.formats import OUTPUT_FORMATS
+from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
+from vattn.ops.mla_arguments import MLAAttentionArgs
+
+HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
+"""Largest relative error of one rounding to an output format; of e2m1 values and their e4m3 scales."""
+
+
+def draw_config(rng: random.Random, backend: str) -> MLAConfig:
+    """Return a random config within the backend's formats."""
+    can = mla_backends()[backend].capabilities
+    if rng.random() < 0.6:
+        sizes: dict[str, Any] = {
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "block_size": rng.choice((16, 32, 64, 128)),
+        }
+        sizes.update(qk_nope_head_dim=32, v_head_dim=32, num_heads=rng.choice((8, 16, 32)))
+    else:
+        sizes = {"kv_lora_rank": rng.choice((20, 64, 256)), "qk_rope_head_dim": rng.choice((6, 32)), "block_size": 8}
+        sizes.update(
+            qk_nope_head_dim=rng.choice((12, 64)), v_head_dim=rng.choice((16, 64)), num_heads=rng.choice((3, 4))
+        )
+    columns = sizes["num_heads"] * sizes["v_head_dim"]
+    outputs = [name for name in can.output_formats if columns % max(1, OUTPUT_FORMATS[name].group_size) == 0]
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16", "float32"))
+    stored = [name for name in can.kv_cache_dtypes if name == dtype or name.startswith("fp8_e4m3")]
+    return make_mla_config(
+        dtype=dtype,
+        kv_cache_dtype=rng.choice(stored),
+        output_format="none" if rng.random() < 0.6 else rng.choice(outputs),
+        weight_format=rng.choice(WEIGHT_FORMATS),
+        lse=rng.random() < 0.5,
+        sparse=rng.random() < 0.2,
+        backend=backend,
+        **sizes,
+    )
+
+
+def error_of(args: MLAAttentionArgs, config: MLAConfig, real: int) -> float:
+    """Run a call, compare it and return its relative L2 error."""
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    found = relative_l2(got, expected)
+    allowed = max(2 * relative_l2(rounded_formula(args, config), expected), 3e-6)
+    allowed += next((step for name, step in HALF_STEP.items() if config.output_format.startswith(name)), 0.0)
+    if not found <= allowed:
+        raise AssertionError(f"output: relative L2 error {found:.2e}, allowed {allowed:.2e}")
+    if got[real:].any():
+        raise AssertionError("output: a padding row is not zero")
+    if lse is not None:
+        lse = lse.cpu().double()
+        finite = expected_lse.isfinite()
+        if not torch.equal(lse == -torch.inf, expected_lse == -torch.inf):
+            raise AssertionError("lse: other rows are empty")
+        if (lse - expected_lse)[finite].abs().amax() > (2e-4 if config.dtype == "float32" else 3e-2):
+            raise AssertionError("lse: off")
+    return found
+
+
+def record(recorder: Recorder, seconds: float) -> None:
+    """Run random requests until the time is up."""
+    rng, until = random.Random(f"record {fuzz_seed()} {recorder.backend}"), time.monotonic() + seconds
+    backend, info = mla_backends()[recorder.backend], DeviceInfo.of(recorder.device)
+    while time.monotonic() < until:
+        config = draw_config(rng, recorder.backend)
+        if backend.reasons(config, info):
+            continue
+        for _ in range(4):
+            seed = rng.randrange(1 << 30)
+            lens = [
+                rng.choice(((1, rng.randint(1, 700)), (rng.randint(1, 9), 300), (0, 5), (40, 40))) for _ in range(5)
+            ]
+            query_lens, seq_lens = [q for q, _ in lens], [max(q, s) for q, s in lens]
+            real, topk = sum(query_lens), 64 if config.sparse else 0
+            made = {"seed": seed, "padding_tokens": 3, "topk": topk, "device": recorder.device}
+            args = random_mla_batch(config, query_lens, seq_lens, **made)
+            run = functools.partial(error_of, args, config, real)
+            recorder.count(run, backend.parts(config), f"{lens} {made} {config.encode()}")
+
+
+def main() -> None:
+    """Record one backend."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance.record_mla")
+    parser.add_argument("--backend", default="TRITON_MLA", choices=tuple(mla_backends()))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    recorder = Recorder(given.backend, given.device, mla_backends()[given.backend])
+    with contextlib.suppress(KeyboardInterrupt):
+        record(recorder, given.seconds)
+    run = recorder.record()
+    print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
+    for line in recorder.errors:
+        print("  ", line)
+    if given.out:
+        write_runs(given.out / f"{given.backend}-0.json", [run])
+
+
+if __name__ == "__main__":
+    main()
