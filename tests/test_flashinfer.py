@@ -107,6 +107,22 @@ def test_a_kernel_that_is_neither_built_nor_can_be_is_refused(monkeypatch) -> No
     assert backend.reasons(PLAIN, DeviceInfo("cuda", (8, 0), "A")) == []
 
 
+def test_without_a_compiler_the_capabilities_are_those_of_the_built_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(type(flashinfer.FLASHINFER.package), "problem", lambda self: None)
+    monkeypatch.setattr(flashinfer, "can_compile", lambda: False)
+    monkeypatch.setattr(
+        flashinfer,
+        "is_built",
+        lambda config, family: (config.dtype, config.head_size, config.logits_soft_cap) == ("bfloat16", 128, None),
+    )
+    flashinfer._of_built_kernels.cache_clear()
+    can = selector.get_backend("FLASHINFER").capabilities
+    flashinfer._of_built_kernels.cache_clear()
+    assert (can.dtypes, can.head_sizes.values) == (("bfloat16",), (128,))
+    assert can.kv_cache_dtypes == ("bfloat16", "fp8_e4m3")
+    assert flashinfer.FLASHINFER.features - can.features == {"logits_soft_cap"}
+
+
 def test_a_build_that_fails_says_what_to_install() -> None:
     def fails() -> None:
         raise RuntimeError("Ninja build failed. Ninja output:\nnvcc: not found")

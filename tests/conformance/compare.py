@@ -201,7 +201,9 @@ def _lse_tolerance(config: AttentionConfig) -> float:
     key = KV_FORMATS[config.kv_cache_dtype].key
     rotated = key is not None and key.rotation != "none" and config.dtype != "float32"
     rounded = config.backend != "auto" and selector.get_backend(config.backend).capabilities.rounded_lse
-    half_a_step = torch.finfo(MODEL_DTYPES[config.dtype]).eps / 2
+    # Queries are rounded once more where scales are multiplied into them.
+    steps = 2 if config.query_scale != "none" or config.kv_scale != "none" else 1
+    half_a_step = steps * torch.finfo(MODEL_DTYPES[config.dtype]).eps / 2
     usual = max(LSE_TOLERANCE[config.dtype], FP8_SCORES if _in_fp8(config) else 0.0)
     return max(usual + (1e-3 if rotated else 0.0), half_a_step if rounded else 0.0)
 

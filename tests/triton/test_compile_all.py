@@ -22,7 +22,7 @@ for line in ("Potential Performance Loss: wgmma.mma_async instructions are seria
 launches = list(islice(compile_cases.all_launches(), 4000))
 kernels = {launch.kernel.__name__ for launch in launches}
 wanted = {"attention_kernel", "finish_kernel", "cache_update_kernel", "merge_kernel", "rope_update_kernel"}
-wanted |= {"round_query_kernel", "mla_attention_kernel", "mla_merge_kernel", "mla_update_kernel"}
+wanted |= {"round_query_kernel", "planned_rows_kernel", "mla_attention_kernel", "mla_merge_kernel", "mla_update_kernel"}
 assert kernels >= wanted, kernels
 assert {launch.target for launch in launches} == set(compile_cases.TARGETS) == set(compile_all.GPU_TARGETS)
 first, again = (compile_all._sample(launches, 90, 7) for _ in range(2))

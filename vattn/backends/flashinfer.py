@@ -15,6 +15,7 @@ weights to e4m3 too, up to 2^-4 of a result. FlashInfer's log-sum-exp is of weig
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,39 +33,45 @@ from vattn.ops.cache_layout import key_value_views
 from vattn.ops.flashinfer_build import INSTALL, can_compile, compiler_problem, is_built
 from vattn.ops.flashinfer_plan import kernel_family, plan_options, plan_text, workspace
 
+FLASHINFER = Capabilities(
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16"),
+    kv_cache_dtypes=("float16", "bfloat16", "fp8_e4m3"),
+    query_formats=("none", "fp8_e4m3"),
+    output_formats=("none",),
+    attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
+    head_sizes=Sizes(values=(64, 128, 256)),
+    block_sizes=Sizes(8, 8, 256),
+    features=frozenset(
+        "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "
+        "query_scale_per_head lse hnd_layout contiguous_kv".split()
+    ),
+    exclusions=(
+        Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach to the left alone"),
+        Exclusion(frozenset({"kv_cache_dtype=fp8_e4m3", "contiguous_kv"}), "FP8 keys and values outside a paged cache"),
+        Exclusion(frozenset({"tree_bias", "contiguous_kv"}), "trees over keys and values outside a paged cache"),
+    ),
+    minimum_capability=(8, 0),
+    package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
+    cuda_graphs="manual",
+    rounded_lse=True,
+    fp8_weights=True,
+    tree_masks_only=True,
+    garbage_safe=False,
+)
+"""What FlashInfer does where it can compile its kernels; also what the documentation shows."""
+
 
 class FlashInferBackend(TritonCacheUpdate, Backend):
     """Run what FlashInfer's batch prefill kernels can run; they take decodes too."""
 
     name = "FLASHINFER"
-    capabilities = Capabilities(
-        devices=("cuda",),
-        dtypes=("float16", "bfloat16"),
-        kv_cache_dtypes=("float16", "bfloat16", "fp8_e4m3"),
-        query_formats=("none", "fp8_e4m3"),
-        output_formats=("none",),
-        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
-        head_sizes=Sizes(values=(64, 128, 256)),
-        block_sizes=Sizes(8, 8, 256),
-        features=frozenset(
-            "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "
-            "query_scale_per_head lse hnd_layout contiguous_kv".split()
-        ),
-        exclusions=(
-            Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach to the left alone"),
-            Exclusion(
-                frozenset({"kv_cache_dtype=fp8_e4m3", "contiguous_kv"}), "FP8 keys and values outside a paged cache"
-            ),
-            Exclusion(frozenset({"tree_bias", "contiguous_kv"}), "trees over keys and values outside a paged cache"),
-        ),
-        minimum_capability=(8, 0),
-        package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
-        cuda_graphs="manual",
-        rounded_lse=True,
-        fp8_weights=True,
-        tree_masks_only=True,
-        garbage_safe=False,
-    )
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """What FlashInfer can do here: without a compiler, what it came with."""
+        assert FLASHINFER.package is not None
+        return FLASHINFER if can_compile() or FLASHINFER.package.problem() is not None else _of_built_kernels()
 
     def problem(self) -> str | None:
         """Return why FlashInfer cannot be used in this process, `None` if it can."""
@@ -130,6 +137,38 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
             return result
 
         _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
+
+
+@lru_cache(maxsize=1)
+def _of_built_kernels() -> Capabilities:
+    """Return the capabilities of the kernels that FlashInfer came with; combinations that it lacks have a reason."""
+    plain = AttentionConfig(2, 2, 64, 64, 1.0, "bfloat16", "bfloat16", block_size=16)
+    asked: dict[str, dict[str, Any]] = {
+        "": {},
+        "sliding_window": {"sliding_window": 8},
+        "logits_soft_cap": {"logits_soft_cap": 1.0},
+    }
+    found = [
+        (dtype, size, feature)
+        for dtype in FLASHINFER.dtypes
+        for size in FLASHINFER.head_sizes.values
+        for feature, changes in asked.items()
+        if is_built(
+            plain.replace(dtype=dtype, kv_cache_dtype=dtype, head_size=size, head_size_v=size, **changes), "fa2"
+        )
+    ]
+    features = {feature for _, _, feature in found}
+    return replace(
+        FLASHINFER,
+        dtypes=tuple(name for name in FLASHINFER.dtypes if name in {dtype for dtype, _, _ in found}),
+        kv_cache_dtypes=tuple(
+            name
+            for name in FLASHINFER.kv_cache_dtypes
+            if KV_FORMATS[name].quantised or name in {dtype for dtype, _, _ in found}
+        ),
+        head_sizes=Sizes(values=tuple(sorted({size for _, size, _ in found})) or FLASHINFER.head_sizes.values),
+        features=FLASHINFER.features - (set(asked) - features),
+    )
 
 
 def _families(config: AttentionConfig, device: DeviceInfo) -> tuple[str, ...]:
@@ -297,16 +336,25 @@ def _attend_planned(
     """Run a call on all rows, padding included, with nothing of the host in it."""
     if torch.cuda.is_current_stream_capturing():
         plan.captured = plan.launch()
-    real, asked = plan.rows(args.plan[0])
     if plan.family == "xqa":
         assert args.q_scale is not None and args.k_scale is not None and args.v_scale is not None
+        # XQA takes the scales itself.
         scales = (args.q_scale * args.k_scale * config.scale, args.v_scale)
-        plan.run(args.query.to(MODEL_DTYPES[config.dtype]), cache, args.output, scales)
-        put_right(args.output, None, torch.empty(0), asked)
+        query, v_scale = args.query.to(MODEL_DTYPES[config.dtype]), None
+    else:
+        query, scales, v_scale = _scaled_query(args.query, args, config), None, args.v_scale
+    found = plan.run(query, cache, args.output, scales)
+    if args.output.is_cuda:
+        from vattn.ops.triton.planned_rows import finish_planned
+
+        kind = plan.kind(args.plan[0])
+        finish_planned(args.output, args.lse, found, kind, v_scale, args.sinks, config.group_size)
         return
-    logs = plan.run(_scaled_query(args.query, args, config), cache, args.output, None)
-    assert logs is not None
-    _finish(args, config, args.output, logs * math.log(2), real, asked)
+    real, asked = plan.rows(args.plan[0])
+    if found is None:
+        put_right(args.output, None, torch.empty(0), asked)
+    else:
+        _finish(args, config, args.output, found * math.log(2), real, asked)
 
 
 def _finish(
@@ -349,5 +397,8 @@ def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, conf
 
 
 def _scaled(rows: Tensor, scale: Tensor, config: AttentionConfig, dtype: torch.dtype) -> Tensor:
-    per_head = scale.expand(config.num_kv_heads).repeat_interleave(config.group_size)
-    return (rows.float() * per_head.unsqueeze(1)).to(dtype)
+    wide = rows.float() if rows.itemsize == 1 else rows
+    if scale.numel() == 1:
+        return (wide * scale).to(dtype)
+    groups = wide.unflatten(1, (config.num_kv_heads, config.group_size))
+    return (groups * scale.view(-1, 1, 1)).flatten(1, 2).to(dtype)

@@ -185,8 +185,12 @@ class Plan:
 
     def rows(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
         """Return bool `[T, 1]` twice: rows of requests, and those of them that ask."""
-        kind = schedule[self._sections.kind :][: self.num_tokens].unsqueeze(1)
+        kind = self.kind(schedule).unsqueeze(1)
         return kind > 0, kind > 1
+
+    def kind(self, schedule: Tensor) -> Tensor:
+        """Return int32 `[T]`, what every row is."""
+        return schedule[self._sections.kind :][: self.num_tokens]
 
     def update(self, args: HostPlanArgs, config: AttentionConfig) -> None:
         """Plan a step. Enqueues copies on the current stream; waits only for those of the step before.

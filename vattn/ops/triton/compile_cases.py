@@ -26,6 +26,7 @@ from vattn.ops.triton import (
     mla_cases,
     mla_launch,
     packed_update,
+    planned_rows,
     rope_cache_update,
     round_query,
 )
@@ -90,6 +91,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
             (library_rows, "finish_rows_kernel"),
+            (planned_rows, "planned_rows_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -299,9 +301,27 @@ def _library_rows(target: str) -> Iterator[Launch]:
             yield from record(f"{dtype} {heads}x{head_size}", target, call)
 
 
+def _planned_rows(target: str) -> Iterator[Launch]:
+    """The end of a planned FlashInfer call: with and without logs, scales, sinks and a log-sum-exp to write."""
+    kind, logs = _meta(64, dtype=torch.int32), _meta(64, 32)
+    sinks, lse = _meta(32), _meta(64, 32)
+    ends = (
+        (logs, None, None, None),
+        (logs, _meta(1), None, lse),
+        (logs, _meta(8), sinks, lse),
+        (None, None, None, None),
+    )
+    for dtype, width in ((torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)):
+        output = _meta(64, 32, width, dtype=dtype)
+        for found, scale, sink, log in ends:
+            call = partial(planned_rows.finish_planned, output, log, found, kind, scale, sink, 4)
+            yield from record(f"{dtype} {width}", target, call)
+
+
 def _small_kernels(target: str) -> Iterator[Launch]:
     yield from _advances(target)
     yield from _library_rows(target)
+    yield from _planned_rows(target)
     for name, dtype in MODEL_DTYPES.items():
         yield from merge_launches(f"{name} 128", target, dtype, 128)
         yield from _rounded_queries(target, name)
