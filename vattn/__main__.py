@@ -6,10 +6,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vattn.backends.base import DeviceInfo
 
 DESCRIPTION = "Paged attention for torch.compile."
 
@@ -110,81 +106,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    from vattn import config, formats
+    from vattn import explain_request
 
-    def number(name: str, default: int | None, text: str, kind: type = int) -> None:
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
-
-    def choice(name: str, choices: Sequence[str], default: str, text: str = "") -> None:
-        parser.add_argument(name, choices=choices, default=default, help=f"{text} (default: {default})".strip())
-
-    number("--num-heads", 32, "query heads (default: 32)")
-    number("--num-kv-heads", None, "KV heads (default: num-heads)")
-    number("--head-size", 128, "key width of a head (default: 128)")
-    number("--head-size-v", None, "value width of a head (default: head-size)")
-    number("--block-size", 16, "tokens per cache block; 0: keys and values without a cache (default: 16)")
-    choice("--dtype", tuple(formats.MODEL_DTYPES), "bfloat16")
-    choice("--kv-cache-dtype", formats.kv_cache_dtypes(), "auto")
-    choice("--kv-scale", ("tensor", "head"), "tensor", "scales of an FP8 cache: one value, or one per KV head")
-    choice("--kv-cache-layout", config.KV_CACHE_LAYOUTS, "NHD")
-    choice("--query-format", formats.QUERY_FORMATS, "none")
-    choice("--query-scale", ("tensor", "head"), "tensor", "scales of an FP8 query")
-    choice("--query-load", formats.QUERY_LOADS, "plain", "who rounds an FP8 query: plain, the caller, or the kernel")
-    choice("--output-format", tuple(formats.OUTPUT_FORMATS), "none")
-    choice("--attn-type", tuple(kind.value for kind in config.AttentionType), "decoder")
-    choice("--causality", config.CAUSALITIES, "causal")
-    number("--sliding-window", None, "tokens visible to the left, itself included")
-    number("--chunk-lookback", None, "chunks before its own that a row sees, instead of the window")
-    number("--logits-soft-cap", None, "cap * tanh(score / cap)", float)
-    choice("--alibi", config.ALIBI_KINDS, "none")
-    choice("--mm-prefix", config.MM_PREFIX_KINDS, "none", "multimodal ranges that see each other both ways")
-    for name in ("--sinks", "--tree-bias", "--lse", "--context-parallel", "--batch-invariant"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("--backend", default="auto", help="a backend by name (default: auto)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU elsewhere (default: cuda or cpu)")
-
-
-def _device(name: str | None) -> DeviceInfo:
-    import torch
-
-    from vattn.backends.base import DeviceInfo
-    from vattn.errors import DeviceError
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("sm_") and name[3:].isdigit() and len(name) > 4:
-        return DeviceInfo("cuda", (int(name[3:-1]), int(name[-1])), "GPU")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"no usable GPU for device {name!r}", "cpu, or a GPU by its architecture", "--device sm_90")
-    if name.startswith("sm"):
-        raise DeviceError(f"device {name!r}", "an architecture such as sm_90", "correct it")
-    return DeviceInfo.of(name)
+    explain_request.add_arguments(parser)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from vattn import formats
-    from vattn.backends import selector
-    from vattn.config import AttentionConfig
-    from vattn.errors import VattnError
+    from vattn import explain_request
 
-    values = {name: value for name, value in vars(options).items() if name not in ("command", "device")}
-    values["num_kv_heads"] = options.num_heads if options.num_kv_heads is None else options.num_kv_heads
-    values["head_size_v"] = options.head_size if options.head_size_v is None else options.head_size_v
-    values["scale"] = max(1, options.head_size) ** -0.5
-    if options.query_format == "none":
-        values["query_scale"] = "none"
-    try:
-        values["kv_cache_dtype"] = formats.resolve_kv_cache_dtype(
-            options.kv_cache_dtype, formats.MODEL_DTYPES[options.dtype]
-        )
-        if not formats.KV_FORMATS[values["kv_cache_dtype"]].quantised:
-            values["kv_scale"] = "none"
-        explanation = selector.explain(AttentionConfig(**values), _device(options.device))
-    except (VattnError, RuntimeError) as error:
-        print(f"vattn: {error}", file=sys.stderr)
-        return 2
-    print(explanation)
-    return 0 if explanation.chosen else 1
+    return explain_request.main(options)
 
 
 if __name__ == "__main__":
