@@ -45,6 +45,7 @@ def test_code_blocks_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     torch.manual_seed(0)
     torch._dynamo.reset()
     namespace: dict[str, object] = {"__name__": "__page__"}

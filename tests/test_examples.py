@@ -89,6 +89,13 @@ def test_speculative_tree() -> None:
     assert plain == 64 and trees < plain * 0.75
 
 
+def test_hugging_face_model() -> None:
+    pytest.importorskip("transformers")
+    printed = run("14_hugging_face_model.py")
+    assert "all layers" in printed and printed.count("-" * 40) == 4
+    assert "def add(a, b):" in printed and "tokens in" in printed
+
+
 def test_differential_attention() -> None:
     printed = run("11_differential_attention.py", "2")
     assert "0 of 144 tokens differ from the written-out formula" in printed
@@ -127,3 +134,12 @@ def test_offload_prefix() -> None:
     assert printed.count("33 blocks computed and saved") == 2
     assert printed.count("33 blocks loaded") == 7
     assert printed.count("equal bits every time: True") == 3
+
+
+def test_a_kv_format_of_your_own() -> None:
+    name = "12_a_kv_format_of_your_own.py"
+    printed = run(name)
+    assert "two_bits NHD, 2 KV heads of 64" in printed
+    assert re.search(r"36 bytes a token and head on \S+, output \(50, 512\)", printed)
+    # All of it, blank lines and comments included.
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support import relative_l2
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import FAMILIES, make_model
+from tests.hf_families import FAMILIES, make_model, table
 from vattn.integrations.transformers import PackedModel, disable, enable
 
 BLOCK = 16
@@ -66,6 +67,11 @@ def test_family_equals_its_eager_attention(name: str) -> None:
         assert relative_l2(torch.cat(rows), want) < TOLERANCE
     disable(model)
     assert relative_l2(eager_logits(model, long), expected[0]) == 0
+
+
+def test_the_documented_families_are_those_tested() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
+    assert table() in page, "put what tests.hf_families.table() returns between the marks"
 
 
 COMPILED = [
