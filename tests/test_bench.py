@@ -32,6 +32,7 @@ def test_names_are_beginnings_or_whole() -> None:
     assert names(["llama3-8b"], ["decode 1x"]) == {"llama3-8b/decode 1x1k", "llama3-8b/decode 1x8k"}
     assert {name.split("/")[0] for name in names(["gpt"], ["decode 1x1k"])} == {"gpt-oss-20b", "gpt-oss-20b-window"}
     assert len(shapes.choose_cells([], [])) == len(shapes.WORKS) + 3 * (len(shapes.LAYERS) - 1)
+    assert {layer.name for layer, _ in shapes.default_cells()} == set(shapes.LAYERS)
     for wrong in ((["llama9"], []), ([], ["dance"])):
         with pytest.raises(UnknownOptionError, match="beginning"):
             shapes.choose_cells(*wrong)
@@ -124,6 +125,14 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypa
     files["json"].write_text(json.dumps(result))
     assert main(["bench", "attention", "--from", str(files["json"]), "--plot", str(files["png"])]) == 0
     assert files["png"].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_ends_in_time(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "o.json"
+    options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode", "--seconds", "0", "--json", str(path)]
+    assert main(["bench", "attention", *options]) == 0
+    assert len(report.read_result(path)["rows"]) == 1
+    assert "1 of 14 rows" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument("--replays", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no further cell after so long (default: all)")
     parser.add_argument("--fa3", metavar="PATH", help="a FlashAttention-3 library to load")
     parser.add_argument(
         "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
@@ -139,11 +141,16 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     found = [peer for peer in chosen if states[peer.name] == "found"]
+    start = time.monotonic()
     for row in attention.run_cells(cells, found, settings, result["ceilings"]):
         result["rows"].append(row)
         print(" | ".join(report.cells_of(row)), file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
+        if options.seconds is not None and time.monotonic() - start > options.seconds:
+            total = len(cells) * len(settings.caches)
+            print(f"stopped after {options.seconds} s: {len(result['rows'])} of {total} rows", file=sys.stderr)
+            break
     return result
 
 

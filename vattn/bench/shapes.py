@@ -100,13 +100,26 @@ _WORKS = (
 
 WORKS: dict[str, Work] = {work.name: work for work in _WORKS}
 
+_OTHERS = (
+    "gemma3-12b-window-cap",
+    "gpt-oss-20b-window",
+    "llama3-70b-tp8",
+    "qwen3-30b-a3b",
+    "gpt-oss-20b",
+    "gemma3-12b",
+    "llama3-70b",
+    "gemma3-12b-window",
+    "llama3-8b-tp8",
+)
+"""The layers beside the first, in the order in which they run."""
+
 _SHORT = ("decode 64x4k", "speculative 64x4k, 4", "prefill 1x8k")
 
 
 def default_cells() -> list[tuple[LayerShape, Work]]:
     """Return every work on Llama 3 8B, and one decode, one speculative step and one prefill on the other layers."""
-    first, *others = _LAYERS
-    return [(first, work) for work in _WORKS] + [(layer, WORKS[name]) for layer in others for name in _SHORT]
+    first = [(_LAYERS[0], work) for work in _WORKS]
+    return first + [(LAYERS[layer], WORKS[name]) for layer in _OTHERS for name in _SHORT]
 
 
 def choose_cells(layers: Sequence[str], works: Sequence[str]) -> list[tuple[LayerShape, Work]]:
