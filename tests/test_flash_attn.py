@@ -430,6 +430,7 @@ def test_the_schedule_of_a_step(monkeypatch) -> None:
     turned = planning.paged_call(call, args._replace(plan=[schedule]), both, scheduled=True)
     assert turned.schedule is None
     assert torch.equal(turned.seq_lens, planning.paged_call(call, args, both, scheduled=True).seq_lens)
+    planning.fill_plan(PlanArgs(args.query_start_loc, args.seq_lens, schedule, args.config), config, (900, 0))
     wide = planning.paged_call(call._replace(window=(900, 0)), args._replace(plan=[schedule]), config, scheduled=True)
     assert wide.schedule is None
 

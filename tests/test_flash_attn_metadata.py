@@ -286,8 +286,14 @@ def test_prefills_turn_into_decodes() -> None:
     assert inputs.input_positions.tolist() == [5, 20, 30]
 
 
-def advance_args(reqs: int, real: int, width: int, from_prefills: bool, seed: int) -> AdvanceArgs:
-    """Lengths up to beyond the table, entries that are no block, tables in a wider tensor."""
+def advance_args(
+    reqs: int, real: int, width: int, from_prefills: bool, seed: int, replayed: bool = False
+) -> AdvanceArgs:
+    """Lengths up to beyond the table, entries that are no block, tables in a wider tensor.
+
+    Args:
+        replayed: as in a graph captured for all requests, where empty ones alone tell padding.
+    """
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, width * 16 + 3, (reqs,), dtype=torch.int32, generator=rng)
     lengths[real:] = 0
@@ -295,7 +301,7 @@ def advance_args(reqs: int, real: int, width: int, from_prefills: bool, seed: in
         input_tokens=torch.full((reqs,), -5),
         input_positions=torch.full((reqs,), -6, dtype=torch.int32),
         positions=torch.full((reqs,), -7),
-        sampled=torch.randint(999, (real,), generator=rng),
+        sampled=torch.randint(999, (reqs if replayed else real,), generator=rng),
         seq_lens=lengths,
         context_lens=lengths - 1,
         query_start_loc=torch.arange(reqs + 1, dtype=torch.int32).clamp(max=real),
@@ -303,22 +309,31 @@ def advance_args(reqs: int, real: int, width: int, from_prefills: bool, seed: in
         slot_mapping=torch.full((reqs,), -1),
         block_table=torch.randint(-1, 50, (reqs, width + 3), dtype=torch.int32, generator=rng)[:, :width],
         block_size=16,
-        num_queries=real,
+        num_queries=reqs if replayed else real,
         from_prefills=from_prefills,
     )
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("reqs", "real", "width"), [(5, 4, 3), (200, 130, 7), (1, 1, 2), (128, 128, 1)])
-@pytest.mark.parametrize("from_prefills", [False, True])
-def test_the_kernel_does_what_torch_does(reqs: int, real: int, width: int, from_prefills: bool) -> None:
+@pytest.mark.parametrize(("from_prefills", "replayed"), [(False, False), (True, False), (False, True)])
+def test_the_kernel_does_what_torch_does(reqs: int, real: int, width: int, from_prefills: bool, replayed: bool) -> None:
     launch = pytest.importorskip("vattn.ops.triton.advance_step").advance
-    here, there = (advance_args(reqs, real, width, from_prefills, seed=reqs) for _ in range(2))
+    here, there = (advance_args(reqs, real, width, from_prefills, seed=reqs, replayed=replayed) for _ in range(2))
     for _ in range(3):
         advance_on_host(here)
         launch(there)
     for name, one, other in zip(here._fields, here, there, strict=True):
         assert not isinstance(one, torch.Tensor) or torch.equal(one, other), name
+
+
+def test_empty_requests_stay_as_they_are() -> None:
+    args = advance_args(5, 2, 3, False, seed=1, replayed=True)
+    advance_on_host(args)
+    assert args.seq_lens[2:].tolist() == [0, 0, 0]
+    assert args.slot_mapping[2:].tolist() == [-1, -1, -1]
+    assert args.input_tokens[2:].tolist() == [-5, -5, -5]
+    assert args.seq_start_loc[3:].tolist() == [int(args.seq_lens.sum())] * 3
 
 
 def test_a_table_without_room_writes_nothing() -> None:
