@@ -187,7 +187,7 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
     with pytest.raises(ConfigError, match="format"):
         report.read_result(other)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install 'vattn.bench"):
+    with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
         report.check_plotting()
 
 
