@@ -32,6 +32,7 @@ from vattn.kv_cache import (
     swap_blocks,
 )
 from vattn.kv_cache_slots import move_slots
+from vattn.kv_format_registry import register_kv_format
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -159,6 +160,7 @@ __all__ = [
     "paged_attention",
     "read_encoder_scales",
     "register_backend",
+    "register_kv_format",
     "rope_update_kv_cache",
     "save_encoder_scales",
     "swap_blocks",

@@ -38,7 +38,7 @@ class KVCacheSpec:
         ConfigError: a value out of range, or padding that is too small or of a typed storage.
     """
 
-    formats: ClassVar[tuple[str, ...]] = tuple(KV_FORMATS)
+    more_formats: ClassVar[tuple[str, ...]] = ()
 
     num_kv_heads: int
     head_size: int
@@ -53,7 +53,7 @@ class KVCacheSpec:
             object.__setattr__(self, "head_size_v", self.head_size)
         for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
             _check_int(name, getattr(self, name), 1)
-        for name, allowed in (("kv_cache_dtype", self.formats), ("layout", KV_CACHE_LAYOUTS)):
+        for name, allowed in (("kv_cache_dtype", (*KV_FORMATS, *self.more_formats)), ("layout", KV_CACHE_LAYOUTS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
@@ -245,7 +245,7 @@ class MLAAttentionSpec(FullAttentionSpec):
         row_bytes: bytes of one row of a packed format; `None`: `head_size` elements of `kv_cache_dtype`.
     """
 
-    formats: ClassVar[tuple[str, ...]] = (*KV_FORMATS, *MLA_PACKED_DTYPES)
+    more_formats: ClassVar[tuple[str, ...]] = MLA_PACKED_DTYPES
 
     row_bytes: int | None = field(default=None, kw_only=True)
 

@@ -83,6 +83,12 @@ class TritonAttentionBackend(Backend):
         decodes, prefills = _fast_paths(config)
         num_reqs = args.seq_lens.shape[0]
         num_tokens = decode_fast.tokens_of_plan(args.schedule, config, num_reqs)
+        if KV_FORMATS[config.kv_cache_dtype].packed:
+            from vattn.ops.triton import decode_packed
+
+            if num_tokens == num_reqs:
+                decode_packed.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+            return
         rows = decode_fast.rows_at_a_time(config, num_tokens, num_reqs)
         if decodes and rows:
             decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows)
@@ -147,10 +153,12 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
     if not torch.cuda.is_available():
         return False, False
     from vattn.ops.gluon import prefill_launch
-    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton import decode_fast, decode_packed
     from vattn.ops.triton.round_query import after_rounding
 
     device = torch.device("cuda", torch.cuda.current_device())
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        return decode_packed.runs(config, device), False
     # Where the kernel does not round the query, it is rounded first.
     plain = after_rounding(config)
     return decode_fast.runs(plain, device), prefill_launch.runs(plain, device)
@@ -158,8 +166,13 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Run a call by one of the paths made for Hopper; return whether one takes it."""
-    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton import decode_fast, decode_packed
 
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        fast = decode_packed.accepts(args, config)
+        if fast:
+            decode_packed.decode(args, config)
+        return fast
     if decode_fast.accepts(args, config):
         decode_fast.decode(args, config)
         return True

@@ -25,13 +25,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
-from vattn.formats import OUTPUT_FORMATS
+from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.triton import decode_fast, launch
+from vattn.ops.triton import decode_fast, decode_packed, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
+HOPPER = DeviceInfo("cuda", decode_fast.CAPABILITY)
 SHARED_BYTES = 227 << 10
 SPILL_ALLOWANCE = 96
 """Bytes of a thread's registers that may go to memory. Head size 256 and wide groups keep some outside of the loop."""
@@ -65,10 +67,17 @@ def configs() -> Iterator[AttentionConfig]:
         yield base.replace(**formats, num_heads=128)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
+    for fmt in KV_FORMATS.values():
+        packed = base.replace(kv_cache_dtype=fmt.name) if fmt.packed and not fmt.quantised else base
+        if not decode_packed.refusals(packed, HOPPER):
+            yield packed
+            yield packed.replace(**features, head_size=64, head_size_v=64, output_format="fp8_static")
 
 
 def rows_per_request(config: AttentionConfig) -> list[int]:
     """Return how many rows a request may have in a step."""
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        return [1]
     if config.head_size not in decode_fast.SPECULATIVE_HEAD_SIZES or config.query_load != "plain":
         return [1]
     most = decode_fast.MAX_GROUP_SIZE // config.group_size
@@ -113,11 +122,11 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         stack.enter_context(mock.patch.object(decode_fast, "_multiprocessors", lambda device: 132))
         for module, name in (
             (decode_fast, "plan_kernel"), (decode_fast, "decode_kernel"), (decode_fast, "reduce_kernel"),
-            (gluon_decode, "decode_kernel"),
+            (gluon_decode, "decode_kernel"), (decode_packed, "decode_packed_kernel"), (decode_packed, "reduce_kernel"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
         stack.enter_context(mock.patch.object(launch, "_launch_finish"))  # Compiled with the general kernel.
-        decode_fast.decode(args, config)
+        (decode_packed if KV_FORMATS[config.kv_cache_dtype].packed else decode_fast).decode(args, config)
     return found
 
 
@@ -173,9 +182,11 @@ def main() -> int:
     """Compile and report; return 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="compile everything")
+    parser.add_argument("--only", default="", help="compile layers whose config contains this text")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options_given = parser.parse_args()
-    chosen = list(configs()) if options_given.all else list(configs())[options_given.seed % 4 :: 4]
+    layers = [config for config in configs() if options_given.only in config.encode()]
+    chosen = layers if options_given.all else layers[options_given.seed % 4 :: 4]
     failures, seen = 0, set()
     for config in chosen:
         for num_reqs, tokens in itertools.product((4, 64), rows_per_request(config)):

@@ -22,7 +22,7 @@ from vattn.kv_formats import turboquant
 from vattn.kv_formats.rotation import block_width, row_shift
 from vattn.ops.triton.codec import decode, encode_e2m1, encode_e4m3, encode_quotient
 from vattn.ops.triton.epilogue import MIN_ABSMAX, absolute_maximum
-from vattn.ops.triton.rotation import rotate
+from vattn.ops.triton.rotation import pairwise_sum, rotate
 from vattn.ops.triton.tiles import next_power_of_two
 
 LEVELS_3 = tl.constexpr(turboquant.CENTROIDS[3])
@@ -230,17 +230,6 @@ def load_e4m3(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.turboquant.RawE4m3`."""
     x = decode(load_codes(codes, rows, PART).to(tl.uint8), "fp8_e4m3", tl.float32, NATIVE)
     return x, tl.full([x.shape[0], 1], 1.0, tl.float32)
-
-
-@triton.jit
-def pairwise_sum(x):
-    """Return the sums of rows `[rows, 1]` in the reference's order."""
-    COUNT: tl.constexpr = x.shape[0]
-    WIDE: tl.constexpr = x.shape[1]
-    for step in tl.static_range(0, 10):
-        if (1 << step) < WIDE:
-            x = tl.sum(tl.reshape(x, [COUNT, WIDE >> (step + 1), 2]), axis=2)
-    return x
 
 
 @triton.jit

@@ -60,6 +60,11 @@ def strides(view: Tensor | None) -> tuple[int, ...]:
     return (1, 1, 1) if view is None else tuple(view.stride()[:3])
 
 
+def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
+    """Return the heads and the warps of a program, for rows of up to `wide` columns."""
+    return min(max(1, 1024 // wide), next_power_of_two(config.num_kv_heads)), 4
+
+
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
     """Run `vattn::kv_cache_update` for a packed format; `limits` overrides what the device can do."""
     num_tokens = args.key.shape[0]
@@ -69,14 +74,14 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
     key, value = packed_views(args.kv_cache, config)
     parts = KV_FORMATS[config.kv_cache_dtype].parts
     constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
-    tile = min(max(1, 1024 // max(constants[0][1], constants[1][1])), next_power_of_two(config.num_kv_heads))
+    tile, num_warps = choose_update(config, max(constants[0][1], constants[1][1]))
     packed_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
         args.key, args.value, key.codes, key.scales, value.codes, value.scales, args.slot_mapping, args.k_scale,
         args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",
         **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
         STORE_KEY=TRITON_CODECS[parts[0].codec].store, STORE_VALUE=TRITON_CODECS[parts[1].codec].store,
-        NATIVE=limits.native_fp8, TILE=tile, num_warps=4,
+        NATIVE=limits.native_fp8, TILE=tile, num_warps=num_warps,
         # A fused multiply and add would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,21 +5,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.ops.triton.codec import INTERPRETED
+
 
 @triton.jit
 def butterflies(x, BLOCK: tl.constexpr):
     """Return the unnormalised Hadamard transform of every BLOCK columns of fp32 `[rows, width]`; all powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    which = tl.arange(0, 2)[None, None, :, None]
     for step in tl.static_range(0, 10):
         if (1 << step) < BLOCK:
             pairs = tl.reshape(x, [ROWS, WIDTH >> (step + 1), 2, 1 << step])
-            # Sums of two are exact in either order, so that any way of reducing gives the same bits.
-            total = tl.expand_dims(tl.sum(pairs, axis=2), 2)
-            difference = tl.expand_dims(tl.sum(tl.where(which == 0, pairs, -pairs), axis=2), 2)
-            x = tl.reshape(tl.where(which == 0, total, difference), [ROWS, WIDTH])
+            x = tl.reshape(sum_and_difference(pairs), [ROWS, WIDTH])
     return x
+
+
+@triton.jit
+def sum_and_difference(pairs):
+    """Return `(a + b, a - b)` of each pair along axis 2 of fp32 `[i, j, 2, k]`."""
+    which = tl.arange(0, 2)[None, None, :, None]
+    if INTERPRETED:
+        # It folds sums fast and nothing else. Sums of two are exact in either order.
+        total = tl.sum(pairs, axis=2)
+        difference = tl.sum(tl.where(which == 0, pairs, -pairs), axis=2)
+        return tl.where(which == 0, tl.expand_dims(total, 2), tl.expand_dims(difference, 2))
+    else:
+        # One exchange between threads instead of two.
+        bits = pairs.to(tl.int32, bitcast=True)
+        other = (tl.expand_dims(tl.xor_sum(bits, axis=2), 2) ^ bits).to(tl.float32, bitcast=True)
+        return tl.where(which == 0, other + pairs, other - pairs)
+
+
+@triton.jit
+def pairwise_sum(x):
+    """Return the sums of rows `[rows, 1]` of fp32 `[rows, width]`: columns 1 apart first, then 2, 4 and so on."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    # Every column ends with the sum, so that no step moves rows into another layout.
+    for step in tl.static_range(0, 10):
+        if (1 << step) < WIDTH:
+            pairs = tl.reshape(x, [ROWS, WIDTH >> (step + 1), 2, 1 << step])
+            total = tl.expand_dims(tl.sum(pairs, axis=2), 2)
+            x = tl.reshape(tl.broadcast_to(total, pairs.shape), [ROWS, WIDTH])
+    return tl.max(x, axis=1)[:, None]
 
 
 @triton.jit

@@ -1,0 +1,78 @@
+"""The fast decode path for packed KV formats in the interpreter: every codec, chunks, masks against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import make_config, random_paged_batch, relative_l2
+from vattn.formats import KV_FORMATS
+
+pytest.importorskip("triton")
+
+TOLERANCE = 1.5e-3
+"""Relative L2: rotated queries, centroids, weights and results are rounded to fp16, 1.4e-4 on average each; weights
+that carry a value's scale meet codes that lie up to 8 steps off."""
+
+LENGTHS = [1, 16, 17, 300, 47, 129]
+FAST = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc"]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    import triton.language as tl
+
+    from vattn.ops.triton import decode_fast, decode_fast_kernels, decode_packed, decode_packed_kernels
+
+    for module in (decode_fast_kernels, decode_packed_kernels):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, tl.constexpr):
+                monkeypatch.setattr(module, name, value.value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    constants = decode_packed.decode_constants
+    monkeypatch.setattr(decode_packed, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+
+
+def check(fmt: str, padding: int = 0, heads: int = 2, **changes: Any) -> None:
+    from vattn.ops.triton import decode_packed
+    from vattn.ops.triton.decode_fast import Tuning
+
+    values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, "block_size": 16}
+    config = make_config(**{**values, "kv_cache_dtype": fmt, **changes})
+    batch = random_paged_batch(
+        config, [1] * len(LENGTHS), LENGTHS, num_padding_reqs=padding, num_padding_tokens=padding
+    )
+    decode_packed.decode(batch.args, config, Tuning(heads, 3, 2))
+    output, lse = batch.expected()
+    assert relative_l2(batch.output(), output) < TOLERANCE
+    assert relative_l2(batch.args.lse, lse) < 3e-4
+
+
+@pytest.mark.parametrize("fmt", FAST)
+def test_ragged_requests(fmt: str) -> None:
+    check(fmt)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc"])
+def test_masks_and_padding(fmt: str) -> None:
+    masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}
+    check(fmt, padding=2, heads=1, **masks)
+
+
+def test_which_formats_go_the_fast_way() -> None:
+    from vattn.backends.base import DeviceInfo
+    from vattn.ops.triton import decode_packed
+
+    hopper = DeviceInfo("cuda", (9, 0))
+    packed = [name for name, fmt in KV_FORMATS.items() if fmt.packed]
+    for name in packed:
+        kind = "tensor" if KV_FORMATS[name].quantised else "none"
+        config = make_config(head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=name, kv_scale=kind)
+        assert (not decode_packed.refusals(config, hopper)) == (name in FAST)

@@ -1,0 +1,169 @@
+"""The fast decode path of TRITON_ATTN for packed KV formats on Hopper: who may use it, and the launches.
+
+Schedule, scratch and reduction are those of `decode_fast`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vattn.backends.base import DeviceInfo, Sizes, requested_features
+from vattn.config import AttentionConfig
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.kv_formats import query_factor
+from vattn.kv_formats.rotation import block_width, row_shift
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import packed_views
+from vattn.ops.triton import decode_fast
+from vattn.ops.triton.decode_fast import Tuning
+from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK, LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
+from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
+
+KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4)}
+VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4)}
+"""Codecs and bits that the kernel unpacks."""
+
+HEAD_SIZES = Sizes(values=(64, 128))
+FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout"})
+
+
+def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
+    fmt, found = KV_FORMATS[config.kv_cache_dtype], list[str]()
+    if device.type != "cuda" or device.capability != decode_fast.CAPABILITY:
+        found.append(f"{device} (made for sm_90)")
+    if config.dtype not in decode_fast.DTYPES:
+        found.append(f"dtype {config.dtype} (runs {', '.join(decode_fast.DTYPES)})")
+    if not fmt.packed or not _is_unpacked(config):
+        found.append(f"kv_cache_dtype {fmt.name}")
+    if config.head_size not in HEAD_SIZES or config.head_size != config.head_size_v:
+        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs equal ones of {HEAD_SIZES})")
+    if config.block_size not in decode_fast.BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {decode_fast.BLOCK_SIZES})")
+    if config.group_size > QUERY_ROWS.value:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {QUERY_ROWS.value})")
+    if config.attn_type != "decoder" or config.query_format != "none":
+        found.append(f"attn_type {config.attn_type}, query_format {config.query_format} (runs decoder, none)")
+    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    return found
+
+
+def _is_unpacked(config: AttentionConfig) -> bool:
+    key, value = KV_FORMATS[config.kv_cache_dtype].parts
+    return (key.codec, key.bits) in KEY_CODECS and (value.codec, value.bits) in VALUE_CODECS
+
+
+@lru_cache(maxsize=4096)
+def runs(config: AttentionConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
+    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
+
+
+def choose_tuning(config: AttentionConfig) -> Tuning:
+    """Return how the kernel is cut."""
+    heads = decode_fast.heads_per_cta(config.num_kv_heads, 2)
+    return Tuning(heads, 4, 8 / heads)
+
+
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig) -> None:
+    """Fill the schedule of a decode step on the device."""
+    decode_fast.plan(query_start_loc, seq_lens, schedule, config, choose_tuning(config))
+
+
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the config would choose."""
+    num_reqs, device = args.seq_lens.shape[0], args.query.device
+    tuning = tuning or choose_tuning(config)
+    sizes = decode_fast.sizing(config, num_reqs, tuning, device)
+    shape = decode_fast.plan_shape(config, num_reqs, num_reqs, device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if schedule is None:
+        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, written = args.output, config
+    if fmt.group_size:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+        written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    partial_output, partial_stats = decode_fast._scratch(args.workspace, config, sizes.max_items, device)
+    common = decode_fast._common_arguments(args, written, output)
+    _launch(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
+    few = num_reqs <= 4
+    parts = 4 if few else 1
+    programs = min(num_reqs * config.num_heads * parts, 8 * decode_fast._multiprocessors(device))
+    reduce_kernel[(programs,)](
+        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
+        num_tokens=num_reqs, TOKENS=1, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=False,
+        num_warps=16 // parts if few else 1, launch_pdl=True, **common,
+    )  # fmt: skip
+    if fmt.group_size:
+        from vattn.ops.triton.launch import _launch_finish
+
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
+    """Return a tensor map over codes `[blocks, block_size, K, bytes]` seen as int16; a box is a CTA's tile."""
+    codes = codes.view(torch.int16)
+    blocks, block_size, num_heads, width = codes.shape
+    by_block, by_token, by_head, _ = codes.stride()
+    shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
+    return TensorDescriptor(codes, shape, strides, [1, tuning.heads, TILE_TOKENS.value, width])
+
+
+def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
+    constants: dict[str, Any] = {
+        "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
+        "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
+    }  # fmt: skip
+    for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):
+        constants |= {
+            f"{name}_CODEC": part.codec, f"{name}_COUNT": 16 // part.bits,
+            f"{name}_FACTOR": query_factor(config.head_size, part.rotation),
+            f"{name}_BLOCK": block_width(config.head_size, part.rotation),
+            f"{name}_FLIP": part.rotation == "block_hadamard",
+            f"{name}_SHIFT": row_shift(config.head_size, part.rotation),
+        }  # fmt: skip
+    return constants
+
+
+def _launch(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    tuning: Tuning,
+    sizes: decode_fast.Sizing,
+    schedule: Tensor,
+    partial_output: Tensor,
+    partial_stats: Tensor,
+    common: dict[str, Any],
+) -> None:
+    from vattn.ops.triton.packed_update import strides
+
+    key, value = packed_views(args.kv_cache, config)
+    log2_e = LOG2E.value
+    score_scale, soft_cap = config.scale * log2_e, 1.0
+    if config.logits_soft_cap is not None:
+        score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
+    names = ("sinks", "output_scale", "output", "lse", "output_stride", "NUM_HEADS", "NUM_KV_HEADS", "HEAD_SIZE")
+    decode_packed_kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
+        query=args.query, key_boxes=_boxes(key.codes, tuning), value_boxes=_boxes(value.codes, tuning),
+        key_scales=key.scales, value_scales=value.scales, block_table=args.block_table, schedule=schedule,
+        partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
+        query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
+        table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
+        score_scale=score_scale / FP16_QUERY_SHRINK.value, soft_cap=soft_cap, num_warps=tuning.heads,
+        maxnreg=tuning.max_registers, KEY_STRIDES=strides(key.scales), VALUE_STRIDES=strides(value.scales),
+        MODEL=common["MODEL"], OUTPUT=common["OUTPUT"], **{name: common[name] for name in names},
+        **decode_constants(config, tuning),
+    )  # fmt: skip
