@@ -56,7 +56,7 @@ def known_keywords(function: F) -> F:
 
 def known_fields(kind: C) -> C:
     """Make a class refuse unknown keywords of its constructor; goes above `@dataclass`."""
-    kind.__init__ = _checked(kind.__init__, kind.__qualname__)
+    kind.__init__ = _checked(kind.__init__, kind.__qualname__)  # type: ignore[misc]
     return kind
 
 

@@ -46,7 +46,7 @@ class Table:
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.backends = backends
-        self.can = [backend.capabilities for backend in backends]
+        self.can: list[Any] = [backend.capabilities for backend in backends]
         self.lines = [
             "| | " + " | ".join(backend.name for backend in backends) + " |",
             "|---" * (len(backends) + 1) + "|",

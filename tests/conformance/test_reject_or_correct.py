@@ -1,6 +1,8 @@
 """Random requests: every backend refuses by name or equals the reference, and refusing is no way to pass.
 
 `VATTN_FUZZ_SEED` chooses the requests, `VATTN_FUZZ_EXAMPLES` how many; a failure prints the command that repeats it.
+The long mode goes on after a failure and counts: `python -m tests.conformance.record --backend NAME --device cpu
+--seconds 3600 --most 100000`, with `TRITON_INTERPRET=1` for Triton's interpreter, with `--device cuda` on a GPU.
 """
 
 from __future__ import annotations
@@ -139,6 +141,11 @@ def check_fuzz(backend: str, device: str, examples: int, size: Size = SMALL, par
 
 def test_refused_or_equal_to_the_reference(backend: str, device: str) -> None:
     check_fuzz(backend, device, fuzz_examples(EXAMPLES.get(backend, 60)))
+
+
+@pytest.mark.parametrize("part", range(1, 5))
+def test_two_thousand_more_on_plain_torch(part: int) -> None:
+    check_fuzz("TORCH_SDPA", "cpu", fuzz_examples(500), part=part)
 
 
 @pytest.mark.slow
