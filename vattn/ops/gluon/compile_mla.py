@@ -1,0 +1,128 @@
+"""Compile the latent decode path's kernels ahead of time for sm_90, on a machine with no GPU.
+
+`python -m vattn.ops.gluon.compile_mla` compiles two layers, which ones `VATTN_FUZZ_SEED` says; `--all` compiles all.
+Register spills, shared memory over the limit and warnings of the compilers are errors, but one: the narrow kernel's one
+warpgroup gets all registers there are, and the compiler says that it takes no note of the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"  # Before Triton is imported: interpreted kernels cannot be compiled.
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+
+import torch
+import triton
+
+from vattn.formats import MODEL_DTYPES
+from vattn.mla_config import MLAConfig
+from vattn.ops.gluon import compile_all, mla_launch
+from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
+from vattn.ops.triton.compile_all import source_of as plain_source_of
+from vattn.ops.triton.compile_cases import Launch
+
+SPILL_ALLOWANCE = 384
+"""Bytes of a thread's registers that may go to memory: Triton 3.9 keeps more there than 3.6, outside of the loops."""
+
+SHARED_BYTES = 227 << 10
+KERNELS = ("mla_schedule_kernel", "mla_decode_kernel", "mla_decode_wide_kernel", "mla_reduce_kernel")
+HARMLESS = "Too many maxnreg specified"
+
+
+def configs() -> Iterator[tuple[MLAConfig, int]]:
+    """Yield layers and tokens of the query that between them reach every branch of the kernels."""
+    base = MLAConfig(16, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True)
+    for heads, tokens in ((16, 1), (32, 1), (128, 1), (16, 4)):
+        yield base.replace(num_heads=heads), tokens
+        yield base.replace(num_heads=heads, block_size=16, lse=False), tokens
+    yield base.replace(block_size=128), 1
+    yield base.replace(num_heads=64, block_size=32, dtype="float16", kv_cache_dtype="float16"), 1
+
+
+def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
+    """Return the launches of a step, recorded on tensors without values."""
+    found: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def record(*args: Any, **kwargs: Any) -> None:
+                given = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
+                arguments = {name: value for name, value in given.items() if name in self.kernel.arg_names}
+                options = {name: value for name, value in given.items() if name not in arguments}
+                options |= {"num_warps": given["num_warps"]}
+                name = f"{self.kernel.__name__} tokens={tokens} {config.encode()}"
+                found.append(Launch(name, "sm_90", self.kernel, arguments, options))
+
+            return record
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    args = MLAAttentionArgs(**{
+        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
+        "query_start_loc": empty(reqs + 1), "seq_lens": empty(reqs), "block_table": empty(reqs, 64),
+        "lse": empty(rows, config.num_heads, dtype=torch.float32) if config.lse else None, "plan": [],
+    })  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
+        for name in KERNELS:
+            stack.enter_context(mock.patch.object(mla_launch, name, Recorder(getattr(mla_launch, name))))
+        mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=dtype), args, config)
+    return found
+
+
+def problems_of(launch: Launch) -> list[str]:
+    """Compile one launch and return what is wrong with it."""
+    is_gluon = launch.kernel.__name__ in ("mla_decode_kernel", "mla_decode_wide_kernel")
+    source, log = (compile_all.source_of if is_gluon else plain_source_of)(launch), io.StringIO()
+    with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        compiled = triton.compile(source, target=GPU_TARGETS[launch.target], options=launch.options)
+    lines = log.getvalue().splitlines()
+    problems = [line for line in lines if _COMPLAINTS.search(line) and HARMLESS not in line]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
+    problems += [f"{n} bytes of registers spill, {SPILL_ALLOWANCE} may" for n in spills if n > SPILL_ALLOWANCE]
+    if compiled.metadata.shared > SHARED_BYTES:
+        problems.append(f"{compiled.metadata.shared} bytes of shared memory, {SHARED_BYTES} there are")
+    return problems
+
+
+def main() -> int:
+    """Compile and report; return 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="compile everything")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
+    options = parser.parse_args()
+    cases = list(configs())
+    if not options.all:
+        cases = random.Random(options.seed).sample(cases, 2)
+    failed = 0
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
+        for config, tokens in cases:
+            for launch in recorded(config, tokens):
+                problems = problems_of(launch)
+                if problems:
+                    failed += 1
+                    print(f"FAILED {launch.name}", *problems, sep="\n    ", flush=True)
+    print(f"{len(cases)} layers compiled by Triton {triton.__version__}, {failed} kernels failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
