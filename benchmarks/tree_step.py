@@ -26,7 +26,7 @@ from vattn.backends import selector
 from vattn.token_tree import TokenTree
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 64
-CELLS = ((1, 1024), (1, 8192), (8, 2048), (32, 2048))
+CELLS = ((1, 1024), (32, 2048), (8, 2048), (1, 8192))
 SIX = TokenTree.merge([[1, 2], [1, 3], [4, 5], [4, 6]])[0]
 TWENTY = TokenTree.merge([[row, *range(9, 13)] for row in range(4)])[0]
 COLUMNS = {
@@ -111,8 +111,8 @@ def main() -> None:
             cells.append(measure(batch, context, columns))
         times = cells[-1]["microseconds"]
         print(f"| {batch} x {context} | " + " | ".join(f"{times[name]:.1f}" for name in columns) + " |", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "cells": cells}, indent=1))
+        if given.json:
+            given.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "cells": cells}, indent=1))
 
 
 if __name__ == "__main__":
