@@ -399,3 +399,21 @@ def test_batches_hold_what_their_rows_were_encoded_to(name: str) -> None:
     blocks = batch.args.block_table[0, :3].long()
     codes, scales = rows.codes[blocks].flatten(0, 1)[:21], rows.scales[blocks].flatten(0, 1)[:21]
     assert torch.equal(decode_stored(type(rows)(codes, scales), batch.config, False, None), batch.keys[0])
+
+
+@pytest.mark.parametrize("name", ["int4_per_token_head", "turboquant_3bit_nc"])
+def test_chunks_of_a_prompt_see_what_the_whole_saw(name: str) -> None:
+    """Prefill reads what decode will read: cutting a prompt changes nothing but the order of sums."""
+    rows = [normal(37, heads * 64, seed=heads) for heads in (4, 2, 3)]
+    rows[2] = rows[2][:, :128]
+    whole, cut = layer(cache=name), layer(cache=name)
+    for model in (whole, cut):
+        vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=64, max_seq_len=128, layers=cut)
+    parts = []
+    for first, end in ((0, 20), (20, 36), (36, 37)):
+        step = builder.build(query_lens=[end - first], seq_lens=[end], block_tables=[[3, 1, 5]])
+        padded = [torch.nn.functional.pad(x[first:end], (0, 0, 0, len(step.slot_mapping) - end + first)) for x in rows]
+        with torch.no_grad(), vattn.forward_context(step):
+            parts.append(cut(*padded)[: end - first])
+    assert relative_l2(torch.cat(parts), attend(whole, *rows)) < 1e-5
