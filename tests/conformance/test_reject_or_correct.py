@@ -19,9 +19,19 @@ from tests.conformance.compare import OUTPUTS, check_unchanged, compare_cache_up
 from tests.conformance.fuzz import count, failure_of, fuzz_examples, fuzz_seed, run_fuzz
 from tests.conformance.make_acceptance import accepted_by, load_table
 from tests.conformance.mutations import every_kind, mutate
-from tests.conformance.requests import DEVICES, PAIRS, PLAIN, SMALL, Request, Size, config_with, draw_request
+from tests.conformance.requests import (
+    _EXCLUSIVE,
+    DEVICES,
+    PAIRS,
+    PLAIN,
+    SMALL,
+    Request,
+    Size,
+    config_with,
+    draw_request,
+)
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
+from vattn.backends.base import Backend, DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.errors import VattnError
 
@@ -210,3 +220,23 @@ def test_bad_input_is_refused_and_nothing_is_written(backend: str, op: str, devi
         classes[check_bad_input(last, device, lambda right, i=index: every_kind(right)[i], cache_update)] += 1
     expected = {"ShapeError", "DtypeError", "StrideError", "DeviceError", "ScaleError", "GradientError", "ConfigError"}
     assert expected <= set(classes), classes
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_pair_of_features_is_refused_by_data_alone(name: str) -> None:
+    """What runs each of two features and not both has an `Exclusion` that says so; no code decides."""
+    made, device = selector.get_backend(name), DEVICES["sm_90"]
+    can, base = made.capabilities, PLAIN.replace(backend=name)
+    required = frozenset(can.required_features)
+    whys = {rule.why for rule in can.exclusions}
+
+    def limits(*features: str) -> list[str]:
+        found = Backend.limits(made, config_with(required | set(features), base), device)
+        # Of the value width that a feature comes with, and data too.
+        return [reason for reason in found if not reason.startswith("head_size")]
+
+    for first, second in PAIRS:
+        if any({one, other} in _EXCLUSIVE for one in (first, second) for other in required):
+            continue
+        alone = {*limits(first), *limits(second)}
+        assert set(limits(first, second)) - alone <= whys, (first, second)
