@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vattn.backends import selector
+from vattn.backends.mla import mla_backends
 from vattn.context import forward_context
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.metadata import AttentionMetadata, CaptureKey
@@ -170,7 +171,7 @@ class CUDAGraphRunner:
         configs = [layer.config for layer in self._layers if layer.config is not None]
         names = self.builder.backends | {selector.choose(config, self.builder.device).name for config in configs}
         for name in sorted(names):
-            can = selector.get_backend(name).capabilities.cuda_graphs
+            can = (mla_backends().get(name) or selector.get_backend(name)).capabilities.cuda_graphs
             if can == "manual" and name in self.builder.host_planned:
                 continue
             if can != "full":
