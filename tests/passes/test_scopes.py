@@ -193,3 +193,17 @@ def test_attention_without_a_cache() -> None:
     got = torch.compile(packed, options=vattn.options(strict=True))(*arguments)
     assert torch.equal(got.view(torch.uint8), packed(*arguments).view(torch.uint8))
     assert [node.op for node in vattn.fusion_report()] == ["varlen_attention"]
+
+
+def test_a_scale_that_is_a_number_costs_no_kernel() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    def number(o: Tensor, s: Tensor) -> Tensor:
+        return (o.float() / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    model = Attend(number)
+    target = vattn.compile(model, options=vattn.options(strict=True))
+    with torch.no_grad(), step(model, [3, 4]):
+        got, (code,) = run_and_get_code(target, *inputs_of(7))
+        assert torch.equal(got.view(torch.uint8), model(*inputs_of(7)).view(torch.uint8))
+    assert "cpp_fused" not in code and "full" not in code

@@ -6,10 +6,13 @@ Everything that can fail happens before anything is changed: new nodes are made 
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
@@ -19,6 +22,9 @@ from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_
 from vattn.passes.replay import Replay, copies, token_slices
 
 aten = torch.ops.aten
+
+_LONG_ENOUGH = 16
+"""Elements of a constant that Inductor does not write into its code."""
 
 
 class Builder:
@@ -156,12 +162,32 @@ def _block_scale(builder: Builder, fmt: OutputFormat, tokens: Node | int, column
 
 def _static_scale(builder: Builder, scale: Node | float, factor: float, device: torch.device) -> Node:
     if not isinstance(scale, Node):
-        return builder.call(aten.full.default, [1], scale, dtype=torch.float32, device=device)
+        return _constant(builder, scale, device)
     if value(scale).dtype != torch.float32:
         scale = builder.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
     if factor != 1.0:
         scale = builder.call(aten.mul.Tensor, scale, factor)
     return builder.call(aten.reshape.default, scale, [1]) if value(scale).dim() != 1 else scale
+
+
+def _constant(builder: Builder, number: float, device: torch.device) -> Node:
+    """Return a node that holds a number, fp32 `[1]`, without a kernel that fills it in every run.
+
+    A constant of the graph is made once. Inductor would fill one of up to eight elements anew, so it is longer.
+    AOTInductor, which keeps constants in its package, is given the kernel.
+    """
+    from torch._inductor.virtualized import V
+
+    module, name = builder.graph.owning_module, f"_vattn_scale_{struct.pack('<f', number).hex()}_{device.type}"
+    if module is None or V.aot_compilation:
+        return builder.call(aten.full.default, [1], number, dtype=torch.float32, device=device)
+    if not hasattr(module, name):
+        with unset_fake_temporarily():
+            module.register_buffer(name, torch.full((_LONG_ENOUGH,), number, dtype=torch.float32, device=device))
+    whole = builder.graph.get_attr(name)
+    builder.nodes.append(whole)
+    whole.meta["val"] = detect_fake_mode().from_tensor(getattr(module, name))
+    return builder.call(aten.slice.Tensor, whole, 0, 0, 1)
 
 
 def _replacements(
