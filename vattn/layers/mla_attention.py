@@ -252,7 +252,7 @@ class MLAAttention(OwnBuffers):
         weight = weight.view(self.num_heads, columns, self.kv_lora_rank)
         kept, self._weights_read = self.kv_b_weight, _version(self._kv_b_proj[0])
         with torch.inference_mode(False), torch.no_grad():
-            if kept is not None and kept.dtype == dtype and kept.device == weight.device:
+            if kept is not None and kept.dtype == dtype:
                 kept.copy_(weight)
             else:
                 self._buffers["kv_b_weight"] = weight.to(dtype).clone()
