@@ -12,15 +12,14 @@ import vattn
 from vattn.formats import KVFormat, PackedPart
 from vattn.kv_formats.packing import to_fp16
 
-LEVELS = (-1.5, -0.5, 0.5, 1.5)
-
 
 class TwoBits:
-    """`x = LEVELS[code] * scale`, the scale being the mean magnitude of the row."""
+    """`x = (code - 1.5) * scale`, the scale half the row's largest magnitude; NaN for a row that is not finite."""
 
     def encode(self, x, part, scale):
-        scales = to_fp16(x.abs().mean(-1, keepdim=True))
-        codes = (x / scales.float().clamp(min=1e-7) + 2.0).floor().clamp(0, 3).to(torch.uint8)
+        scales = to_fp16(x.abs().amax(-1, keepdim=True) / 2)
+        codes = (x / scales.float().clamp(min=1e-7) + 2.0).floor().clamp(0, 3)
+        codes = torch.where(scales.isnan(), 0, codes).to(torch.uint8)
         places = codes.unflatten(-1, (-1, 4)) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=x.device)
         return places.sum(-1, dtype=torch.uint8), scales
 
@@ -35,6 +34,8 @@ try:
     import triton
     import triton.language as tl
 
+    from vattn.ops.triton.epilogue import absolute_maximum
+
     @triton.jit
     def load_two_bits(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
         column = tl.arange(0, PART[1])[None, :]
@@ -45,10 +46,12 @@ try:
 
     @triton.jit
     def store_two_bits(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-        mean = tl.sum(tl.abs(x), axis=1)[:, None] / PART[0]
-        scale = tl.minimum(mean, 65504.0).to(tl.float16)
-        code = tl.floor(x / tl.maximum(scale.to(tl.float32), 1e-7) + 2.0)
-        code = tl.minimum(tl.maximum(code, 0.0), 3.0).to(tl.int32)
+        half = absolute_maximum(x)[:, None] * 0.5
+        known = half < float("inf")
+        scale = tl.where(known, tl.minimum(half, 65504.0), float("nan")).to(tl.float16)
+        divisor = tl.zeros_like(x) + tl.maximum(scale.to(tl.float32), 1e-7)
+        code = tl.minimum(tl.maximum(tl.floor(tl.div_rn(x, divisor) + 2.0), 0.0), 3.0)
+        code = tl.where(known, code, 0.0).to(tl.int32)
         groups = tl.reshape(code, [code.shape[0], PART[1] // 4, 4]) << (2 * tl.arange(0, 4))[None, None, :]
         column = tl.arange(0, PART[1] // 4)[None, :]
         tl.store(codes + column, tl.sum(groups, axis=2).to(tl.uint8), mask=rows & (column < PART[0] // 4))

@@ -33,7 +33,7 @@ def register_kv_format(
         ConfigError: the name is taken, the format is not packed, or a codec is missing or taken.
 
     Example:
-        `examples/12_a_kv_format_of_your_own.py` adds one in 70 lines.
+        `examples/12_a_kv_format_of_your_own.py` adds one in 76 lines.
 
         >>> from vattn.formats import KV_FORMATS
         >>> try:
