@@ -88,6 +88,7 @@ def fake_fa4() -> types.ModuleType:
     ):  # fmt: skip
         assert return_lse and num_splits == 1 and max_seqlen_q >= cu_seqlens_q.diff().max()
         assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16
+        assert all(reach is None or reach >= 0 for reach in window_size)
         if page_table is not None:
             assert cu_seqlens_k is None
             k, v = (unpaged(cache, page_table, seqused_k) for cache in (k, v))

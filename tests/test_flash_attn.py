@@ -229,9 +229,11 @@ STAND_INS = {
 }
 MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
 DECODES = ((1, 9), (1, 400), (2, 8), (1, 0))
+PREFILLS = ((9, 30), (12, 12), (1, 5), (20, 2))
+"""More rows than twice the requests: they go as they are."""
 
 
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("lens", [MIXED, DECODES, PREFILLS], ids=["mixed", "decodes", "prefills"])
 @pytest.mark.parametrize(
     "changes",
     [
