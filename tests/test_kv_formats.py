@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import vattn
+from tests.rope_cases import make_call
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn import AttentionConfig, CacheConfig, QuantConfig
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
@@ -20,6 +21,7 @@ from vattn.kv_formats.packing import pack_codes, unpack_codes
 from vattn.kv_formats.rotation import butterflies, flips
 from vattn.ops.cache_layout import kv_cache_shape, packed_views
 from vattn.ops.stored_rows import decode_stored, stored_views
+from vattn.rope_config import RopeConfig
 
 PACKED = [name for name, fmt in KV_FORMATS.items() if fmt.packed]
 SCALE = torch.tensor([4.5 / 2688])
@@ -417,3 +419,27 @@ def test_chunks_of_a_prompt_see_what_the_whole_saw(name: str) -> None:
         with torch.no_grad(), vattn.forward_context(step):
             parts.append(cut(*padded)[: end - first])
     assert relative_l2(torch.cat(parts), attend(whole, *rows)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
+@pytest.mark.parametrize("name", ["int4_per_token_head", "nvfp4"])
+def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> None:
+    """RoPE with the cache update is rotation into a plain cache, and an update with what lies there."""
+    shape = {"dtype": "bfloat16", "head_size": 32, "num_kv_heads": 2, "block_size": 8, "backend": backend}
+    config, plain = make_config(kv_cache_dtype=name, **shape), make_config(**shape)
+    problem = vattn.explain(config, "cpu").refusals[backend]
+    if problem:
+        pytest.skip(problem[0])
+    rope = RopeConfig(24)
+    args, other = make_call(config, rope), make_call(plain, rope)
+    torch.ops.vattn.rope_kv_cache_update(*args)
+    torch.ops.vattn.rope_kv_cache_update(*other)
+    assert torch.equal(args.query_out, other.query_out)
+    slots = args.slot_mapping
+    inside = (slots >= 0) & (slots < other.kv_cache.shape[1] * 8)
+    blocks, offsets = slots[inside] // 8, slots[inside] % 8
+    stored = torch.full_like(args.kv_cache, 255)
+    rows = [rows.codes[blocks, offsets] for rows in stored_views(other.kv_cache, plain)]
+    scales = (args.k_scale, args.v_scale)
+    torch.ops.vattn.kv_cache_update(*rows, stored, slots[inside], *scales, config.encode())
+    assert torch.equal(args.kv_cache, stored)
