@@ -108,8 +108,9 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "fp8_per_token": {},
     "fp8_group128": {"output_min_scale": 1e-3},
     "fp8_group128_pow2": {"output_arithmetic": "multiply"},
-    "fp8_group64_col": {},
+    "fp8_group64_col": {"output_arithmetic": "multiply", "output_min_scale": 1e-3},
     "fp8_group64_pow2_col": {"sinks": True, "kv_cache_layout": "HND"},
+    "fp8_group64": {"output_arithmetic": "approximate_divide"},
     "nvfp4": {"block_size": 64},
     "nvfp4_swizzled": {},
 }

@@ -23,8 +23,12 @@ from vattn.quantization import encode_kv
 pytestmark = pytest.mark.gpu
 
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16}
+WHOLE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
+"""So many heads that a prefill fills the card without splits, in tiles twice as wide where no mask is needed."""
+
 PREFILLS = ((257, 257), (130, 400), (1, 777), (0, 5), (33, 2000))
 DECODES = tuple((1, length) for length in (1, 17, 300, 1000, 5, 64, 2049))
+LONG_PREFILLS = ((1000, 1500), (257, 257), (130, 400), (1, 900))
 SPECULATIVE = ((4, 700), (4, 31), (3, 3), (1, 1000))
 
 LARGE: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
@@ -49,6 +53,11 @@ LARGE: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
     "prefill-packed": ({"block_size": 0, "causality": "bidirectional"}, ((300, 300), (70, 70), (1, 1))),
     "prefill-group64": ({"output_format": "fp8_group64_col"}, PREFILLS),
     "prefill-nvfp4": ({"output_format": "nvfp4_swizzled"}, PREFILLS),
+    "long": ({**WHOLE, "lse": True}, LONG_PREFILLS),
+    "long-window": ({**WHOLE, "sliding_window": 300, "sinks": True, "kv_cache_layout": "HND"}, LONG_PREFILLS),
+    "long-negative": ({**WHOLE, "scale": -0.1, "dtype": "float16", "block_size": 64}, LONG_PREFILLS),
+    "long-packed": ({**WHOLE, "block_size": 0}, LONG_PREFILLS[:3]),
+    "long-chunks": ({**WHOLE, "sliding_window": 192, "chunk_lookback": 1}, LONG_PREFILLS),
     "decode": ({"lse": True, "sinks": True}, DECODES),
     "decode-mqa71": ({"num_heads": 71, "num_kv_heads": 1, "head_size": 64}, DECODES),
     "decode-mqa150": ({"num_heads": 150, "num_kv_heads": 1, "head_size": 64}, DECODES),

@@ -3,7 +3,7 @@
 `python -m vattn.ops.gluon.compile_all` compiles a sample, drawn by a printed seed (`VATTN_FUZZ_SEED` or `--seed`);
 `--all` compiles everything. Register spills beyond a few values and any warning of the compilers (that matrix
 instructions are serialised, above all) are errors. Triton 3.6 spills a value at most; 3.9 keeps up to thirty in memory
-where an FP8 cache takes registers for its converter warps, and up to sixty where a head of 256 computes scales.
+where an FP8 cache takes registers for its converter warps or a head of 256 computes scales.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
 TARGET = "sm_90"
-SPILL_ALLOWANCE = 256
+SPILL_ALLOWANCE = 160
 """Bytes of a thread's registers that may go to memory."""
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
@@ -96,9 +96,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"sliding_window": 1024, "sinks": True, "lse": True},
     {"logits_soft_cap": 30.0, "sliding_window": 4096},
     {"output_format": "fp8_static", "sinks": True},
-    {"output_format": "fp8_group64_pow2_col", "lse": True},
-    {"output_format": "fp8_group128", "output_arithmetic": "approximate_multiply"},
-    {"output_format": "nvfp4_swizzled", "output_arithmetic": "approximate_divide"},
+    {"output_format": "fp8_group64_pow2_col", "output_arithmetic": "multiply", "lse": True},
+    {"output_format": "fp8_group128", "output_arithmetic": "approximate_divide"},
 )
 
 

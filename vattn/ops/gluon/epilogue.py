@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -12,11 +13,13 @@ MIN_ABSMAX = gl.constexpr(1e-10)
 """`vattn.quantization.MIN_ABSMAX`; a test compares them."""
 
 
+EVERY_NAN = gl.constexpr(tl.PropagateNan.ALL)
+
+
 @gluon.jit
 def encode_e4m3(x):
-    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN."""
-    clamped = gl.where(x != x, x, gl.minimum(gl.maximum(x, -448.0), 448.0))
-    return clamped.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN; all this is the conversion's own."""
+    return x.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
 
 @gluon.jit
@@ -30,10 +33,15 @@ def load_scale(output_scale):
 
 @gluon.jit
 def encode_e2m1(x):
-    """Return fp32 values as e2m1 codes 0 to 15 in int32: saturating, nearest even, NaN as 6."""
-    a = gl.abs(x)
-    code = (a > 0.25).to(gl.int32) + (a >= 0.75).to(gl.int32) + (a > 1.25).to(gl.int32) + (a >= 1.75).to(gl.int32)
-    code += (a > 2.5).to(gl.int32) + (a >= 3.5).to(gl.int32) + (a > 5.0).to(gl.int32)
+    """Return fp32 values as e2m1 codes 0 to 15 in int32: saturating, nearest even, NaN as 6.
+
+    Adding a power of two whose unit in the last place is the spacing of the codes there lets the adder round.
+    """
+    magnitude = gl.minimum(gl.abs(x), 6.0)
+    binade = gl.maximum(magnitude.to(gl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    magic = binade + (22 << 23)
+    rounded = (magnitude + magic.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
+    code = rounded - magic + (binade >> 22) - 254
     sign = (x.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
     return gl.where(x == x, code | (sign << 3), 7)
 
@@ -89,24 +97,26 @@ def group_codes(x, step, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def larger(a, b):
+    return gl.maximum(a, b, propagate_nan=EVERY_NAN)
+
+
+@gluon.jit
 def group_maximum(x):
     """Return the largest magnitudes along axis 2, that of a group's columns, NaN where there is one."""
-    largest = gl.max(gl.abs(x), 2)
-    has_nan = gl.max((x != x).to(gl.int32), 2) > 0
-    return gl.where(has_nan, float("nan"), largest)
+    return gl.reduce(gl.abs(x), 2, larger)
 
 
 @gluon.jit
 def store_row_groups(
     output, scales, x, first_row, row, rows, first_column, scale, scale_stride, group_stride, STRIDE: gl.constexpr,
-    MODEL: gl.constexpr, GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    MODEL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise results `[R, C]` in whole groups; store codes and scales.
+    """Quantise results `[R, C]` to FP8 in whole groups; store codes and scales.
 
     Args:
         first_row, row, rows: row of the output at which a tile starts, rows of the tile that these are, its end.
         first_column: of the flattened row of STRIDE columns.
-        SCALE_COLUMNS: of scales in 128 x 4 tiles; 0 for those with strides.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -118,26 +128,14 @@ def store_row_groups(
     scale_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACE))
     group = first_column // GROUPS[0] + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))
     inside = (scale_row[:, None] < rows) & (group[None, :] >= 0)
-    scale_row = (first_row + scale_row)[:, None]
-    if SCALE_COLUMNS:
-        tile = scale_row // 128 * (SCALE_COLUMNS // 4) + group[None, :] // 4
-        place = tile.to(gl.int64) * 512 + scale_row % 32 * 16 + scale_row % 128 // 32 * 4 + group[None, :] % 4
-    else:
-        place = scale_row.to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
+    place = (first_row + scale_row)[:, None].to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
     gl.store(scales + place, stored, mask=inside)
-    codes = group_codes(values, step.expand_dims(2), GROUPS)
-    PER_BYTE: gl.constexpr = 2 if GROUPS[1] else 1
-    if GROUPS[1]:
-        nibbles = codes.reshape([ROWS, COLUMNS // 2, 2])
-        ODD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, nibbles.type.layout))
-        codes = gl.sum(nibbles << (4 * gl.arange(0, 2, layout=ODD))[None, None, :], 2).to(gl.uint8)
-    else:
-        codes = codes.reshape([ROWS, COLUMNS])
+    codes = group_codes(values, step.expand_dims(2), GROUPS).reshape([ROWS, COLUMNS])
     CODES: gl.constexpr = codes.type.layout
     code_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CODES))
-    byte = first_column // PER_BYTE + gl.arange(0, COLUMNS // PER_BYTE, layout=gl.SliceLayout(0, CODES))
-    offsets = (first_row + code_row)[:, None].to(gl.int64) * (STRIDE // PER_BYTE) + byte[None, :]
-    gl.store(output + offsets, codes, mask=(code_row[:, None] < rows) & (byte[None, :] >= 0))
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, CODES))
+    offsets = (first_row + code_row)[:, None].to(gl.int64) * STRIDE + column[None, :]
+    gl.store(output + offsets, codes, mask=(code_row[:, None] < rows) & (column[None, :] >= 0))
 
 
 @gluon.jit

@@ -160,7 +160,7 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 def store_rows(
     output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if D == 256:
@@ -168,16 +168,16 @@ def store_rows(
         low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, low, first_row, rows, head, 0, GROUP_INDEX,
-            HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, high, first_row, rows, head, 128,
-            GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
-            GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     if lse is not None:
         log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -188,7 +188,7 @@ def store_rows(
 def store_columns(
     output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store COLUMNS columns of this warpgroup's rows."""
     THREADS: gl.constexpr = COLUMNS // 8
@@ -197,7 +197,7 @@ def store_columns(
     if OUTPUT_GROUPS[0] > 0:
         store_row_groups(
             output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,
-            load_scale(output_scale), scale_stride, group_stride, HEADS * D, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+            load_scale(output_scale), scale_stride, group_stride, HEADS * D, MODEL, OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
@@ -218,7 +218,6 @@ def consume(
     KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr,
     KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     N: gl.constexpr = KEYS
@@ -352,7 +351,7 @@ def consume(
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
@@ -362,7 +361,7 @@ def consume(
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, first, end, head = receive(
@@ -380,7 +379,7 @@ def prefill_kernel(
     D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr, GROUPS: gl.constexpr,
     QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, num_warps: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description."""
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -434,21 +433,18 @@ def prefill_kernel(
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (consume, (
                     output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 1, 2, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (consume, (
                     output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 2, 0, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (produce, (
                     query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
@@ -468,14 +464,12 @@ def prefill_kernel(
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (consume, (
                     output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (produce, (
                     query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
@@ -495,14 +489,12 @@ def prefill_kernel(
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (consume, (
                     output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (convert, (
                     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
@@ -528,14 +520,12 @@ def prefill_kernel(
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (consume, (
                     output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
                     v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
                     key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
                     BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
-                    SCALE_COLUMNS,
                 )),
                 (convert, (
                     raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.codec import cast, decode
+from vattn.ops.triton.codec import INTERPRETED, cast, decode
 from vattn.ops.triton.epilogue import (
     absolute_maximum,
     group_codes,
@@ -36,6 +36,9 @@ SPLIT_FIELDS = tl.constexpr(8)
 
 KEEP = tl.constexpr("evict_last")
 """Eviction policy of what every layer of a step reads: it stays in the L2 cache while weights stream through that."""
+
+NATIVE_FP8 = tl.constexpr(not INTERPRETED.value)
+"""Whether the hardware converts FP8: everywhere but in the interpreter."""
 
 # The running maximum starts here instead of at -inf, so that the difference of two maxima is never NaN.
 LOWEST_MAXIMUM = tl.constexpr(-1.0e30)
@@ -319,13 +322,13 @@ def store_groups(
         other = absolute_maximum(second, 2)
         nan = (largest != largest) | (other != other)
         largest = tl.where(nan, float("nan"), tl.maximum(largest, other))
-    stored, step = group_scales(largest, scale, GROUPS)
+    stored, step = group_scales(largest, scale, GROUPS, NATIVE_FP8)
     group = head[:, None, :] * COUNT + tl.arange(0, COUNT)[None, :, None]
     tl.store(scales + group.to(tl.int64) * group_stride, stored, mask=mask[:, None, :])
     step = tl.expand_dims(step, 2)
-    codes = tl.reshape(group_codes(first, step, GROUPS), [HEADS, WIDTH, QUERY_ROWS])
+    codes = tl.reshape(group_codes(first, step, GROUPS, NATIVE_FP8), [HEADS, WIDTH, QUERY_ROWS])
     if FP8:
-        others = tl.reshape(group_codes(second, step, GROUPS), [HEADS, WIDTH, QUERY_ROWS])
+        others = tl.reshape(group_codes(second, step, GROUPS, NATIVE_FP8), [HEADS, WIDTH, QUERY_ROWS])
     if GROUPS[1]:
         if FP8:
             pairs = (codes | (others << 4)).to(tl.uint8)
@@ -551,7 +554,7 @@ def reduce_kernel(
             first = head * HEAD_SIZE + (work % PARTS) * COLUMNS
             scales = block_scale + row.to(tl.int64) * scale_stride + (first // GROUPS[0]).to(tl.int64) * group_stride
             codes = start + (first // 2 if GROUPS[1] else first)
-            store_group_row(codes, scales, acc * norm, scale, group_stride, COLUMNS, MODEL, GROUPS)
+            store_group_row(codes, scales, acc * norm, scale, group_stride, COLUMNS, MODEL, GROUPS, NATIVE_FP8)
         else:
             pointers = start + head * HEAD_SIZE + column
             store_rows(pointers, acc * norm, column < HEAD_SIZE, scale, MODEL, OUTPUT)

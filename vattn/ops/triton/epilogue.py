@@ -15,31 +15,27 @@ import triton.language as tl
 
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
-from vattn.ops.triton.codec import cast, decode, encode_e2m1, encode_e4m3
+from vattn.ops.triton.codec import INTERPRETED, cast, decode, encode_e2m1, encode_e4m3, encode_native
 
+EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 MIN_ABSMAX = tl.constexpr(1e-10)
 """`vattn.quantization.MIN_ABSMAX`; a test compares them."""
 
 
-def groups_fit_heads(config: AttentionConfig, swizzled: bool = False) -> bool:
-    """Return whether a kernel that owns whole heads can compute the scales of the output format.
-
-    Args:
-        swizzled: whether the kernel can store them in 128 x 4 tiles.
-    """
+def groups_fit_heads(config: AttentionConfig) -> bool:
+    """Return whether a kernel that owns whole heads can compute the scales of the output format."""
     fmt = OUTPUT_FORMATS[config.output_format]
-    return fmt.group_size > 0 and swizzled >= fmt.swizzled and config.head_size_v % fmt.group_size == 0
+    return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
 
 
-def group_constants(config: AttentionConfig, swizzled: bool = False) -> tuple[Any, ...]:
+def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
     """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
 
     Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic.
-    `swizzled` as in `groups_fit_heads`.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
-    size = fmt.group_size if groups_fit_heads(config, swizzled) else 0
+    size = fmt.group_size if groups_fit_heads(config) else 0
     return size, fmt.static_scale, fmt.power_of_two, least, config.output_arithmetic
 
 
@@ -101,30 +97,49 @@ def divide_by_constant(x, DIVISOR: tl.constexpr, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def quantise_static(x, scale, ARITHMETIC: tl.constexpr):
-    """Return e4m3 bytes of x under a given scale, which is the reciprocal already where ARITHMETIC multiplies."""
-    if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
-        return encode_e4m3(x * scale)
+def encode_output(x, NATIVE_FP8: tl.constexpr):
+    """Return fp32 values as e4m3 bytes; both lowerings give the same, except which NaN it is."""
+    if NATIVE_FP8:
+        return encode_native(x, "fp8_e4m3")
     else:
-        return encode_e4m3(divide(x, scale, ARITHMETIC == "approximate_divide"))
+        return encode_e4m3(x)
 
 
 @triton.jit
-def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr):
+def quantise_static(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return e4m3 bytes of x under a given scale, which is the reciprocal already where ARITHMETIC multiplies."""
+    if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
+        return encode_output(x * scale, NATIVE_FP8)
+    else:
+        return encode_output(divide(x, scale, ARITHMETIC == "approximate_divide"), NATIVE_FP8)
+
+
+@triton.jit
+def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return e4m3 bytes of x under a computed scale."""
     if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
         one = tl.zeros_like(scale) + 1.0
-        return encode_e4m3(x * divide(one, scale, ARITHMETIC == "approximate_multiply"))
+        return encode_output(x * divide(one, scale, ARITHMETIC == "approximate_multiply"), NATIVE_FP8)
     else:
-        return encode_e4m3(divide(x, scale, ARITHMETIC == "approximate_divide"))
+        return encode_output(divide(x, scale, ARITHMETIC == "approximate_divide"), NATIVE_FP8)
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger of two numbers, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=EVERY_NAN)
 
 
 @triton.jit
 def absolute_maximum(x, AXIS: tl.constexpr = -1):
     """Return the largest magnitude along an axis, NaN if there is one."""
-    largest = tl.max(tl.abs(x), axis=AXIS)
-    has_nan = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
-    return tl.where(has_nan, float("nan"), largest)
+    if INTERPRETED:
+        # Which reduces by its own maximum in one step, by another function value by value.
+        largest = tl.max(tl.abs(x), axis=AXIS)
+        has_nan = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
+        return tl.where(has_nan, float("nan"), largest)
+    else:
+        return tl.reduce(tl.abs(x), AXIS, larger)
 
 
 @triton.jit
@@ -144,33 +159,70 @@ def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr, A
 
 
 @triton.jit
-def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr):
+def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return the e4m3 bytes of the block scales of groups with these maxima, and what their values are divided by."""
-    block_scale = encode_e4m3(divide(divide_by_constant(absmax, 6.0, APPROXIMATE), scale, APPROXIMATE))
-    step = decode(block_scale, "fp8_e4m3", tl.float32, False) * scale
+    per_block = divide(divide_by_constant(absmax, 6.0, APPROXIMATE), scale, APPROXIMATE)
+    block_scale = encode_output(per_block, NATIVE_FP8)
+    step = decode(block_scale, "fp8_e4m3", tl.float32, NATIVE_FP8) * scale
     return block_scale, tl.where(step == 0.0, float("inf"), step)
 
 
 @triton.jit
-def nvfp4_codes(x, step, APPROXIMATE: tl.constexpr):
-    """Return e2m1 codes in int32; `step` broadcasts."""
-    ratio = divide(x, step, APPROXIMATE)
-    return tl.where(ratio == ratio, encode_e2m1(ratio), 7)
+def divide_by_steps(x, step):
+    """Return IEEE's fp32 quotients by steps that broadcast: see `vattn.ops.triton.codec.encode_quotient`."""
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    product = x * reciprocal
+    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
+    largeness = tl.abs(product)
+    quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+    size = tl.abs(step)
+    usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
+    if usual == 0:
+        quotient = tl.div_rn(x, tl.zeros_like(x) + step)
+    return quotient
 
 
 @triton.jit
-def quantise_nvfp4(x, scale, ARITHMETIC: tl.constexpr):
+def round_e2m1(x):
+    """Return fp32 values as e2m1 codes 0 to 15 in int32, as `encode_e2m1`, in half as many instructions.
+
+    Adding a power of two whose unit in the last place is the spacing of the codes there lets the adder round.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    magic = binade + (22 << 23)
+    rounded = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return (rounded - magic + (binade >> 22) - 254) | (sign << 3)
+
+
+@triton.jit
+def nvfp4_codes(x, step, APPROXIMATE: tl.constexpr, MANY: tl.constexpr = False):
+    """Return e2m1 codes in int32; `step` broadcasts. MANY: of so many values that instructions count, not latency."""
+    if MANY and not APPROXIMATE:
+        ratio = divide_by_steps(x, step)
+    else:
+        ratio = divide(x, step, APPROXIMATE)
+    if MANY:
+        codes = round_e2m1(ratio)
+    else:
+        codes = encode_e2m1(ratio)
+    return tl.where(ratio == ratio, codes, 7)
+
+
+@triton.jit
+def quantise_nvfp4(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return e2m1 codes (int32) of groups `[groups, 16]` and the e4m3 bytes of their block scales."""
     APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide"
-    block_scale, step = nvfp4_scales(absolute_maximum(x), scale, APPROXIMATE)
-    return nvfp4_codes(x, step[:, None], APPROXIMATE), block_scale
+    block_scale, step = nvfp4_scales(absolute_maximum(x), scale, APPROXIMATE, NATIVE_FP8)
+    return nvfp4_codes(x, step[:, None], APPROXIMATE, NATIVE_FP8), block_scale
 
 
 @triton.jit
-def group_scales(absmax, scale, GROUPS: tl.constexpr):
+def group_scales(absmax, scale, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return what is stored as the scales of groups with these maxima, and what their values are divided by."""
     if GROUPS[1]:
-        stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide")
+        stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide", NATIVE_FP8)
         return stored, step
     else:
         # Names first: Triton 3.6 does not take an element of a tuple for a constexpr argument.
@@ -182,25 +234,26 @@ def group_scales(absmax, scale, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def group_codes(x, step, GROUPS: tl.constexpr):
+def group_codes(x, step, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return codes of values under the second result of `group_scales`: e4m3 bytes, or e2m1 in int32."""
     if GROUPS[1]:
         return nvfp4_codes(x, step, GROUPS[4] == "approximate_divide")
     else:
         ARITHMETIC: tl.constexpr = GROUPS[4]
-        return quantise_dynamic(x, step, ARITHMETIC)
+        return quantise_dynamic(x, step, ARITHMETIC, NATIVE_FP8)
 
 
 @triton.jit
 def store_group_row(
-    output, scales, x, scale, stride_group, COLUMNS: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr
-):
+    output, scales, x, scale, stride_group, COLUMNS: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
     """Quantise and store fp32 columns `[COLUMNS]` of whole groups and their scales, from these addresses on."""
     SIZE: tl.constexpr = GROUPS[0]
     COUNT: tl.constexpr = COLUMNS // SIZE
     groups = tl.reshape(cast(x, MODEL).to(tl.float32), [COUNT, SIZE])
-    stored, step = group_scales(absolute_maximum(groups), scale, GROUPS)
-    codes = tl.reshape(group_codes(groups, step[:, None], GROUPS), [COLUMNS])
+    stored, step = group_scales(absolute_maximum(groups), scale, GROUPS, NATIVE_FP8)
+    codes = tl.reshape(group_codes(groups, step[:, None], GROUPS, NATIVE_FP8), [COLUMNS])
     if GROUPS[1]:
         pairs = tl.reshape(codes, [COLUMNS // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
         tl.store(output + tl.arange(0, COLUMNS // 2), tl.sum(pairs, axis=1).to(tl.uint8))

@@ -92,7 +92,7 @@ def _attend(
         target_lse = partial_lse if split else args.lse
     _launch_attention(args, config, sources, num_reqs, tiles, limits, target, target_lse, fmt)
     if split or later:
-        _launch_finish(args, config, num_reqs, tiles.num_splits, target, target_lse, fmt)
+        _launch_finish(args, config, num_reqs, tiles.num_splits, target, target_lse, fmt, limits)
 
 
 def _scratch(
@@ -164,6 +164,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
         "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
+        "WIDE_TILES": tiles.wide,
         **packed_constants(config),
     }  # fmt: skip
 
@@ -200,9 +201,10 @@ def _launch_finish(
     source: Tensor,
     source_lse: Tensor | None,
     fmt: OutputFormat,
+    limits: Limits | None = None,
 ) -> None:
     num_tokens, columns = args.query.shape[0], config.num_heads * config.head_size_v
-    constants = finish_constants(config, num_splits > 1)
+    constants = finish_constants(config, num_splits > 1, (limits or Limits.of(args.query.device)).native_fp8)
     rows, scale_columns, blocks = num_tokens, 0, 1
     scales, strides = args.output_block_scale, (0, 0)
     if scales is not None:
@@ -222,7 +224,7 @@ def _launch_finish(
     )  # fmt: skip
 
 
-def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
+def finish_constants(config: AttentionConfig, split: bool, native_fp8: bool) -> dict[str, Any]:
     """Return what the finishing kernel is specialised for, SCALE_COLUMNS aside."""
     fmt = OUTPUT_FORMATS[config.output_format]
     kind = "fp8_group" if fmt.name.startswith("fp8_group") else fmt.name
@@ -232,7 +234,9 @@ def finish_constants(config: AttentionConfig, split: bool) -> dict[str, Any]:
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
-        "BLOCK": max(16, min(columns, 256 if split else 1024)),
+        # Whole rows in registers where their scale is one.
+        "BLOCK": max(16, min(columns, 256 if split else 8192 if fmt.group_size < 0 else 1024)),
+        "NATIVE_FP8": native_fp8,
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.codec import cast
+from vattn.ops.triton.codec import cast, encode_quotient
 from vattn.ops.triton.epilogue import (
     absolute_maximum,
     dynamic_scale,
@@ -68,6 +68,28 @@ def load_columns(
     return x, log
 
 
+@triton.jit
+def codes_of(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return e4m3 bytes of many values under computed scales, which broadcast."""
+    if ARITHMETIC == "divide" and NATIVE_FP8:
+        return encode_quotient(x, scale, "fp8_e4m3", True)
+    else:
+        return quantise_dynamic(x, scale, ARITHMETIC, NATIVE_FP8)
+
+
+@triton.jit
+def store_token(
+    output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh, V: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Store columns of a row under the row's scale `[1]`, and the logs of the heads that start there."""
+    code = tl.reshape(codes_of(x[None, :], row_scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
+    tl.store(output + row.to(tl.int64) * stride_ot + column // V * stride_oh + column % V, code, mask=inside)
+    if SPLIT and lse is not None:
+        pointers = lse + row.to(tl.int64) * stride_lt + column // V * stride_lh
+        tl.store(pointers, log * LN2, mask=inside & (column % V == 0))
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "num_splits", "stride_br", "stride_bg"],
     do_not_specialize_on_alignment=["query_start_loc"],
@@ -77,7 +99,7 @@ def finish_kernel(
     num_tokens, num_reqs, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
     H: tl.constexpr, V: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr,
+    ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Finish one block of columns of a row. Grid: rows (of padded scales if swizzled), column blocks.
 
@@ -96,24 +118,29 @@ def finish_kernel(
             tl.store(output_block_scale + swizzled_offset(row, group, SCALE_COLUMNS), zero, mask=group < SCALE_COLUMNS)
             return
     if OUTPUT == "fp8_per_token":
-        absmax = tl.zeros([BLOCK], tl.float32)
-        for base in range(0, COLUMNS, BLOCK):
-            c = base + tl.arange(0, BLOCK)
-            x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
-                                MODEL, SPLIT)  # fmt: skip
-            absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
-        row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE, ARITHMETIC)
-        tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), row_scale)
-        for base in range(0, COLUMNS, BLOCK):
-            c = base + tl.arange(0, BLOCK)
-            inside = c < COLUMNS
-            x, log = load_columns(source, source_lse, sinks, row, c, inside, is_real, num_splits, H, V,
+        if COLUMNS <= BLOCK:
+            # The whole row stays in registers.
+            inside = column < COLUMNS
+            x, log = load_columns(source, source_lse, sinks, row, column, inside, is_real, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip
-            code = tl.reshape(quantise_dynamic(x[None, :], row_scale[:, None], ARITHMETIC), [BLOCK])
-            offsets = row.to(tl.int64) * stride_ot + c // V * stride_oh + c % V
-            tl.store(output + offsets, code, mask=inside)
-            if SPLIT and lse is not None:
-                tl.store(lse + row.to(tl.int64) * stride_lt + c // V * stride_lh, log * LN2, mask=inside & (c % V == 0))
+            row_scale = dynamic_scale(absolute_maximum(x[None, :]), False, MIN_SCALE, ARITHMETIC)
+            store_token(output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh,
+                        V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
+        else:
+            absmax = tl.zeros([BLOCK], tl.float32)
+            for base in range(0, COLUMNS, BLOCK):
+                c = base + tl.arange(0, BLOCK)
+                x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
+                                    MODEL, SPLIT)  # fmt: skip
+                absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
+            row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE, ARITHMETIC)
+            for base in range(0, COLUMNS, BLOCK):
+                c = base + tl.arange(0, BLOCK)
+                x, log = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
+                                      MODEL, SPLIT)  # fmt: skip
+                store_token(output, lse, x, log, row_scale, row, c, c < COLUMNS, stride_ot, stride_oh, stride_lt,
+                            stride_lh, V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
+        tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), row_scale)
     else:
         inside = column < COLUMNS
         x, log = load_columns(source, source_lse, sinks, row, column, inside, is_real, num_splits, H, V,
@@ -125,19 +152,19 @@ def finish_kernel(
         if OUTPUT == "none":
             tl.store(output + offsets, cast(x, MODEL), mask=inside)
         elif OUTPUT == "fp8_static":
-            tl.store(output + offsets, quantise_static(x, tl.load(output_scale), ARITHMETIC), mask=inside)
+            tl.store(output + offsets, quantise_static(x, tl.load(output_scale), ARITHMETIC, NATIVE_FP8), mask=inside)
         else:
             GROUPS: tl.constexpr = BLOCK // GROUP
             group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
             x_groups = tl.reshape(x, [GROUPS, GROUP])
             if OUTPUT == "fp8_group":
                 scale = dynamic_scale(absolute_maximum(x_groups), POWER_OF_TWO, MIN_SCALE, ARITHMETIC)
-                code = tl.reshape(quantise_dynamic(x_groups, scale[:, None], ARITHMETIC), [BLOCK])
+                code = tl.reshape(codes_of(x_groups, scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
                 tl.store(output + offsets, code, mask=inside)
                 scale_offsets = row.to(tl.int64) * stride_br + group.to(tl.int64) * stride_bg
                 tl.store(output_block_scale + scale_offsets, scale, mask=group < COLUMNS // GROUP)
             else:
-                codes, block_scale = quantise_nvfp4(x_groups, tl.load(output_scale), ARITHMETIC)
+                codes, block_scale = quantise_nvfp4(x_groups, tl.load(output_scale), ARITHMETIC, NATIVE_FP8)
                 pair = tl.reshape(codes, [BLOCK // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
                 byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
                 bytes_of_head: tl.constexpr = V // 2

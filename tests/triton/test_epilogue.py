@@ -1,0 +1,42 @@
+"""The lowerings of the output epilogue that are made for many values against those made for few."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vattn.ops.triton.epilogue import nvfp4_codes
+
+
+@triton.jit
+def codes_kernel(values, steps, codes, COUNT: tl.constexpr, MANY: tl.constexpr):
+    """Quantise rows of COUNT values under a step of their own. Grid: rows."""
+    row = tl.program_id(0)
+    column = tl.arange(0, COUNT)
+    x = tl.load(values + row * COUNT + column[None, :])
+    step = tl.load(steps + row + tl.arange(0, 1))
+    tl.store(codes + row * COUNT + column[None, :], nvfp4_codes(x, step[:, None], False, MANY))
+
+
+def test_nvfp4_codes_of_many_values_are_those_of_few() -> None:
+    """Ties, both zeros, infinities, NaN and steps that reciprocals cannot serve included."""
+    generator = torch.Generator().manual_seed(3)
+    ties = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0, 6.0, 7.0, torch.inf, torch.nan, 1e-30, 1e30, 0.5, 4.0]
+    )
+    special = torch.cat(
+        [ties, -ties, torch.nextafter(ties, torch.tensor(9.0)), torch.nextafter(ties, torch.tensor(-9.0))]
+    )
+    values = torch.cat([special[None], torch.randn(5, 64, generator=generator) * 3])
+    steps = torch.tensor([1.0, 0.37, 3e-5, 1.7e4, 1e-20, torch.inf, 1e30, 2.0**-126, 0.4375])
+    rows = values[None] * torch.where(steps.isinf(), 1.0, steps)[:, None, None]
+    rows = torch.cat([rows, torch.zeros(len(steps), 1, 64)], 1).reshape(-1, 64).contiguous().to("cpu")
+    each = steps.repeat_interleave(len(values) + 1).to("cpu")
+    found = []
+    for many in (False, True):
+        codes = torch.full(rows.shape, -1, dtype=torch.int32, device="cpu")
+        codes_kernel[(len(rows),)](rows, each, codes, COUNT=64, MANY=many)
+        found.append(codes.cpu())
+    assert torch.equal(*found)
+    assert set(found[0].unique().tolist()) == set(range(16))
