@@ -178,15 +178,16 @@ def _constant(builder: Builder, number: float, device: torch.device) -> Node:
     """
     from torch._inductor.virtualized import V
 
-    module, name = builder.graph.owning_module, f"_vattn_scale_{struct.pack('<f', number).hex()}_{device.type}"
-    if module is None or V.aot_compilation:
+    module, mode = builder.graph.owning_module, detect_fake_mode()
+    name = f"_vattn_scale_{struct.pack('<f', number).hex()}_{device.type}"
+    if module is None or mode is None or V.aot_compilation:
         return builder.call(aten.full.default, [1], number, dtype=torch.float32, device=device)
     if not hasattr(module, name):
         with unset_fake_temporarily():
             module.register_buffer(name, torch.full((_LONG_ENOUGH,), number, dtype=torch.float32, device=device))
     whole = builder.graph.get_attr(name)
     builder.nodes.append(whole)
-    whole.meta["val"] = detect_fake_mode().from_tensor(getattr(module, name))
+    whole.meta["val"] = mode.from_tensor(getattr(module, name))
     return builder.call(aten.slice.Tensor, whole, 0, 0, 1)
 
 
