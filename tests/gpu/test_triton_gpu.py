@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16}
 WHOLE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8}
-"""So many heads that a prefill fills the card without splits, in tiles twice as wide where no mask is needed."""
+"""So many heads that a prefill needs no splits, and runs tiles that need no mask in a loop of their own."""
 
 PREFILLS = ((257, 257), (130, 400), (1, 777), (0, 5), (33, 2000))
 DECODES = tuple((1, length) for length in (1, 17, 300, 1000, 5, 64, 2049))

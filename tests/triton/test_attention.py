@@ -58,21 +58,6 @@ def test_every_cut_gives_the_reference(cut: str, features: str) -> None:
     run(batch, CUTS[cut])
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"sliding_window": 290, "sinks": True}, {"scale": -0.7}, {"block_size": 0}], ids=str
-)
-def test_tiles_are_wider_where_no_mask_is_needed(changes: dict[str, Any]) -> None:
-    wide = replace(PLAIN, block_m=128, tile=128, full_loop=True)
-    assert wide.wide
-    config = make_config(**{"lse": True, "block_size": 8, **changes})
-    if config.block_size:
-        run(random_paged_batch(config, [40, 3], [405, 290]), wide)
-    else:
-        batch = random_packed_batch(config, [40, 3], [405, 290])
-        launch.packed_attention(batch.args, batch.config, wide)
-        compare(batch, *batch.expected())
-
-
 def test_invalid_blocks_in_tiles_that_need_no_mask() -> None:
     batch = random_paged_batch(make_config(block_size=8, lse=True), [20, 17], [80, 60])
     batch.args.block_table[0, 2] = 2**31 - 1

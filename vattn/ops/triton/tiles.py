@@ -92,11 +92,6 @@ class Tiles:
     num_stages: int
 
     @property
-    def wide(self) -> bool:
-        """Whether tiles that need no mask are twice as wide as the others, for whose masks registers would not do."""
-        return self.full_loop and self.block_m >= 128 and self.tile > 64
-
-    @property
     def block_q(self) -> int:
         """Query tokens of a program."""
         return self.block_m // self.group_tile
@@ -138,8 +133,6 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none" and not config.batch_invariant
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
-    if full_loop and block_m >= 128 and _fits_wide_tiles(config, wide, item, limits):
-        tile, num_stages = 128, 3
     return Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
 
 
@@ -175,12 +168,6 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
         tile //= 2
     return tile
-
-
-def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
-    """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
-    plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
-    return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
 
 
 def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: int, limits: Limits) -> int:
