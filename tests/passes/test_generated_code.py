@@ -20,6 +20,9 @@ A_FEW = (
     "group, placed: without the first",
 )
 
+NOT_COMPILED = ("torch: quantize_per_tensor.tensor",)
+"""Without the passes: Inductor's C++ has no `round` to FP8. `test_forms` runs them op by op."""
+
 
 def compiled(forms: list[Form], **options: Any) -> tuple[Bundle, Any, list[str]]:
     """Compile forms; returns what runs them and the code of Inductor's kernels."""
@@ -63,7 +66,7 @@ def test_a_few_forms() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", BUNDLES, ids=lambda names: names[0])
 def test_every_form(names: tuple[str, ...]) -> None:
-    forms = [FORMS[name] for name in names]
+    forms = [FORMS[name] for name in names if name not in NOT_COMPILED]
     wrong, fused = differing(forms)
     missed = [form.name for form in forms if expected(form) and form.name not in fused]
     assert not wrong and not missed, "\n".join([*wrong, *missed])
