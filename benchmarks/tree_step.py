@@ -61,7 +61,7 @@ class Cell:
 
     def step(self, config: vattn.AttentionConfig, tree: TokenTree | None, count: int) -> vattn.AttentionMetadata:
         builder = vattn.TreeAttentionMetadataBuilder(
-            self.batch, self.batch * count, len(self.tables[0]) * BLOCK, BLOCK, "cuda", layers=[config],
+            self.batch, max(2, self.batch * count), len(self.tables[0]) * BLOCK, BLOCK, "cuda", layers=[config],
             max_tree_nodes=20, max_trees=1,
         )  # fmt: skip
         lengths = [self.context + count] * self.batch
