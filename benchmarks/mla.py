@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -176,22 +176,13 @@ def run_cell(shape: tuple[int, int, int, int], found: dict[str, Any], check: boo
     return row
 
 
-def run_apart(shape: tuple[int, int, int, int], found: dict[str, Any], check: bool) -> dict[str, Any] | None:
+def run_apart(number: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Time one cell in a process of its own: what a peer breaks there stays there."""
-    if torch.cuda.is_initialized():
-        return run_cell(shape, found, check)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: theirs.send(run_cell(shape, found, check)))
-    child.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        print(f"{shape}: no result", file=sys.stderr)
-        return None
-    finally:
-        child.join()
+    command = [sys.executable, "-m", "benchmarks.mla", "--inline", "--only", str(number), "--peers", options.peers]
+    done = subprocess.run([*command, *["--check"] * options.check], stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", flush=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return next((row for row in reversed(rows) if "us" in row), None)
 
 
 def main() -> int:
@@ -201,12 +192,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with fp32 first")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
+    parser.add_argument("--inline", action="store_true", help="all cells in this process")
     options = parser.parse_args()
-    found = peers(options.peers)
-    cells = CELLS if options.only is None else [CELLS[i] for i in options.only]
-    rows = []
-    for shape in cells:
-        row = run_apart(shape, found, options.check)
+    numbers = range(len(CELLS)) if options.only is None else options.only
+    found, rows = peers(options.peers) if options.inline else {}, []
+    for number in numbers:
+        row = run_cell(CELLS[number], found, options.check) if options.inline else run_apart(number, options)
         rows += [] if row is None else [row]
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -27,7 +27,8 @@ from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
 CAPABILITY = (9, 0)
-DTYPES = ("float16", "bfloat16")
+DTYPES = ("bfloat16",)
+"""Of the kernels' two; in the other one they have not run on a GPU."""
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
 NUM_HEADS = Sizes(values=(8, 16, 32, 64, 128))
 MOST_QUERY_TOKENS = 8
