@@ -47,6 +47,7 @@ class _Wrapper:
         rows, keys, told = query.shape[0], key.shape[0], self.told
         group = told["num_qo_heads"] // told["num_kv_heads"]
         scores = torch.einsum("qhd,khd->hqk", query.double(), key.double().repeat_interleave(group, 1))
+        assert told["sm_scale"] > 0, "the kernels find the largest score ahead of the scale"
         scores *= told["sm_scale"]
         if told["logits_soft_cap"]:
             scores = told["logits_soft_cap"] * torch.tanh(scores / told["logits_soft_cap"])

@@ -113,14 +113,16 @@ def test_without_a_compiler_the_capabilities_are_those_of_the_built_kernels(monk
     monkeypatch.setattr(
         flashinfer,
         "is_built",
-        lambda config, family: (config.dtype, config.head_size, config.logits_soft_cap) == ("bfloat16", 128, None),
+        lambda config, family: (
+            (config.dtype, config.head_size, config.logits_soft_cap, config.tree_bias) == ("bfloat16", 128, None, False)
+        ),
     )
     flashinfer._of_built_kernels.cache_clear()
     can = selector.get_backend("FLASHINFER").capabilities
     flashinfer._of_built_kernels.cache_clear()
     assert (can.dtypes, can.head_sizes.values) == (("bfloat16",), (128,))
     assert can.kv_cache_dtypes == ("bfloat16", "fp8_e4m3")
-    assert flashinfer.FLASHINFER.features - can.features == {"logits_soft_cap"}
+    assert flashinfer.FLASHINFER.features - can.features == {"logits_soft_cap", "tree_bias"}
 
 
 def test_a_build_that_fails_says_what_to_install() -> None:
@@ -147,6 +149,8 @@ CALLS: dict[str, Row] = {
     "sinks": Row({**SINKS, **LSE}, MIXED),
     "fp8": Row({**STORED, **LSE}, MIXED),
     "cross": Row({**CROSS, **LSE}, ENCODED),
+    "scale zero": Row({"scale": 0.0, **LSE}, MIXED),
+    "scale negative": Row({"scale": -0.7, **LSE}, MIXED),
 }
 FP8_QUERY = {"query_format": "fp8_e4m3", "query_scale": "tensor", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
 CALLS |= {

@@ -55,6 +55,7 @@ FLASHINFER = Capabilities(
     package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
     cuda_graphs="manual",
     rounded_lse=True,
+    negative_scales=False,
     fp8_weights=True,
     tree_masks_only=True,
     garbage_safe=False,
@@ -148,6 +149,7 @@ def _of_built_kernels() -> Capabilities:
         "sliding_window": {"sliding_window": 8},
         "logits_soft_cap": {"logits_soft_cap": 1.0},
     }
+    asked |= {"tree_bias": {"tree_bias": True}}
     found = [
         (dtype, size, feature)
         for dtype in FLASHINFER.dtypes
@@ -389,6 +391,9 @@ def _finish(
 
 def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:
     """Return the query in the model dtype, times its own scales and those of the keys, per KV head: the same scores."""
+    if config.scale <= 0:
+        # What the plan was told is the size of the scale.
+        query = query.to(MODEL_DTYPES[config.dtype]) * (-1.0 if config.scale < 0 else 0.0)
     scales = [scale for scale in (args.q_scale, args.k_scale) if scale is not None]
     if not scales:
         return query

@@ -126,6 +126,8 @@ def _plan(cell: Cell, config: Any) -> list[Tensor]:
         ),
         config,
     )
+    if size == 1 and not int(host_plan[0]):
+        raise NotThisCellError("the plan's partial results need too much memory")
     return [schedule, host_plan]
 
 

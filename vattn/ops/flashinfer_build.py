@@ -57,7 +57,16 @@ def is_built(config: AttentionConfig, family: str) -> bool:
     spec = modules.gen_batch_prefill_module(
         family, dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
     )
+    if config.tree_bias and not _packs_masks():
+        return False
     return bool(spec.is_aot)
+
+
+def _packs_masks() -> bool:
+    """Return whether FlashInfer came with the kernel that packs masks."""
+    from flashinfer.jit.quantization import gen_quantization_module
+
+    return bool(gen_quantization_module().is_aot)
 
 
 def runs_xqa(config: AttentionConfig, device: torch.device) -> bool:
@@ -66,7 +75,13 @@ def runs_xqa(config: AttentionConfig, device: torch.device) -> bool:
     They round the query to e4m3, so it must be e4m3 already, and the weights, which costs up to 2^-4 of a result; they
     give no log-sum-exp.
     """
-    plain = not config.lse and not config.sinks and config.logits_soft_cap is None and config.causality == "causal"
+    plain = (
+        config.scale > 0
+        and not config.lse
+        and not config.sinks
+        and config.logits_soft_cap is None
+        and config.causality == "causal"
+    )
     fp8 = config.kv_cache_dtype == "fp8_e4m3" and config.query_format == "fp8_e4m3" and config.dtype == "bfloat16"
     scales = config.kv_scale == config.query_scale == "tensor"
     sizes = config.block_size in XQA_BLOCKS and config.head_size % 16 == 0 and config.head_size <= 256

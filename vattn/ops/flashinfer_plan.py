@@ -103,7 +103,8 @@ def plan_options(config: AttentionConfig, kv_dtype: torch.dtype) -> dict[str, An
         "num_kv_heads": config.num_kv_heads,
         "head_dim_qk": config.head_size,
         "causal": config.causality == "causal",
-        "sm_scale": config.scale,
+        # Its kernels find the largest score ahead of the scale: a sign goes into the query.
+        "sm_scale": abs(config.scale) or 1.0,
         "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
         "logits_soft_cap": config.logits_soft_cap or 0.0,
         "q_data_type": MODEL_DTYPES[config.dtype],
