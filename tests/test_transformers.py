@@ -180,6 +180,15 @@ def test_merged_projections_compile_into_one_product() -> None:
     assert sum(text.count("extern_kernels.mm(") + text.count("extern_kernels.addmm(") for text in code) == 9
 
 
+def test_merged_projections_share_one_graph_over_layers() -> None:
+    packed = enable(make_model("llama", num_hidden_layers=3), merge_projections=True, num_blocks=17)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    vattn.compile_regions(packed, backend="eager")
+    Runner(packed).step([(PROMPTS[1], 0), (PROMPTS[0], 0)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_merged_weights_that_moved_are_refused() -> None:
     model = make_model("llama")
     packed = enable(model, merge_projections=True)

@@ -70,13 +70,17 @@ class MergedLinear:
         return out
 
 
-class _Part:
-    """The forward of one projection, in the place of its own."""
+class MergedPart(nn.Linear):
+    """One projection of a merged product: what an `nn.Linear` becomes, in place.
 
-    def __init__(self, merged: MergedLinear, index: int) -> None:
-        self.merged, self.index = merged, index
+    A class, since compiled code that found a forward of its own on each module would be compiled for each layer.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
+    merged: MergedLinear
+    index: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this projection's part of the product."""
         return self.merged.part(self.index, x)
 
 
@@ -90,7 +94,8 @@ def merge_projections(model: nn.Module) -> int:
                 continue
             merged = MergedLinear(parts)  # type: ignore[arg-type]
             for index, part in enumerate(parts):
-                part.__dict__["forward"] = _Part(merged, index)  # type: ignore[union-attr]
+                part.__class__ = MergedPart  # type: ignore[union-attr,assignment]
+                part.merged, part.index = merged, index  # type: ignore[union-attr,assignment]
             count += 1
     return count
 
@@ -117,11 +122,10 @@ def check_merged(model: nn.Module) -> None:
 
 def separate_projections(model: nn.Module) -> None:
     """Give every merged projection its own forward back; weights stay views of one storage."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _Part):
-            del module.__dict__["forward"]
+    for part in _parts(model):
+        del part.merged, part.index
+        part.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def _parts(model: nn.Module) -> list[_Part]:
-    found = [module.__dict__.get("forward") for module in model.modules()]
-    return [part for part in found if isinstance(part, _Part)]
+def _parts(model: nn.Module) -> list[MergedPart]:
+    return [module for module in model.modules() if isinstance(module, MergedPart)]
