@@ -342,3 +342,11 @@ def test_a_format_may_narrow_the_head_sizes():
     found = reasons(capabilities=narrow, **FP8, head_size=96, head_size_v=96)
     assert found == ["head_size 96 with fp8_e4m3 (runs 64, 128)"]
     assert reasons(capabilities=narrow, **FP8, head_size=80, head_size_v=80) == ["head_size 80 (runs 64, 96, 128)"]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_a_backend_may_refuse_scales_that_turn_the_order_of_scores_round(scale):
+    positive = dataclasses.replace(NARROW, negative_scales=False)
+    assert reasons(scale=scale) == []
+    assert reasons(capabilities=positive, scale=scale) == [f"scale {scale} (runs scales above 0)"]
+    assert selector.get_backend("FLASHINFER").capabilities.negative_scales is False

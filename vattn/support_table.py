@@ -143,6 +143,7 @@ def _limits(backend: Backend) -> list[str]:
     limits = [f"- {', '.join(f'`{n}`' for n in sorted(rule.names))} together: {rule.why}" for rule in can.exclusions]
     limits += [f"- format `{name}`: head sizes {sizes}" for name, sizes in can.format_head_sizes.items()]
     limits += [f"- format `{name}` needs {_sm(need)} or newer" for name, need in can.format_capability.items()]
+    limits += [] if can.negative_scales else ["- scales of 0 and below are refused"]
     return ["", f"## Limits of {backend.name}", "", *limits] if limits else []
 
 

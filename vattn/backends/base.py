@@ -231,6 +231,7 @@ class Capabilities:
             log-sum-exp is off by up to half a step of it.
         fp8_weights: whether softmax weights may be rounded to e4m3 over an FP8 cache, each by up to 2^-4 of itself, and
             scores summed with less than fp32.
+        negative_scales: whether the scores may be multiplied by 0 or less.
         tree_masks_only: whether a tree's biases must be 0 or -inf; a call that comes with others is refused.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
@@ -258,6 +259,7 @@ class Capabilities:
     cuda_graphs: str = "full"
     rounded_lse: bool = False
     fp8_weights: bool = False
+    negative_scales: bool = True
     tree_masks_only: bool = False
     garbage_safe: bool = True
 
@@ -335,6 +337,8 @@ class Backend:
             for name in dict.fromkeys((config.kv_cache_dtype, config.query_format, config.output_format)):
                 if size not in can.format_head_sizes.get(name, can.head_sizes) and size in can.head_sizes:
                     found.append(f"head_size {size} with {name} (runs {can.format_head_sizes[name]})")
+        if config.scale <= 0 and not can.negative_scales:
+            found.append(f"scale {config.scale} (runs scales above 0)")
         if config.block_size and config.block_size not in can.block_sizes:
             found.append(f"block_size {config.block_size} (runs {can.block_sizes})")
         if not can.output_variants:
