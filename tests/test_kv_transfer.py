@@ -13,9 +13,9 @@ from torch import nn
 import vattn
 from vattn.block_pool import BlockPool, BlockTable
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.generation import model_inputs
 from vattn.errors import BlockError, CacheError, ConfigError, GraphContractError, SignatureError, TransferError
 from vattn.formats import KV_FORMATS
+from vattn.generation import model_inputs
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
 from vattn.kv_transfer import points as registered
 from vattn.kv_transfer.jobs import LoadJob, SaveJob

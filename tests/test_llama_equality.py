@@ -13,8 +13,8 @@ from torch import Tensor
 import vattn
 from tests.support import relative_l2
 from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.generation import model_inputs
 from vattn.demo.model import AttentionOptions, Llama
+from vattn.generation import model_inputs
 
 transformers = pytest.importorskip("transformers")
 
