@@ -7,6 +7,7 @@ import pytest
 from tests.conformance.record import merge_files, merged
 from vattn.backends import recorded_runs, selector
 from vattn.backends.base import DeviceInfo, request_parts
+from vattn.backends.mla import mla_backends
 from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, verdict, write_runs
 from vattn.config import AttentionConfig
 
@@ -102,5 +103,5 @@ def test_merging_replaces_the_run_of_the_same_version_and_keeps_others(tmp_path,
 
 def test_committed_records_are_of_backends_that_exist() -> None:
     for path in FOLDER.glob("*.json"):
-        assert path.stem in selector.backend_names()
+        assert path.stem in (*selector.backend_names(), *mla_backends())
         assert recorded_runs.runs_of(path.stem)
