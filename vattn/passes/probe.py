@@ -8,6 +8,7 @@ needs a cast to saturate needs a clamp.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -299,6 +300,7 @@ def samples(
         (*PROBE_SCALES, *EXTREME_SCALES) if inputs.roots else (PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3])
     )
     exact = [min((float(torch.tensor(s).to(value(n).dtype)) for n in inputs.roots), default=s) for s in scales]
+    exact = [scale for scale in exact if math.isfinite(scale)]
 
     def sample(x: Tensor, scale: float) -> Sample:
         return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scale, wide))

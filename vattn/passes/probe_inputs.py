@@ -17,8 +17,9 @@ PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
 them rounds otherwise when multiplied by the reciprocal (3 and 5 show no difference). Scales of eight bits, all that
 bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
 
-EXTREME_SCALES = (3e3, 1e-7)
-"""Under these every value is small, or beyond the range: they show what happens to them on the way."""
+EXTREME_SCALES = (3e3, 1e-7, 1e7)
+"""Under these every value is small, or beyond the range: they show what happens to them on the way. Both ways, since a
+graph may get the reciprocal of a scale."""
 
 TOKEN_COUNTS = (31, 5)
 _SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
