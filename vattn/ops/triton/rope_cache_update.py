@@ -8,16 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from vattn.config import AttentionConfig
-from vattn.formats import MODEL_DTYPES
-from vattn.ops.arguments import RopeUpdateArgs
-from vattn.ops.cache_layout import key_value_views
+from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
+from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton.cache_update import head_scale, slot_start, stored
 from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
+from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.rope_config import RopeConfig
 
@@ -256,6 +258,9 @@ def rope_update(
     num_tokens = args.query.shape[0]
     if num_tokens == 0:
         return
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        _rope_update_packed(args, rope, config, limits, tiles)
+        return
     limits = limits or Limits.of(args.query.device)
     tiles = tiles or choose_rope_tiles(num_tokens, limits)
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
@@ -270,6 +275,23 @@ def rope_update(
         K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
         enable_fp_fusion=True, **constants,
     )  # fmt: skip
+
+
+def _rope_update_packed(
+    args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None, tiles: RopeTiles | None
+) -> None:
+    """Rotate keys into rows of their own, then store those: a packed row is coded whole, the kernel holds halves."""
+    num_tokens = args.key.shape[0]
+    plain = config.replace(kv_cache_dtype=config.dtype, kv_scale="none", kv_cache_layout="NHD")
+    shape = kv_cache_shape(plain, -(-num_tokens // config.block_size))
+    rows = torch.empty(shape, dtype=kv_cache_dtype(plain), device=args.key.device)
+    slots = torch.arange(num_tokens, dtype=torch.int64, device=args.key.device)
+    rope_update(
+        args._replace(kv_cache=rows, slot_mapping=slots, k_scale=None, v_scale=None), rope, plain, limits, tiles
+    )
+    key = key_value_views(rows, plain)[0].flatten(0, 1)[:num_tokens]
+    update = CacheUpdateArgs(key, args.value, args.kv_cache, args.slot_mapping, args.k_scale, args.v_scale, args.config)
+    update_packed(update, config, limits)
 
 
 def rope_constants(
