@@ -18,7 +18,7 @@ from vattn.generation.text import TextStream
 pytest.importorskip("transformers")
 
 from tests.hf_families import make_model
-from vattn.integrations.transformers import PackedModel, enable
+from vattn.integrations.transformers import PackedModel, disable, enable
 
 BLOCK = 16
 GREEDY = vattn.Sampling(max_new_tokens=12, stop_token_ids=())
@@ -212,6 +212,40 @@ def test_the_scheduler_keeps_to_its_budget() -> None:
     assert [part.end - part.start for part in second] == [4, 5]
     assert len(scheduler.waiting) == 1
     assert scheduler.table_rows(second)[:, :3].tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_a_cache_belongs_to_the_newest_generator(packed: PackedModel, expected: list[list[int]]) -> None:
+    first, second = make_generator(packed), make_generator(packed)
+    request = first.add(PROMPTS[0], GREEDY)
+    with pytest.raises(errors.CacheError, match="another generator"):
+        first.step()
+    first.cancel(request)
+    assert second.generate(PROMPTS[:1], GREEDY)[0].output == expected[0]
+
+
+def test_a_disabled_model_runs_no_step() -> None:
+    model = make_model("llama")
+    generator = make_generator(enable(model, num_blocks=8))
+    disable(model)
+    with pytest.raises(errors.ConfigError, match="enable it again"):
+        generator.generate([[1, 2]])
+
+
+def test_streams_hold_back_what_may_become_a_stop_string(packed: PackedModel, expected: list[list[int]]) -> None:
+    tokenizer = Characters()
+    text = tokenizer.decode(expected[0])
+    for stop in (text[4:7], text[4:6] + "no", text[-2:] + "x"):
+        sampling = vattn.Sampling(12, stop_token_ids=(), stop_strings=(stop,))
+        came = list(make_generator(packed, tokenizer=tokenizer).stream([tokenizer.decode(PROMPTS[0])], sampling))
+        assert "".join(part.text for part in came) == came[-1].request.text
+
+
+@pytest.mark.parametrize("prompt", [[97], [-1], ["a"], [None], [1.5], [[1, 2]], 5, [2**70]])
+def test_ids_that_are_none_are_refused_at_once(packed: PackedModel, prompt: Any) -> None:
+    generator = make_generator(packed)
+    with pytest.raises(errors.RequestError):
+        generator.add(prompt)
+    check_empty(generator)
 
 
 WRONG = {

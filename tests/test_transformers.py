@@ -252,6 +252,9 @@ def test_wrong_arguments() -> None:
         enable(model.train())
     with pytest.raises(vattn.errors.ConfigError, match="with its head"):
         enable(model.eval().model)
+    for config, text in (("fp8", "CacheConfig"), (vattn.CacheConfig(sliding_window=8), "comes from the model")):
+        with pytest.raises(vattn.errors.ConfigError, match=text):
+            enable(model, cache_config=config)  # type: ignore[arg-type]
     enable(model)
     with pytest.raises(vattn.errors.ConfigError, match="disable"):
         enable(model)

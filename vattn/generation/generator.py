@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,13 @@ from torch import Tensor, nn
 from vattn.block_pool import BlockPool
 from vattn.compilation import compile, compile_regions
 from vattn.cuda_graph import CUDAGraphRunner
-from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.errors import CacheError, ConfigError, RequestError, VattnError
 from vattn.generation.launch import Launched, Launcher, needs_history, sample_inputs
 from vattn.generation.request import FAILED, FINISHED, Request, Sampling
 from vattn.generation.sampler import processors
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.statistics import Progress, Statistics
-from vattn.generation.text import TextStream, cut_at_stop_string
+from vattn.generation.text import TextStream, cut_at_stop_string, held_back
 from vattn.kv_cache import KVCacheAllocation
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -32,7 +34,8 @@ class Generator:
         model: takes `(input_ids [T], positions [T], logits_indices [B])` and returns logits `[B, vocab_size]`, such as
             what `vattn.integrations.transformers.enable` returned.
         tokenizer: with `encode(text)` and `decode(ids)`; without one, prompts are token ids.
-        cache: what `vattn.allocate_kv_cache(model, ...)` returned; default `model.kv_cache`.
+        cache: what `vattn.allocate_kv_cache(model, ...)` returned; default `model.kv_cache`. It belongs to the newest
+            generator; an older one refuses further steps.
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step; longer prompts are cut into chunks and mixed with decodes.
         max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768.
@@ -102,6 +105,7 @@ class Generator:
         )
         self._forward = _compiled(model, compile, self.device, compile_options or {})
         self.graphs = self._capture(graph_sizes)
+        _OWNERS[_place(cache)] = self
         self._launcher = Launcher(self._forward, self.builder, self.graphs, self.scheduler)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
@@ -128,7 +132,7 @@ class Generator:
             raise RequestError(
                 "a text for a generator without a tokenizer", "token ids", "give the generator tokenizer=, or pass ids"
             )
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         processors(sampling)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         request = Request(ids, sampling, ends)
@@ -136,6 +140,21 @@ class Generator:
         if self.tokenizer is not None:
             self._texts[request] = TextStream(self.tokenizer)
         return request
+
+    def _checked(self, prompt: Any) -> list[int]:
+        """Return token ids, or refuse what is none."""
+        most = getattr(self.model, "vocab_size", None)
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"a prompt of {str(prompt)[:60]!r}", "a text or a flat sequence of token ids", "encode it first"
+            ) from error
+        wrong = [token for token in ids if token < 0 or (most is not None and token >= most)]
+        if wrong:
+            allowed = "ids from 0 up" if most is None else f"ids from 0 to {most - 1}, the model's vocabulary"
+            raise RequestError(f"token id {wrong[0]} in a prompt", allowed, "encode it with the model's tokenizer")
+        return ids
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is, and give its blocks back; one that has ended stays as it is."""
@@ -153,6 +172,12 @@ class Generator:
         The step after it is on its way already when this one returns. An error in the model leaves no request half
         computed: they wait, and the next step computes them again.
         """
+        if _OWNERS.get(_place(self.cache)) is not self:
+            raise CacheError(
+                "a step of a generator whose cache another generator has taken",
+                "one generator for a cache: the newest",
+                "use that one, or give each a model with a cache of its own",
+            )
         begin = time.perf_counter()
         now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
@@ -295,10 +320,11 @@ class Generator:
             reason = "length"
         fresh = ""
         if (text := self._texts.get(request)) is not None:
-            before = len(request.text)
             if cut_at_stop_string(request, text.push(request.output, last=bool(reason))):
                 reason = "stop string"
-            fresh = request.text[before:]
+            # What may become a stop string is held back until it is clear.
+            end = len(request.text) - (0 if reason else held_back(request))
+            fresh, request.shown = request.text[request.shown : end], max(request.shown, end)
         if reason:
             self.scheduler.retire(request)
             self._texts.pop(request, None)
@@ -320,6 +346,14 @@ class Generator:
         so_far.reused_tokens += sum(part.request.reused for part in parts if part.start == part.request.reused)
         so_far.seconds += time.perf_counter() - begin
         so_far.device_seconds += now.device_seconds
+
+
+_OWNERS: WeakValueDictionary[int, Generator] = WeakValueDictionary()
+"""Which generator writes to a cache, by where its first storage lies."""
+
+
+def _place(cache: KVCacheAllocation) -> int:
+    return cache.kv_caches[0].data_ptr()
 
 
 def _cache_of(model: nn.Module) -> KVCacheAllocation:

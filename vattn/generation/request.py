@@ -110,7 +110,7 @@ class Request:
         self.state, self.reason = WAITING, ""
         self.error: VattnError | None = None
         self.reused = self.preemptions = 0
-        self.coming = 0
+        self.coming = self.shown = 0
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None

@@ -49,3 +49,10 @@ def cut_at_stop_string(request: Request, fresh: str) -> bool:
     if found:
         request.text = request.text[: min(found)]
     return bool(found)
+
+
+def held_back(request: Request) -> int:
+    """Return how many characters at the end of a request's text may be the beginning of a stop string."""
+    text = request.text
+    sizes = [n for stop in request.sampling.stop_strings for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return max(sizes, default=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from vattn import context
 from vattn.calibration import Calibration
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
+from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
 from vattn.integrations import merged_linears
 from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
 from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
@@ -85,6 +87,9 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.kv_cache: KVCacheAllocation | None = None
+        self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
+        self.enabled = True
+        model.__dict__.setdefault("_vattn_packed", []).append(weakref.ref(self))
         self._packed_cache = PackedCache()
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -99,6 +104,8 @@ class PackedModel(nn.Module):
         Returns:
             `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
         """
+        if not self.enabled:
+            raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices
@@ -162,6 +169,14 @@ def enable(
         torch.Size([2, 64])
     """
     _check_model(model)
+    if cache_config is not None and not isinstance(cache_config, CacheConfig):
+        raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
+    if cache_config is not None and cache_config.sliding_window is not None:
+        raise ConfigError(
+            f"CacheConfig(sliding_window={cache_config.sliding_window}) for a model of transformers",
+            "no window: each layer's own comes from the model",
+            "leave sliding_window out",
+        )
     scales = _scales(calibration, quant_config, cache_config, scales_per_head)
     calls = observe(model, PackedCache())
     layers = {
@@ -199,6 +214,9 @@ def disable(model: nn.Module) -> None:
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     set_attention(inner, before)
+    for packed in inner.__dict__.pop("_vattn_packed", []):
+        if packed() is not None:
+            packed().enabled = False
 
 
 def attend(
@@ -305,6 +323,10 @@ def _scales(
         raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     dtype = "auto" if cache_config is None else cache_config.cache_dtype
+    if dtype == "auto" or not KV_FORMATS[resolve_kv_cache_dtype(dtype, torch.bfloat16)].quantised:
+        raise ConfigError(
+            f"calibration with cache_dtype={dtype!r}", "formats with given scales, such as fp8", "drop it"
+        )
     return lambda name: found.quant_config(name, cache_dtype=dtype, per_head=per_head)
 
 
