@@ -2,7 +2,7 @@
 
 `python -m vattn.ops.gluon.compile_all` compiles a sample, drawn by a printed seed (`VATTN_FUZZ_SEED` or `--seed`);
 `--all` compiles everything. Register spills beyond a few values and any warning of the compilers (that matrix
-instructions are serialised, above all) are errors. Triton 3.6 spills a value at most; 3.9 keeps up to thirty in memory
+instructions are serialised, above all) are errors. Triton 3.6 spills a value at most; 3.9 keeps up to a hundred in memory
 where an FP8 cache takes registers for its converter warps or a head of 256 computes scales.
 """
 
@@ -40,8 +40,9 @@ from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
 TARGET = "sm_90"
-SPILL_ALLOWANCE = 160
-"""Bytes of a thread's registers that may go to memory."""
+SPILL_ALLOWANCE = 384
+"""Bytes of a thread's registers that may go to memory: Triton 3.9 keeps up to a hundred values there where an output
+computes scales and the log-sum-exp is wanted too; Triton 3.6, with which these kernels were timed, a value at most."""
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
 
