@@ -2,8 +2,8 @@
 
 `python -m vattn.ops.gluon.compile_all` compiles a sample, drawn by a printed seed (`VATTN_FUZZ_SEED` or `--seed`);
 `--all` compiles everything. Register spills beyond a few values and any warning of the compilers (that matrix
-instructions are serialised, above all) are errors. Triton 3.6 spills a value at most; 3.9 keeps up to a hundred in memory
-where an FP8 cache takes registers for its converter warps or a head of 256 computes scales.
+instructions are serialised, above all) are errors. Triton 3.6 spills a value at most; 3.9 keeps up to a hundred in
+memory where an FP8 cache takes registers for its converter warps or a head of 256 computes scales.
 """
 
 from __future__ import annotations
