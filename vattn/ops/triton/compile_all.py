@@ -54,8 +54,8 @@ SPILL_ALLOWANCE, EXACT_SPILL_ALLOWANCE = 96, 256
 their operands in registers and are not the fast path anywhere."""
 
 UNTUNED_KERNEL_SPILL_ALLOWANCE = sys.maxsize
-"""No bound for kernels whose tiles nobody has tuned yet: the general kernel on packed caches, and plain latent attention,
-which spills up to 10 KB a thread in exact fp32. It makes them slow; their fast kernels are others."""
+"""No bound for kernels whose tiles nobody has tuned yet: the general kernel on packed caches, and plain latent
+attention, which spills up to 10 KB a thread in exact fp32. It makes them slow; their fast kernels are others."""
 
 _DIVISIBLE = [["tt.divisibility", 16]]
 _COMPLAINTS = re.compile(r"warning|serializ|unknown constraint|C75\d\d", re.IGNORECASE)
