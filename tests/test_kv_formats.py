@@ -443,3 +443,24 @@ def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> Non
     scales = (args.k_scale, args.v_scale)
     torch.ops.vattn.kv_cache_update(*rows, stored, slots[inside], *scales, config.encode())
     assert torch.equal(args.kv_cache, stored)
+
+
+@pytest.mark.parametrize("size", [8, 48])
+@pytest.mark.parametrize("name", PACKED)
+def test_kernels_store_the_bytes_of_the_reference(name: str, size: int) -> None:
+    """Sizes below and between the tiles' widths: columns of padding have codes, which must not count."""
+    shape = {"head_size": size, "num_kv_heads": 2, "num_heads": 2, "block_size": 8, "kv_cache_dtype": name}
+    config = make_config(**shape, backend="TRITON_ATTN")
+    problem = vattn.explain(config, "cpu").refusals["TRITON_ATTN"]
+    if problem:
+        pytest.skip(problem[0])
+    key, value = normal(19, 2, size, seed=size), normal(19, 2, size, seed=size + 1)
+    slots = torch.randperm(4 * 8, generator=torch.Generator().manual_seed(0))[:19]
+    caches = []
+    for backend in ("TRITON_ATTN", "TORCH_SDPA"):
+        one = config.replace(backend=backend)
+        storage = torch.full(kv_cache_shape(one, 4), 0xA5, dtype=torch.uint8)
+        scales = (SCALE, SCALE) if KV_FORMATS[name].quantised else (None, None)
+        torch.ops.vattn.kv_cache_update(key, value, storage, slots, *scales, one.encode())
+        caches.append(storage)
+    assert torch.equal(*caches)

@@ -258,7 +258,7 @@ def test_capabilities_refuse_what_is_not_implemented():
 def test_every_claimed_feature_is_compared_with_the_reference():
     configs = [make_config(**changes) for changes in (*FEATURES.values(), *SHAPES.values())]
     tested = set().union(*(requested_features(config) for config in configs))
-    elsewhere = {"query_scale_per_head", "contiguous_kv"}
+    elsewhere = {"query_scale_per_head", "contiguous_kv", "head_pairs"}
     assert tested | elsewhere == BACKEND.capabilities.features
 
 

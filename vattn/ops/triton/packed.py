@@ -269,7 +269,8 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
         else:
             values += (y >= unit * BOUNDARIES_3[index]).to(tl.int32)
     values = tl.where(known, values, 0)
-    levels = level(values, BITS)
+    # Columns of padding have a code too, and its level isn't zero.
+    levels = tl.where(tl.arange(0, PART[1])[None, :] < PART[0], level(values, BITS), 0.0)
     longer = tl.sqrt_rn(pairwise_sum(levels * levels))
     stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
     stored = tl.where(known & (stored < INFINITY), to_fp16(stored), float("nan"))
