@@ -128,6 +128,8 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
         vattn.calibrate(packed, [])
     with pytest.raises(errors.ConfigError, match="without a bound KV cache"):
         vattn.calibrate(torch.nn.Linear(2, 2), [[[1]]])
+    with pytest.raises(errors.ConfigError, match="audit of no text"):
+        vattn.audit(packed, [])
     zeros: Any = json.loads(json.dumps(found.layers))
     prefix = next(iter(zeros))
     zeros[prefix]["key"] = [0.0, 1.0]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from vattn.__main__ import main
+from vattn.kv_report import Row, relative_change
 
 QUICK = ["kv-report", "--device", "cpu", "--max-bytes", "150", "--dtype", "float32"]
 
@@ -32,7 +35,31 @@ def test_rows(capsys: Any, tmp_path: Path) -> None:
     assert abs(kept) < 0.02 < 0.05 < lost
     small = rows["as they are", "int8_per_token_head", "in the cache"]
     assert small["bytes_per_token"] == 8 * 2 * 2 * (64 + 4) and abs(small["over_plain"]) < 0.01
-    assert capsys.readouterr().out.count("\n") == 12
+    assert small["error"] > 0 and plain["error"] == 0
+    assert capsys.readouterr().out.count("\n") == 14
+
+
+def test_names_and_noise(capsys: Any) -> None:
+    """Aliases are understood, each format is measured once, and a difference that may be chance is marked."""
+    assert main([*QUICK, "--formats", "fp8", "fp8_e4m3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| fp8_e4m3 |") == 3
+    assert out.count("% * |") > 0 and "within two standard errors" in out
+
+
+def test_standard_error() -> None:
+    """The error is that of the mean of paired differences, whatever the spread of the text; large ones are no noise."""
+    drawn = torch.Generator().manual_seed(0)
+    plain = torch.rand(400, generator=drawn).double() * 5
+    changes = []
+    for _ in range(300):
+        more = 0.01 + 0.1 * torch.randn(400, generator=drawn).double()
+        changes.append(relative_change(plain + more, plain))
+    over, error = torch.tensor(changes).double().unbind(1)
+    # The spread of 300 estimates is known to 1 / sqrt(2 * 300) = 4 %.
+    assert float(over.std() / error.mean()) == pytest.approx(1, abs=0.15)
+    row = Row("", "", "", over_plain=0.02, error=0.009)
+    assert not row.noise and replace(row, error=0.011).noise and replace(row, error=float("nan")).noise
 
 
 @pytest.mark.parametrize(
@@ -42,6 +69,8 @@ def test_rows(capsys: Any, tmp_path: Path) -> None:
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--model", "nowhere"], "config.json"),
         (["--memory", "much"], "2GiB"),
+        (["--max-bytes", "-5"], "at least 2"),
+        (["--formats", "bf16"], "fp8_e4m3"),
     ],
 )
 def test_wrong_use(capsys: Any, arguments: list[str], text: str) -> None:

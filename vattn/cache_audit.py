@@ -118,6 +118,8 @@ def audit(
     layers = {
         layer.prefix or name: layer for name, layer in model.named_modules() if isinstance(layer, CachedAttention)
     }
+    if len(texts) == 0:
+        raise ConfigError("an audit of no text", "at least one text, a list of token ids", "pass some text")
     for prefix, layer in layers.items():
         stored = layer.config.kv_cache_dtype if layer.config is not None else ""
         if stored and stored != layer.config.dtype:  # type: ignore[union-attr]

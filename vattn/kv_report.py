@@ -17,7 +17,7 @@ from torch import Tensor
 from vattn.calibration import Calibration, StepRunner, calibrate
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MissingPackageError, VattnError
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, dtype_name
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
 from vattn.kv_cache import parse_bytes
 from vattn.layers import QuantConfig
 
@@ -37,6 +37,7 @@ class Row:
         max_tokens: how many tokens the given memory holds.
         bits_per_byte: of the text.
         over_plain: relative to the cache in the model's dtype.
+        error: standard error of `over_plain`, from the differences token by token.
         top1: share of tokens whose likeliest next token is that of the plain cache.
         worst: largest difference of a logit.
         refused: why the format cannot run, otherwise "".
@@ -49,9 +50,15 @@ class Row:
     max_tokens: int = 0
     bits_per_byte: float = math.nan
     over_plain: float = math.nan
+    error: float = math.nan
     top1: float = math.nan
     worst: float = math.nan
     refused: str = ""
+
+    @property
+    def noise(self) -> bool:
+        """Whether the difference is within two standard errors, where chance alone would put it 19 times in 20."""
+        return not self.refused and self.over_plain != 0 and not abs(self.over_plain) > 2 * self.error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="bits per byte over bytes per token, as an image (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="bits added over bytes per token, as an image (needs matplotlib)")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -90,10 +97,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yield one row per variant of the weights, format and source of scales; progress goes to stderr.
 
     Raises:
-        ConfigError: a text or model that cannot be used, or an unknown format.
+        ConfigError: a text or model that cannot be used, an unknown format, or a number out of range.
     """
     from vattn.generation.command import load_model
 
+    if options.max_bytes < 2:
+        raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
@@ -122,7 +131,7 @@ class _Subject:
         self.model, self.windows, self.num_bytes, self.memory, self.weights = model, windows, num_bytes, memory, weights
         self.blocks = 1 + -(-WINDOW // CacheConfig().block_size)
         self.plain: list[Tensor] = []
-        self.plain_bits = math.nan
+        self.plain_nats: Tensor | None = None
         self.calibration: Calibration | None = None
 
     def calibrate(self, windows: list[list[int]]) -> None:
@@ -147,12 +156,12 @@ class _Subject:
         cache = packed.kv_cache
         assert cache is not None
         per_token = cache.bytes_per_block / cache.block_size
-        bits = nats / math.log(2) / self.num_bytes
-        if math.isnan(self.plain_bits):
-            self.plain_bits = bits
+        bits = float(nats.sum()) / math.log(2) / self.num_bytes
+        if self.plain_nats is None:
+            self.plain_nats = nats
+        over, spread = relative_change(nats, self.plain_nats)
         return Row(
-            self.weights, name, scales, per_token, int(self.memory / per_token), bits, bits / self.plain_bits - 1, top1,
-            worst,
+            self.weights, name, scales, per_token, int(self.memory / per_token), bits, over, spread, top1, worst
         )  # fmt: skip
 
     def _scales(self, scales: str) -> dict[str, Any]:
@@ -164,21 +173,43 @@ class _Subject:
             return {"calibration": self.calibration, "scales_per_head": True}
         return {}
 
-    def _run(self, packed: Any) -> tuple[float, float, float]:
-        """Return nats of the text, share of equal likeliest tokens, and the largest difference of a logit."""
+    def _run(self, packed: Any) -> tuple[Tensor, float, float]:
+        """Return nats of each token, share of equal likeliest tokens, and the largest difference of a logit."""
         runner, first = StepRunner(packed, CHUNK), not self.plain
-        nats, same, tokens, worst = 0.0, 0, 0, 0.0
+        nats: list[Tensor] = []
+        same, worst = 0, 0.0
         for index, window in enumerate(self.windows):
             logits = torch.cat(list(runner.logits(window[:-1])))
             targets = torch.tensor(window[1:], device=logits.device)
-            nats += float(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
+            nats.append(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none").cpu())
             if first:
                 self.plain.append(logits.cpu())
             plain = self.plain[index].to(logits.device)
             same += int((plain.argmax(-1) == logits.argmax(-1)).sum())
             worst = max(worst, float((plain.float() - logits.float()).abs().max()))
-            tokens += len(window) - 1
-        return nats, same / tokens, worst
+        each = torch.cat(nats)
+        return each, same / len(each), worst
+
+
+def relative_change(nats: Tensor, plain: Tensor) -> tuple[float, float]:
+    """Return by how much a text costs more than before, relatively, and the standard error of that.
+
+    The same tokens are compared, so the spread of their differences counts, not that of the text. They are taken as
+    independent.
+
+    Args:
+        nats, plain: `[n]`, of each token with and without the change.
+
+    Returns:
+        The change, and its standard error; NaN for a single token.
+
+    Example:
+        >>> relative_change(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.5, 2.5]))
+        (0.2, 0.1)
+    """
+    more, before = (nats - plain).double(), float(plain.double().sum())
+    error = float(more.std()) * math.sqrt(len(more)) if len(more) > 1 else math.nan
+    return float(more.sum()) / before, error / before
 
 
 def _sources(name: str) -> list[str]:
@@ -189,11 +220,13 @@ def _sources(name: str) -> list[str]:
 
 
 def _formats(names: list[str] | None) -> list[str]:
+    """Return canonical names of formats that change what is stored, each once; aliases are understood."""
     known = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
-    unknown = [name for name in names or [] if name not in known]
-    if unknown:
-        raise ConfigError(f"--formats {unknown[0]}", ", ".join(known), "choose among them")
-    return names or known
+    found = {name: resolve_kv_cache_dtype(name, torch.bfloat16) for name in names or known if name in kv_cache_dtypes()}
+    for name in names or ():
+        if found.get(name) not in known:
+            raise ConfigError(f"--formats {name}", ", ".join(known), "choose among them")
+    return list(dict.fromkeys(found.values()))
 
 
 def _read(path: Path, most: int) -> str:
@@ -256,25 +289,30 @@ class _Bar:
 
 
 def table(rows: list[Row], memory: str) -> str:
-    """Return the rows as a Markdown table."""
+    """Return the rows as a Markdown table, and below it how far the differences can be trusted."""
     lines = [
-        f"| weights | cache | scales | bytes a token | tokens in {memory} | bits per byte | to plain | same top-1 "
-        "| worst logit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| weights | cache | scales | bytes a token | tokens in {memory} | bits per byte | to plain | standard error "
+        "| same top-1 | worst logit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.refused:
-            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | |")
+            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | | |")
             continue
         lines.append(
             f"| {row.weights} | {row.cache} | {row.scales} | {row.bytes_per_token:.0f} | {row.max_tokens:,} | "
-            f"{row.bits_per_byte:.4f} | {row.over_plain:+.2%} | {row.top1:.2%} | {row.worst:.3f} |"
+            f"{row.bits_per_byte:.4f} | {row.over_plain:+.2%}{' *' if row.noise else ''} | {row.error:.2%} | "
+            f"{row.top1:.2%} | {row.worst:.3f} |"
         )
+    if any(row.noise for row in rows):
+        lines += ["", "\\* within two standard errors: chance may make such a difference. Measure a longer text."]
     return "\n".join(lines)
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw bits per byte over bytes a token.
+    """Draw what formats add to the bits per byte over their bytes a token, a panel for each variant of the weights.
+
+    Bars are standard errors. The axis is linear within 0.1 % and logarithmic beyond.
 
     Raises:
         MissingPackageError: matplotlib is missing.
@@ -283,14 +321,22 @@ def plot(rows: list[Row], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for weights, marker in zip(dict.fromkeys(row.weights for row in rows), "os^v", strict=False):
-        shown = [row for row in rows if row.weights == weights and not row.refused]
-        axes.scatter([r.bytes_per_token for r in shown], [r.bits_per_byte for r in shown], marker=marker, label=weights)
-        for row in shown:
-            label = row.cache if row.scales in ("none", "in the cache") else f"{row.cache}, {row.scales}"
-            axes.annotate(label, (row.bytes_per_token, row.bits_per_byte), fontsize=6, rotation=30)
-    axes.set(xlabel="bytes a token", ylabel="bits per byte", title="Cost and size of KV cache formats")
-    axes.legend()
-    figure.savefig(path)
+    variants = list(dict.fromkeys(row.weights for row in rows))
+    colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row.cache for row in rows[1:]))}
+    markers = {"unit": "x", "calibrated": "o", "calibrated per head": "^"}
+    figure = Figure(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
+    for panel, weights in zip(panels, variants, strict=True):
+        for row in rows:
+            if row.weights == weights and not row.refused and row.error > 0:
+                panel.errorbar(
+                    row.bytes_per_token, 100 * row.over_plain, 100 * row.error, color=colours[row.cache],
+                    marker=markers.get(row.scales, "s"), markersize=5, capsize=2, linestyle="none",
+                    label=row.cache + (f", {row.scales}" if row.scales in markers else ""),
+                )  # fmt: skip
+        panel.axhline(0, color="grey", linewidth=0.8)
+        panel.set(xlabel="bytes a token", title=f"weights {weights}")
+        panel.set_yscale("symlog", linthresh=0.1)
+    panels[0].set_ylabel(f"bits per byte over {rows[0].cache}, %")
+    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
