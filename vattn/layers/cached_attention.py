@@ -22,11 +22,11 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import OUTPUT_FORMATS, dtype_name
+from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
-from vattn.layers.layer_step import LayerStep, check_output_shape, given, split_heads
+from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -65,15 +65,10 @@ class CachedAttention(BoundCache):
         metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         self._check_given(key, value, metadata)
-        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
-        output, block_scale = fmt.allocate(query, self.head_size_v, query.dtype)
-        if output_shape is not None:
-            check_output_shape(output, output_shape)
+        result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
-            output.zero_()
-            if block_scale is not None:
-                block_scale.zero_()
-            return self._shaped(output, block_scale, output_shape)
+            return result.zeroed()
+        output, block_scale, _ = result
         self._check_bound(query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
@@ -93,7 +88,7 @@ class CachedAttention(BoundCache):
         torch.ops.vattn.attention(*self._arguments(query, step, output, block_scale, op_config))
         if self.kv_transfer_token is not None:
             save_kv_layer(self.kv_cache, self.kv_transfer_token)
-        return self._shaped(output, block_scale, output_shape)
+        return result.returned()
 
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
@@ -240,9 +235,3 @@ class CachedAttention(BoundCache):
             "sinks": self.sinks,
         }
         return step.arguments(query, self.kv_cache, output, block_scale, inputs, op_config)
-
-    def _shaped(
-        self, output: Tensor, block_scale: Tensor | None, output_shape: torch.Size | Sequence[int] | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        output = output.flatten(1) if output_shape is None else output.view(*output_shape)
-        return output if block_scale is None else (output, block_scale)

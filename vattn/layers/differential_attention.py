@@ -22,10 +22,9 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
 from vattn.errors import ConfigError, ShapeError
-from vattn.formats import OUTPUT_FORMATS
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
-from vattn.layers.layer_step import LayerStep, check_output_shape, split_heads
+from vattn.layers.layer_step import LayerResult, LayerStep, split_heads
 from vattn.layers.request import StepKind, check_extra, named_arguments, own_tensor, step_configs
 from vattn.layers.scales import QuantConfig
 from vattn.metadata import AttentionMetadata
@@ -199,16 +198,9 @@ class DifferentialAttention(Attention):
         metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         self._check_given(key, value, metadata)
-        output, block_scale = OUTPUT_FORMATS[self.quant_config.output_format].allocate(
-            query, self.head_size, query.dtype
-        )
-        if output_shape is not None:
-            check_output_shape(output, output_shape)
+        result = LayerResult.empty(query, self.head_size, self.quant_config.output_format, output_shape)
         if metadata is None:
-            output.zero_()
-            if block_scale is not None:
-                block_scale.zero_()
-            return self._shaped(output, block_scale, output_shape)
+            return result.zeroed()
         self._check_bound(query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
@@ -223,8 +215,8 @@ class DifferentialAttention(Attention):
         if key is not None and value is not None and step.key_slots is not None:
             self._write_cache(query, key, value, step.query_slots, step.key_slots, self._update_op)
         first, second = (self._attend(query, step, index, text) for index, text in enumerate((even, odd)))
-        self._combine(first, second, step, output, block_scale)
-        return self._shaped(output, block_scale, output_shape)
+        self._combine(first, second, step, result.output, result.block_scale)
+        return result.returned()
 
     def _attend(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> Tensor:
         """Return one half's attention `[T, num_heads / 2, 2 * head_size]`, in the model dtype."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.config import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
-from vattn.formats import KV_FORMATS, OUTPUT_FORMATS, dtype_name, resolve_kv_cache_dtype
-from vattn.layers.layer_step import check_output_shape, split_heads
+from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
+from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.packed_attention import PackedAttention
 from vattn.layers.request import (
     alibi_kind,
@@ -217,26 +217,18 @@ class EncoderOnlyAttention(PackedAttention):
         op_config, kv_format = self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)]
         self._check_same_rows(query, key, value)
         self._check_dtypes(query, key, value)
-        output, block_scale = OUTPUT_FORMATS[self.quant_config.output_format].allocate(
-            query, self.head_size_v, query.dtype
-        )
-        if output_shape is not None:
-            check_output_shape(output, output_shape)
+        result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
-            output.zero_()
-            if block_scale is not None:
-                block_scale.zero_()
-        else:
-            self._check_step(query, metadata)
-            if self.q_scale is not None:
-                query = encode_query(query, self.q_scale, self.num_kv_heads)
-            key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
-            scales, starts = (self.q_scale, self.k_scale, self.v_scale), metadata.query_start_loc
-            torch.ops.vattn.varlen_attention(
-                *self._arguments((query, key, value), starts, output, block_scale, scales, op_config)
-            )
-        output = output.flatten(1) if output_shape is None else output.view(*output_shape)
-        return output if block_scale is None else (output, block_scale)
+            return result.zeroed()
+        self._check_step(query, metadata)
+        if self.q_scale is not None:
+            query = encode_query(query, self.q_scale, self.num_kv_heads)
+        key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
+        scales, starts = (self.q_scale, self.k_scale, self.v_scale), metadata.query_start_loc
+        torch.ops.vattn.varlen_attention(
+            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
+        )
+        return result.returned()
 
     def _check_step(self, query: Tensor, metadata: AttentionMetadata) -> None:
         tokens = metadata.slot_mapping.shape[0]

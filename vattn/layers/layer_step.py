@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError, ShapeError
+from vattn.formats import OUTPUT_FORMATS
 from vattn.layers.request import StepKind
 from vattn.metadata import AttentionMetadata, host_plan_key
 
@@ -153,6 +154,36 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
         f"[tokens, {heads * width}] or [tokens, {heads}, {width}]",
         "reshape it, or check the head counts of the layer",
     )
+
+
+class LayerResult(NamedTuple):
+    """What a layer returns, as it is written: heads apart, scales beside it."""
+
+    output: Tensor
+    block_scale: Tensor | None
+    shape: torch.Size | Sequence[int] | None
+
+    @staticmethod
+    def empty(
+        query: Tensor, head_size_v: int, output_format: str, shape: torch.Size | Sequence[int] | None
+    ) -> LayerResult:
+        """Allocate the result of a query `[T, num_heads, head_size]`; refuse a shape that does not hold it."""
+        output, block_scale = OUTPUT_FORMATS[output_format].allocate(query, head_size_v, query.dtype)
+        if shape is not None:
+            check_output_shape(output, shape)
+        return LayerResult(output, block_scale, shape)
+
+    def zeroed(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Return zeros and scales of zero, the result of a profiling call."""
+        self.output.zero_()
+        if self.block_scale is not None:
+            self.block_scale.zero_()
+        return self.returned()
+
+    def returned(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output in the shape asked for, `[T, num_heads * head_size_v]` if none was, and its scales."""
+        output = self.output.flatten(1) if self.shape is None else self.output.view(*self.shape)
+        return output if self.block_scale is None else (output, self.block_scale)
 
 
 def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:

@@ -22,10 +22,10 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import OUTPUT_FORMATS, dtype_name
+from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.layers.kv_b_weights import projection_weight
-from vattn.layers.layer_step import check_output_shape, split_heads
+from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.request import check_configs, check_extra, named_arguments
 from vattn.layers.scales import QuantConfig, make_scale
@@ -355,29 +355,23 @@ class MLAAttention(OwnBuffers):
         q = split_heads("q", q, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         if k_pe.dim() == 3 and k_pe.shape[1] == 1:
             k_pe = k_pe.squeeze(1)
-        fmt = OUTPUT_FORMATS[self.quant_config.output_format]
-        output, block_scale = fmt.allocate(q, self.v_head_dim, q.dtype)
-        if output_shape is not None:
-            check_output_shape(output, output_shape)
+        result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
         if metadata is None:
-            output.zero_()
-            if block_scale is not None:
-                block_scale.zero_()
-            return _shaped(output, block_scale, output_shape)
+            return result.zeroed()
         self._check_bound(q)
         slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
         topk = self._topk(q)
         plan = metadata.plans.get(self._plan_key)
         arguments: tuple[Any, ...] = (
             q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
-            output, block_scale, None, self.output_scale, self.k_scale, topk, None, [] if plan is None else [plan],
-            self.workspace, config,
+            result.output, result.block_scale, None, self.output_scale, self.k_scale, topk, None,
+            [] if plan is None else [plan], self.workspace, config,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
         torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
         torch.ops.vattn.mla_attention(*arguments)
-        return _shaped(output, block_scale, output_shape)
+        return result.returned()
 
     def _own_step(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         metadata = context.current if metadata is None else metadata
@@ -489,10 +483,3 @@ def _own_options(layer: type, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the extra options that were given; refuse any but `EXTRA_OPTIONS`."""
     check_extra(layer.__name__, extra, named_arguments(layer), EXTRA_OPTIONS)
     return extra
-
-
-def _shaped(
-    output: Tensor, block_scale: Tensor | None, output_shape: torch.Size | Sequence[int] | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    output = output.flatten(1) if output_shape is None else output.view(*output_shape)
-    return output if block_scale is None else (output, block_scale)
