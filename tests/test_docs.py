@@ -88,3 +88,18 @@ def test_public_names_are_documented() -> None:
 
     public = {name: getattr(vattn, name) for name in vattn.__all__}
     assert [name for name, thing in public.items() if callable(thing) and not thing.__doc__] == []
+
+
+def test_readme_names_every_backend_command_and_page() -> None:
+    from vattn.__main__ import make_parser
+    from vattn.backends import selector
+    from vattn.backends.mla import mla_backends
+
+    readme = (ROOT / "README.md").read_text()
+    commands = next(action for action in make_parser()._actions if action.choices)
+    for name in (*selector.backend_names(), *mla_backends()):
+        assert f"`{name}`" in readme, f"README.md lacks backend {name}"
+    for name in set(commands.choices) - {"demo", "tune", "explain-fusion"}:  # pages of their own tell of these
+        assert f"python -m vattn {name}" in readme, f"README.md lacks python -m vattn {name}"
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme, f"README.md lacks docs/{page.name}"

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 DESCRIPTION = "Paged attention for torch.compile."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="python -m vattn", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     # Abbreviated options are refused, so that a misspelt one is never taken for another.
@@ -25,6 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_kv_report(add("kv-report", help="what every KV cache format costs and saves on a model and a text"))
     _add_bench(add("bench", help="vattn's speed beside every other library's that is found"))
     _add_tune(add("tune", help="measure which backend is faster on this GPU, and write the table that auto reads"))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
     if arguments[:1] == ["demo"]:
         from vattn.demo.main import main as demo
 
