@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
     parser.add_argument("--memory", default="60GiB")
     parser.add_argument("--merge", action="store_true", help="merge projections")
+    parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -197,8 +198,12 @@ def main() -> None:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
-        "kv_cache_dtype": args.kv_cache_dtype, "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [],
+        "kv_cache_dtype": args.kv_cache_dtype, "merged": args.merge, "max_autotune": args.max_autotune,
+        "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [],
     }  # fmt: skip
+
+    if args.max_autotune:
+        options["compile_options"] = {"options": vattn.options({"max_autotune_gemm": True})}
 
     def show(kind: str, row: dict[str, Any]) -> None:
         result[kind].append(row)
@@ -206,11 +211,13 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(result, indent=1))
 
-    how = args.compile
+    how = args.compile or ("layers" if args.max_autotune else None)
     for batch in args.batches:
         begin = time.perf_counter()
         row = decode_steps(packed, batch, context, steps, {**options, "compile": how}, args.profile)
-        how = "none" if how in (None, "layers") else how  # the layers are compiled by now
+        if how in (None, "layers"):  # the layers are compiled by now
+            how = "none"
+            options.pop("compile_options", None)
         row["floor_ms"] = row["bytes"] / rate * 1e3
         row["over_floor"] = row["replay_ms"] / row["floor_ms"]
         row["seconds_with_compiling"] = time.perf_counter() - begin
