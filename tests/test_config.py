@@ -121,7 +121,9 @@ def configs(draw):
     causality = draw(st.sampled_from(CAUSALITIES))
     alibi = draw(st.sampled_from([kind for kind in ALIBI_KINDS if causality == "causal" or kind != "sqrt"]))
     mm_prefix = draw(st.sampled_from(["none", "full", "clamped"]))
+    context_only, parallel = draw(st.booleans()), draw(st.booleans())
     compares_positions = causality != "bidirectional" or window is not None or alibi != "none" or mm_prefix != "none"
+    compares_positions = compares_positions or context_only
     kinds = [kind for kind in AttentionType if kind != AttentionType.ENCODER_DECODER or not compares_positions]
     scales = st.sampled_from(["tensor", "head"])
     return AttentionConfig(
@@ -148,7 +150,8 @@ def configs(draw):
         tree_bias=causality == "causal" and draw(st.booleans()),
         mm_prefix=mm_prefix,
         lse=draw(st.booleans()),
-        context_parallel=draw(st.booleans()),
+        context_parallel=parallel,
+        context_only=context_only and not parallel,
         batch_invariant=draw(st.booleans()),
         backend=draw(st.sampled_from(["auto", "TORCH_SDPA", "X_1"])),
     )

@@ -129,6 +129,7 @@ FEATURE_EXAMPLES = {
     "query_scale_per_head": {"query_format": "fp8_e4m3", "query_scale": "head"},
     "lse": {"lse": True},
     "context_parallel": {"context_parallel": True},
+    "context_only": {"context_only": True},
     "batch_invariant": {"batch_invariant": True},
     "hnd_layout": {"kv_cache_layout": "HND"},
     "contiguous_kv": {"block_size": 0},

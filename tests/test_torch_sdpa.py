@@ -50,6 +50,8 @@ FEATURES = {
     "mm_clamped": {"mm_prefix": "clamped", "sliding_window": 5},
     "mm_clamped_chunk": {"mm_prefix": "clamped", "sliding_window": 8, "chunk_lookback": 1},
     "mm_alibi": {"mm_prefix": "full", "alibi": "linear", "sliding_window": 4},
+    "context": {"context_only": True},
+    "context_window": {"context_only": True, "sliding_window": 6, "causality": "bidirectional", "sinks": True},
     "everything": {
         "causality": "per_request",
         "sliding_window": 9,

@@ -98,6 +98,8 @@ class AttentionConfig:
         mm_prefix: `"none"`, `"full"` (bidirectional ranges ignore the window) or `"clamped"`.
         lse: the op also writes the log-sum-exp.
         context_parallel: `local_seq_lens` applies.
+        context_only: rows see keys before their request's first row alone, `k < seq_len - query_len`; those of the step
+            are attended apart, as they are given, and the two results merged (`CacheConfig.exact_prefill`).
         batch_invariant: results must not depend, bitwise, on the other requests of the batch.
         backend: name of the backend that runs the op.
     """
@@ -130,6 +132,7 @@ class AttentionConfig:
     mm_prefix: str = "none"
     lse: bool = False
     context_parallel: bool = False
+    context_only: bool = False
     batch_invariant: bool = False
     backend: str = "auto"
 
@@ -266,6 +269,7 @@ class AttentionConfig:
             "sliding_window": window is not None,
             "alibi": self.alibi != "none",
             "mm_prefix": self.mm_prefix != "none",
+            "context_only": self.context_only,
         }
         for name, compares in asked.items() if self.attn_type == "encoder_decoder" else ():
             _check(
@@ -279,6 +283,12 @@ class AttentionConfig:
             f"alibi='sqrt' with causality={self.causality!r}",
             "sqrt ALiBi with causal attention",
             "use linear ALiBi",
+        )
+        _check(
+            not (self.context_only and self.context_parallel),
+            "context_only with context_parallel",
+            "one of the two: a rank's share of the cache holds some tokens of the step",
+            "leave exact_prefill out under context parallelism",
         )
         _check(
             causal or not self.tree_bias,
@@ -338,6 +348,9 @@ class CacheConfig:
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
             every layer with a window.
         kv_cache_layout: `"NHD"` or `"HND"`.
+        exact_prefill: rows see the keys and values of their own step as they are given, and only those of earlier steps
+            as they are stored. Results then depend on how a prompt is cut into steps. Nothing changes in layers whose
+            cache stores the model dtype.
     """
 
     block_size: int = 16
@@ -346,8 +359,15 @@ class CacheConfig:
     calculate_kv_scales: bool = False
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     kv_cache_layout: str = "NHD"
+    exact_prefill: bool = False
 
     def __post_init__(self) -> None:
+        _check(
+            isinstance(self.exact_prefill, bool),
+            f"exact_prefill={self.exact_prefill!r}",
+            "True or False",
+            "exact_prefill=True",
+        )
         skip = self.kv_cache_dtype_skip_layers
         _check(
             isinstance(skip, (tuple, list)),

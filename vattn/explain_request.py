@@ -14,7 +14,7 @@ from vattn.errors import ConfigError, DeviceError, VattnError
 from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.mla_config import MLAConfig
 
-FLAGS = ("sinks", "tree_bias", "lse", "context_parallel", "batch_invariant")
+FLAGS = ("sinks", "tree_bias", "lse", "context_parallel", "context_only", "batch_invariant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

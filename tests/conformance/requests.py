@@ -30,6 +30,7 @@ _EXCLUSIVE = (
     {"alibi_sqrt", "bidirectional"},
     {"alibi_sqrt", "causal_flags"},
     {"contiguous_kv", "hnd_layout"},
+    {"context_only", "context_parallel"},
     {"head_pairs", "unequal_head_sizes"},
     {"head_pairs", "hnd_layout"},
     {"head_pairs", "contiguous_kv"},
@@ -43,6 +44,7 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 
 _SELDOM = {
     "context_parallel": 0.015,
+    "context_only": 0.1,
     "batch_invariant": 0.12,
     "contiguous_kv": 0.12,
     "hnd_layout": 0.35,
@@ -50,7 +52,10 @@ _SELDOM = {
 }
 """How often a feature is drawn, if not one time in four; nobody implements the first."""
 
-_POSITIONS = {"bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix"}
+_POSITIONS = {
+    "bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix",
+    "context_only",
+}  # fmt: skip
 """Features that compare the positions of queries and keys; cross attention has the first, and no other."""
 
 MEDIUM = range(8, 72, 8)
@@ -122,7 +127,7 @@ def config_with(features: frozenset[str], base: AttentionConfig) -> AttentionCon
         changes["kv_cache_layout"] = "HND"
     if "contiguous_kv" in features:
         changes["block_size"] = 0
-    for name in ("sinks", "tree_bias", "lse", "context_parallel", "batch_invariant"):
+    for name in ("sinks", "tree_bias", "lse", "context_parallel", "context_only", "batch_invariant"):
         changes[name] = name in features
     return base.replace(**changes)
 
@@ -296,6 +301,7 @@ def simpler(request: Request) -> Iterator[Request]:
         {"sinks": False},
         {"tree_bias": False},
         {"mm_prefix": "none"},
+        {"context_only": False},
         {"lse": False},
         {"kv_cache_layout": "NHD"},
         {"head_size_v": request.config.head_size, "head_pairs": "none"},

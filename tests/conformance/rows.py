@@ -84,6 +84,9 @@ _SINGLE: dict[str, Row] = {
     "tree-decodes": Row(TREE, DECODES),
     "mm-full": Row({"mm_prefix": "full"}, IMAGES),
     "mm-clamped": Row({"mm_prefix": "clamped", "sliding_window": 6}, IMAGES),
+    "context-only": Row({"context_only": True, "lse": True}, MIXED),
+    "context-only-long": Row({"context_only": True, "sliding_window": 9, "sinks": True, "lse": True}, LONG),
+    "context-only-flags": Row({"context_only": True, **FLAGS, "alibi": "linear"}, MIXED),
     "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
     "pairs-even": Row({"head_pairs": "even", "head_size_v": 32}, MIXED),
     "pairs-odd-decodes": Row({"head_pairs": "odd", "head_size_v": 32}, DECODES),
@@ -229,6 +232,7 @@ _MASKS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
     "tree+alibi-sqrt": ({**TREE, "alibi": "sqrt"}, MIXED),
     "mm-clamped+window": ({"mm_prefix": "clamped", **WINDOW}, IMAGES),
     "cross+lse": ({**CROSS, **LSE}, ENCODED),
+    "context+lse": ({"context_only": True, **LSE}, MIXED),
     "long": ({"num_heads": 6}, LONG),
     "prefill": ({}, ((37, 37), (22, 40))),
 }

@@ -35,6 +35,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window-sinks": {"sliding_window": 21, "sinks": True},
     "bidirectional-window": {"causality": "bidirectional", "sliding_window": 19, "alibi": "linear"},
     "chunks-flags": {"sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
+    "context": {"context_only": True, "sliding_window": 21, "sinks": True},
     "ranges": {"mm_prefix": "full", "sliding_window": 4},
     "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
 }

@@ -204,6 +204,7 @@ def _is_plain(config: AttentionConfig) -> bool:
         or config.chunk_lookback is not None
         or config.alibi != "none"
         or config.mm_prefix != "none"
+        or config.context_only
     )
 
 
@@ -290,7 +291,7 @@ def _chunks(request: _Request, config: AttentionConfig, plain: bool) -> Iterator
 def _key_range(request: _Request, first: int, end: int, config: AttentionConfig) -> tuple[int, int]:
     """Return bounds of the keys that query positions `[first, end)` can see."""
     window, chunk, lookback = config.sliding_window, config.chunk_size, config.chunk_lookback
-    low, high = 0, request.num_keys
+    low, high = 0, _last_key(request, config)
     if config.mm_prefix != "none":
         return low, high
     if chunk is not None and lookback is not None:
@@ -300,7 +301,12 @@ def _key_range(request: _Request, first: int, end: int, config: AttentionConfig)
         low, high = first - window + 1, end - 1 + window
     if request.causal:
         high = min(high, end)
-    return max(0, low), min(high, request.num_keys)
+    return max(0, low), min(high, _last_key(request, config))
+
+
+def _last_key(request: _Request, config: AttentionConfig) -> int:
+    """Return behind which position no row of a request sees a key."""
+    return min(request.num_keys, max(0, request.context_len)) if config.context_only else request.num_keys
 
 
 def _paged_reader(args: AttentionArgs, config: AttentionConfig, keys: PackedRows, values: PackedRows) -> Read:

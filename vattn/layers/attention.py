@@ -25,7 +25,8 @@ class Attention(CachedAttention):
         num_kv_heads: KV heads, a divisor of `num_heads`; default `num_heads`.
         alibi_slopes: one slope per query head.
         use_alibi_sqrt: ALiBi by the square root of the distance.
-        cache_config: block size, cache dtype, default window, scale calculation; default `CacheConfig()`.
+        cache_config: block size, cache dtype, default window, scale calculation, what a step sees of itself; default
+            `CacheConfig()`.
         quant_config: scales and query or output quantisation.
         logits_soft_cap: `cap * tanh(score / cap)`.
         per_layer_sliding_window: window of this layer, before `cache_config.sliding_window`.
@@ -36,7 +37,9 @@ class Attention(CachedAttention):
         head_size_v: value width; default `head_size`.
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
             `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool),
-            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's).
+            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's),
+            `context_parallel` (`vattn.context_parallel.ContextParallel`: the ranks that share the cache; the layer then
+            takes its rank's part of the `num_heads` query heads, and all KV heads).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -59,6 +62,10 @@ class Attention(CachedAttention):
         >>> layer(*qkv, metadata=step).shape
         torch.Size([3, 64])
     """
+
+    takes_exact_prefill = True
+
+    takes_context_parallel = True
 
     def __init__(
         self,
@@ -107,6 +114,7 @@ class Attention(CachedAttention):
             alibi=alibi_kind(alibi_slopes, use_alibi_sqrt),
             mm_prefix=options["mm_prefix"],
             batch_invariant=options["batch_invariant"],
+            context_parallel=options["context_parallel"],
         )
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
+from vattn.context_parallel.group import ContextParallel
 from vattn.errors import CacheError, ConfigError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 from vattn.grouped_metadata import CacheGroup
 from vattn.layers.cache_scales import CacheScales
+from vattn.layers.exact_prefill import context_request, step_ops, step_request
+from vattn.layers.parallel_request import check_context_parallel, partial_request
 from vattn.layers.request import (
     StepKind,
     check_per_head,
@@ -42,11 +45,18 @@ class BoundCache(CacheScales):
         prefix, cache_config, quant_config, kv_sharing_target_layer_name, attn_backend: as for `Attention`.
         alibi_slopes, sinks: one value per query head, or `None`.
         fast_prefill: whether queries are `kept_rows` of the step's; only where no key comes from the rows of the query.
+        context_parallel: the ranks that share the cache.
         **request: further fields of `AttentionConfig`.
     """
 
     writes_tokens = True
     """Whether a layer with a cache of its own writes keys for the rows of its query."""
+
+    takes_exact_prefill = False
+    """Whether `CacheConfig.exact_prefill` can be asked of this class."""
+
+    takes_context_parallel = False
+    """Whether this class runs over a cache that several ranks share."""
 
     alibi_slopes: Tensor | None
     kv_cache: Tensor | None
@@ -68,6 +78,7 @@ class BoundCache(CacheScales):
         alibi_slopes: Tensor | Sequence[float] | None = None,
         sinks: Tensor | Sequence[float] | None = None,
         fast_prefill: bool = False,
+        context_parallel: ContextParallel | None = None,
         **request: Any,
     ) -> None:
         super().__init__()
@@ -85,6 +96,7 @@ class BoundCache(CacheScales):
             raise ConfigError(
                 f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
             )
+        self._check_exact_prefill()
         writes_tokens = kv_sharing_target_layer_name is None and self.writes_tokens
         if not isinstance(fast_prefill, bool) or (fast_prefill and writes_tokens):
             raise ConfigError(
@@ -112,8 +124,17 @@ class BoundCache(CacheScales):
             "backend": self.attn_backend,
             **request,
         }
+        self.context_parallel = context_parallel
+        if context_parallel is not None:
+            ordered = bool(request.get("batch_invariant")) and context_parallel.combine != "all_to_all"
+            check_context_parallel(
+                self, num_heads, self.head_size_v, {"batch_invariant and combine='reduce_scatter'": ordered}
+            )
+            self._request.update(partial_request(context_parallel), sinks=False)
         self._cache_dtype = self._choose_cache_dtype(request.get("sliding_window"))
         self._ops: dict[StepKind, str] = {}
+        self._step_ops: dict[StepKind, str] = {}
+        """With `exact_prefill`: the part of the step's own keys and values."""
         self._refused: dict[StepKind, str] = {}
         self._plan_key = ""
         self.kv_cache_group: CacheGroup | None = None
@@ -123,6 +144,19 @@ class BoundCache(CacheScales):
         with torch.inference_mode(False):
             self._register_tensors(alibi_slopes, sinks)
         self._request_config(torch.bfloat16)
+
+    def _check_exact_prefill(self) -> None:
+        """Refuse `exact_prefill` of a layer that is not called with the keys and values it stores."""
+        if not self.cache_config.exact_prefill:
+            return
+        shared = self.kv_sharing_target_layer_name is not None
+        if shared or not self.takes_exact_prefill:
+            raise ConfigError(
+                f"exact_prefill=True in layer {self.prefix!r}, "
+                + ("which shares a KV cache and gets no keys" if shared else f"a {type(self).__name__}"),
+                "exact_prefill in vattn.Attention layers with a cache of their own",
+                "give this layer a CacheConfig without it",
+            )
 
     def _choose_cache_dtype(self, window: int | None) -> str:
         skip = self.cache_config.kv_cache_dtype_skip_layers
@@ -156,13 +190,16 @@ class BoundCache(CacheScales):
 
     def _request_config(self, dtype: torch.dtype, k_scale: Tensor | None = None) -> AttentionConfig:
         """Describe the request for a model of `dtype`; `k_scale` stands in for the layer's own (a shared cache's)."""
-        return AttentionConfig(
+        config = AttentionConfig(
             dtype=dtype_name(dtype),
             kv_cache_dtype=self._canonical(dtype),
             kv_scale=scale_kind(self.k_scale if k_scale is None else k_scale),
             query_scale=scale_kind(self.q_scale),
             **self._request,
         )
+        if self.cache_config.exact_prefill and config.kv_cache_dtype != config.dtype:
+            return context_request(config, self.prefix)
+        return config
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
@@ -193,7 +230,10 @@ class BoundCache(CacheScales):
             self._check_target(target)
             check_sharing(self.prefix, self._request_config(dtype), target._request_config(dtype))
         config = self._request_config(dtype, None if target is None else target.k_scale)
-        return config.replace(backend=self._choose_backend(config, device))
+        config = config.replace(backend=self._choose_backend(config, device))
+        if config.context_only:
+            selector.choose(step_request(config), device)
+        return config
 
     def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
         """Return the name of the backend that runs what the layer makes of a request.
@@ -241,7 +281,10 @@ class BoundCache(CacheScales):
         check_storage(storage, config)
         self._check_values()
         device = DeviceInfo.of(storage.device)
-        self._ops, self._refused = step_configs(config, device)
+        if config.context_only:
+            self._ops, self._step_ops, self._refused = step_ops(config, device)
+        else:
+            self._ops, self._refused = step_configs(config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage
@@ -262,4 +305,6 @@ class BoundCache(CacheScales):
         if self.kv_sharing_target_layer_name is not None:
             cache += f" of {self.kv_sharing_target_layer_name!r}" + (", fast_prefill" if self.fast_prefill else "")
         asked = "" if self.attn_backend == "auto" else " (asked for)"
+        if self.context_parallel is not None:
+            asked += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
         return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"

@@ -85,6 +85,10 @@ class DifferentialAttention(Attention):
         torch.Size([3, 64])
     """
 
+    takes_exact_prefill = False
+
+    takes_context_parallel = False
+
     def __init__(
         self,
         num_heads: int,

@@ -97,7 +97,7 @@ class EncoderOnlyAttention(PackedAttention):
         options = check_extra("EncoderOnlyAttention", extra, _NAMED_ARGUMENTS)
         own = AttentionType.ENCODER_ONLY
         check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
-        check_configs("EncoderOnlyAttention", cache_config, quant_config)
+        check_configs("EncoderOnlyAttention", cache_config, quant_config, exact_prefill=False)
         super().__init__(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
         _check_no_cache(prefix, kv_sharing_target_layer_name, options)
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()

@@ -30,6 +30,7 @@ EXTRA_OPTIONS: dict[str, Any] = {
     "mm_prefix": "none",
     "batch_invariant": False,
     "fast_prefill": False,
+    "context_parallel": None,
 }
 """Options of `Attention` beyond its named arguments, with what means "off"."""
 
@@ -45,6 +46,10 @@ _SHARED_FIELDS = (
     "block_size",
     "kv_cache_layout",
     "attn_type",
+    "context_parallel",
+    "context_rank",
+    "context_world",
+    "context_interleave",
 )
 """What two layers must have in common to read the same cache bytes."""
 
@@ -94,8 +99,12 @@ def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -
         )
 
 
-def check_configs(layer: str, cache_config: object, quant_config: object) -> None:
-    """Refuse what is no configuration of a layer; `None` is the default one."""
+def check_configs(layer: str, cache_config: object, quant_config: object, *, exact_prefill: bool = True) -> None:
+    """Refuse what is no configuration of a layer; `None` is the default one.
+
+    Args:
+        exact_prefill: whether layers with a cache of this kind may ask for it.
+    """
     for name, config, kind in (
         ("cache_config", cache_config, CacheConfig),
         ("quant_config", quant_config, QuantConfig),
@@ -106,6 +115,12 @@ def check_configs(layer: str, cache_config: object, quant_config: object) -> Non
                 f"vattn.{kind.__name__} or None",
                 f"pass {kind.__name__}(...)",
             )
+    if not exact_prefill and isinstance(cache_config, CacheConfig) and cache_config.exact_prefill:
+        raise ConfigError(
+            f"exact_prefill=True in a layer of class {layer}",
+            "exact_prefill in vattn.Attention layers with a cache of their own",
+            "give this layer a CacheConfig without it",
+        )
 
 
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:

@@ -70,9 +70,13 @@ class StaticSinkAttention(Attention):
         torch.Size([3, 64])
     """
 
+    takes_exact_prefill = False
+
     sink_key: nn.Parameter | None
     sink_value: nn.Parameter | None
     sink_blocks: Tensor
+
+    takes_context_parallel = False
 
     def __init__(
         self,

@@ -55,6 +55,8 @@ def visible_mask(
         visible = visible & _within_window(q, k, config.sliding_window, causal)
     if config.mm_prefix != "none" and mm_ranges is not None:
         visible = visible | _within_same_range(q, k, mm_ranges, config)
+    if config.context_only:
+        visible = visible & (k < seq_len - query_len)
     return visible & (q >= 0)
 
 

@@ -220,6 +220,7 @@ def attention_kernel(
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
@@ -281,7 +282,9 @@ def attention_kernel(
     q_first = context_len + first
     q_last = tl.minimum(q_first + BLOCK_Q, context_len + (q_end - q_begin)) - 1
     q_pos = q_first + m_index // GROUP_TILE
-    low, high = key_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
+    # Positions count from the sequence's end, wherever the visible keys end.
+    key_end = tl.maximum(context_len, 0) if CONTEXT_ONLY else seq_len
+    low, high = key_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
     if PAGED:
         high = tl.minimum(high, table_width * BLOCK_SIZE)
 
@@ -342,7 +345,7 @@ def attention_kernel(
 
     if FULL_LOOP:
         # Tiles that every row sees whole need no mask.
-        full_low, full_high = full_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
+        full_low, full_high = full_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
         begin = tl.maximum(tl.cdiv(full_low, TILE), first_tile)
         end = tl.minimum(full_high, high) // TILE
         usable = begin < end
@@ -376,7 +379,7 @@ def attention_kernel(
         k = (first_tile + j + tl.where(j >= before, gap, 0)) * TILE + n
         block = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         readable = block >= 0
-        sees = visible(q_pos[:, None], k[None, :], seq_len, causal, ranges, num_ranges,
+        sees = visible(q_pos[:, None], k[None, :], key_end, causal, ranges, num_ranges,
                        CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.

@@ -230,6 +230,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cap-alibi-flags": {"logits_soft_cap": 30.0, "alibi": "linear", "causality": "per_request", "sliding_window": 96},
     "chunk-tree-sqrt": {"sliding_window": 64, "chunk_lookback": 1, "tree_bias": True, "alibi": "sqrt", "sinks": True},
     "ranges": {"mm_prefix": "clamped", "sliding_window": 64, "causality": "bidirectional", "lse": True},
+    "context": {"context_only": True, "sliding_window": 96, "lse": True},
     "cross": {"attn_type": "encoder_decoder", "causality": "bidirectional", "logits_soft_cap": 30.0},
 }
 SHAPES: dict[str, dict[str, Any]] = {
