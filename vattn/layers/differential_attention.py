@@ -87,8 +87,6 @@ class DifferentialAttention(Attention):
 
     takes_exact_prefill = False
 
-    takes_context_parallel = False
-
     def __init__(
         self,
         num_heads: int,
