@@ -13,6 +13,7 @@ from vattn.cuda_graph import CUDAGraphRunner
 from vattn.export import export_step
 from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
 from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata
+from vattn.fp8_linears import quantise_linears
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
 from vattn.generation import Generator, Request, Sampling
 from vattn.grouped_builder import GroupedMetadataBuilder
@@ -158,6 +159,7 @@ __all__ = [
     "options",
     "pad_cu_seqlens",
     "paged_attention",
+    "quantise_linears",
     "read_encoder_scales",
     "register_backend",
     "register_kv_format",

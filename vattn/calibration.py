@@ -1,4 +1,4 @@
-"""`calibrate`: see what a model's queries, keys, values and attention outputs reach, and make scales of it."""
+"""`calibrate`: see what a model's attention and the inputs of its linear layers reach, and make scales of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from vattn.context import forward_context
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
+from vattn.keywords import known_keywords
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.scales import QuantConfig
 from vattn.metadata_builder import AttentionMetadataBuilder
 
-FILE_FORMAT = 1
+FILE_FORMAT = 2
+"""Of files; those of format 1 have no inputs of linear layers."""
 KINDS = ("query", "key", "value", "output")
 CHUNK = 512
 """Tokens of one step while observing."""
@@ -36,6 +38,7 @@ class Calibration:
         layers: by the layer's prefix, lists of floats under "query" and "output" (one per query head) and "key" and
             "value" (one per KV head).
         tokens: how many tokens were seen.
+        inputs: by name of each linear layer, the largest magnitude of its input; empty if nobody asked for them.
 
     Example:
         >>> import vattn
@@ -47,6 +50,25 @@ class Calibration:
 
     layers: dict[str, dict[str, list[float]]]
     tokens: int
+    inputs: dict[str, float] = field(default_factory=dict)
+
+    def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
+        """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
+
+        Args:
+            name: of the layer, as in the model's checkpoint.
+            margin: above 1 leaves room for values beyond those seen.
+
+        Raises:
+            ScaleError: a layer that was not seen, or that showed nothing but zeros.
+        """
+        if name not in self.inputs:
+            raise ScaleError(
+                f"no calibration of the input of {name!r}",
+                "layers that were seen: " + (", ".join([*self.inputs][:8]) or "none"),
+                "vattn.calibrate(model, batches, linears=True)",
+            )
+        return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
     def quant_config(
         self,
@@ -87,23 +109,13 @@ class Calibration:
         return QuantConfig(**scales, output_format=output_format)
 
     def _scale(self, prefix: str, kind: str, largest: float, per_head: bool, margin: float) -> Tensor:
-        seen = torch.tensor(self.layers[prefix][kind], dtype=torch.float32)
-        top = (seen if per_head else seen.max()[None]) * margin
-        scale = top / largest
-        # Rounded up, so that the largest value itself is not clipped.
-        scale = torch.where(scale * largest < top, scale.nextafter(torch.tensor(float("inf"))), scale)
-        if not bool((scale > 0).all() and scale.isfinite().all()):
-            raise ScaleError(
-                f"layer {prefix!r} showed {kind} magnitudes of {seen.tolist()}", "positive and finite ones",
-                "calibrate with text that reaches every head, or use one scale for all (per_head=False)",
-            )  # fmt: skip
-        return scale
+        return _scale(f"{kind} of layer {prefix!r}", self.layers[prefix][kind], largest, per_head, margin)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once."""
         target = Path(path)
         fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers}
+        content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers, "inputs": self.inputs}
         fresh.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(fresh, target)
 
@@ -120,15 +132,45 @@ class Calibration:
                 str(prefix): {kind: [float(x) for x in seen[kind]] for kind in KINDS}
                 for prefix, seen in content["layers"].items()
             }
-            if content["format"] != FILE_FORMAT:
+            if content["format"] not in range(1, FILE_FORMAT + 1):
                 raise ValueError(f"format {content['format']}")
-            return cls(layers, int(content["tokens"]))
+            inputs = {str(name): float(top) for name, top in content.get("inputs", {}).items()}
+            return cls(layers, int(content["tokens"]), inputs)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScaleError(
                 f"calibration file {os.fspath(path)}: {type(error).__name__}: {error}",
-                f"a file of Calibration.save, format {FILE_FORMAT}",
+                f"a file of Calibration.save, format 1 to {FILE_FORMAT}",
                 "vattn.calibrate(model, batches).save(path)",
             ) from error
+
+
+def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin: float) -> Tensor:
+    tops = torch.tensor(seen, dtype=torch.float32)
+    top = (tops if per_head else tops.max()[None]) * margin
+    scale = top / largest
+    # Rounded up, so that the largest value itself is not clipped.
+    scale = torch.where(scale * largest < top, scale.nextafter(torch.tensor(float("inf"))), scale)
+    if not bool((scale > 0).all() and scale.isfinite().all()):
+        raise ScaleError(
+            f"{what} showed magnitudes of {seen}", "positive and finite ones",
+            "calibrate with text that reaches every head, or use one scale for all (per_head=False)",
+        )  # fmt: skip
+    return scale
+
+
+def as_calibration(source: Any) -> Calibration:
+    """Return a calibration, read from its file if a path is given.
+
+    Raises:
+        ConfigError: neither. ScaleError: see `Calibration.load`.
+    """
+    if isinstance(source, Calibration):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"calibration={source!r}", "what vattn.calibrate returned, or the path of its file", "vattn.calibrate(...)"
+        )
+    return Calibration.load(source)
 
 
 class _Seen:
@@ -179,17 +221,54 @@ def observing(model: nn.Module) -> Iterator[dict[str, _Seen]]:
             handle.remove()
 
 
-def calibrate(model: nn.Module, batches: Iterable[Batch], *, progress: bool = False) -> Calibration:
+def root_of(model: nn.Module) -> nn.Module:
+    """Return the model by whose names checkpoints and calibrations go: what is inside a `PackedModel`."""
+    inner = getattr(model, "wrapped", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model by name."""
+    return {name: module for name, module in root_of(model).named_modules() if isinstance(module, nn.Linear)}
+
+
+@contextmanager
+def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
+    """Note the largest magnitude of each linear layer's input while the block runs; by name, on the device."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if args[0].numel():
+                now = args[0].detach().abs().amax().float()
+                seen[name] = torch.maximum(seen[name], now) if name in seen else now
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in linears.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@known_keywords
+def calibrate(
+    model: nn.Module, batches: Iterable[Batch], *, linears: bool = False, progress: bool = False
+) -> Calibration:
     """Run a model on sample text and return what its attention layers reach. Changes nothing about it but its cache.
 
     Args:
         model: with a bound cache; takes `(input_ids [T], positions [T])`, such as what
             `vattn.integrations.transformers.enable` returned. Not compiled: the layers are watched by hooks.
         batches: each a list of token lists, or an int tensor `[B, L]`; every text is a request of its own.
+        linears: note the inputs of linear layers too, for `vattn.quantise_linears(model, "fp8_static", ...)`.
         progress: show a bar (needs tqdm).
 
     Raises:
-        ConfigError: no layer with a cache, an empty text, or one that the cache cannot hold.
+        ConfigError: no layer with a cache, batches that are nested otherwise, an empty text, or one that the cache
+            cannot hold.
         ScaleError: nothing was seen.
 
     Example:
@@ -203,12 +282,10 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], *, progress: bool = Fa
         (6, 2)
     """
     runner, tokens = StepRunner(model), 0
-    with observing(model) as seen:
-        if not seen:
-            raise ConfigError("a model without attention layers that have a cache", "one with", "see vattn.Attention")
-        for batch in _shown(batches, progress):
-            for text in batch.tolist() if isinstance(batch, Tensor) else batch:
-                for _ in runner.logits(list(text)):
+    with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
+        for number, batch in enumerate(_shown(batches, progress)):
+            for text in _texts(batch, f"batches[{number}]"):
+                for _ in runner.logits(text):
                     pass
                 tokens += len(text)
         layers = {
@@ -218,7 +295,61 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], *, progress: bool = Fa
         }
     if not layers:
         raise ScaleError("no layer was called", "batches with at least one token", "pass some text")
-    return Calibration(layers, tokens)
+    return Calibration(layers, tokens, {name: float(top) for name, top in inputs.items()})
+
+
+def _texts(batch: Any, where: str) -> list[list[int]]:
+    """Return the texts of a batch.
+
+    Raises:
+        ConfigError: it holds something else than texts.
+    """
+    if isinstance(batch, Tensor):
+        if batch.dim() != 2 or batch.is_floating_point() or batch.dtype is torch.bool:
+            raise ConfigError(f"{where}: a tensor {tuple(batch.shape)} in {batch.dtype}", "ints [B, L]", NESTING)
+        return batch.tolist()
+    if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
+        raise ConfigError(f"{where}={batch!r}", "a list of texts, each a list of token ids", NESTING)
+    return [checked_text(text, f"{where}[{number}]") for number, text in enumerate(batch)]
+
+
+NESTING = "calibrate(model, [[[1, 2, 3], [4, 5]]]): a list of batches, each a list of texts, each a list of token ids"
+
+
+def checked_text(text: Any, where: str) -> list[int]:
+    """Return a text as a list of token ids.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(text, (str, bytes)):
+        raise ConfigError(f"{where} is a text of characters", "a list of token ids", "call tokenizer.encode first")
+    if isinstance(text, Tensor) and text.dim() == 1:
+        text = text.tolist()
+    if not isinstance(text, Sequence):
+        raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", NESTING)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in text):
+        odd = next(token for token in text if not isinstance(token, int) or isinstance(token, bool) or token < 0)
+        raise ConfigError(f"{where} holds {type(odd).__name__} {odd!r:.60}", "token ids from 0", NESTING)
+    return list(text)
+
+
+def _no_cache(model: nn.Module) -> ConfigError:
+    if "_vattn_packed" in model.__dict__:
+        return ConfigError(
+            f"the {type(model).__name__} that enable() was called with", "what enable() returned", "pass that instead"
+        )
+    if callable(getattr(model, "prepare_inputs_for_generation", None)):
+        return ConfigError(
+            f"a {type(model).__name__} that is not on vattn",
+            "a model on vattn, with a cache",
+            "pass what vattn.integrations.transformers.enable(model, memory='1GiB') returns",
+        )
+    return ConfigError(
+        f"{type(model).__name__} without a bound KV cache",
+        "attention layers with one",
+        "call vattn.allocate_kv_cache(model, ...) first",
+    )
 
 
 class StepRunner:
@@ -226,13 +357,11 @@ class StepRunner:
 
     def __init__(self, model: nn.Module, chunk: int = CHUNK) -> None:
         self.model, self.chunk = model, chunk
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{type(model).__name__} for a model", "an nn.Module", "pass the model first")
         layers = [layer for layer in cached_layers(model).values() if layer.config is not None]
-        if not layers:
-            raise ConfigError(
-                f"{type(model).__name__} without a bound KV cache",
-                "attention layers with one",
-                "call vattn.allocate_kv_cache(model, ...) first",
-            )
+        if not layers or "_vattn_packed" in model.__dict__:
+            raise _no_cache(model)
         config, cache = layers[0].config, layers[0].kv_cache
         assert config is not None and cache is not None
         probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)
@@ -255,6 +384,9 @@ class StepRunner:
             raise ConfigError(
                 f"a text of {len(text)} tokens", f"1 to {self.capacity}, what the cache holds", "cut the text"
             )
+        size = getattr(self.model, "vocab_size", None)
+        if isinstance(size, int) and max(text) >= size:
+            raise ConfigError(f"token {max(text)}", f"0 to {size - 1}, the model's vocabulary", "check the tokenizer")
         for start in range(0, len(text), self.chunk):
             ids = text[start : start + self.chunk]
             step = self.builder.build([len(ids)], [start + len(ids)], [self.blocks])

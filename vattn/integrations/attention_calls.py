@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config import CacheConfig
 from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.replaced_forwards import alibi_slopes, replace_forwards, replaced_modules, restore_forwards
-from vattn.layers import QuantConfig
+from vattn.layers.fp8_linear import exact_inputs
 
 PROBE = "vattn_probe"
 TOKENS = 3
@@ -118,18 +117,6 @@ class AttentionCall:
         """Return the arguments that each later call must repeat."""
         return {name: self.options[name] for name in _CONSTANTS if name in self.options}
 
-    def checkpoint_scales(self, cache_config: CacheConfig | None) -> QuantConfig | None:
-        """Return the cache's scales that a checkpoint left on the module, `None` without any or any use for them."""
-        found = [getattr(self.module, name, None) for name in ("k_scale", "v_scale")]
-        if (
-            cache_config is None
-            or not cache_config.cache_dtype.startswith("fp8")
-            or not all(map(torch.is_tensor, found))
-        ):
-            return None
-        key, value = (t.detach().float().reshape(-1) for t in found)  # type: ignore[union-attr]
-        return QuantConfig(k_scale=key, v_scale=value)
-
 
 def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
     """Run a model on a few tokens and return how it calls attention, by name of the module.
@@ -138,7 +125,7 @@ def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
         UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
     """
     _check_signature(model)
-    with _taking_notes(model) as notes:
+    with _taking_notes(model) as notes, exact_inputs(model):
         first = _run(model, cache, [1, 2, 3], [0, 1, 2])
         calls, notes.calls = notes.calls, {}
         other = _run(model, cache, [4, 2, 5], [0, 1, 2])

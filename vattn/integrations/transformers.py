@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from vattn import context
-from vattn.calibration import Calibration
+from vattn.calibration import Calibration, as_calibration
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
 from vattn.integrations import merged_linears
 from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
+from vattn.integrations.checkpoint_scales import checkpoint_configs
+from vattn.integrations.fp8_checkpoint import give_cache_hooks, take_cache_hooks
+from vattn.integrations.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
+from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
 from vattn.layers import Attention, QuantConfig
 
@@ -94,6 +98,11 @@ class PackedModel(nn.Module):
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model that `enable` was called with, by whose names checkpoints and calibrations go."""
+        return self.model
+
     def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
         """Return logits; the step's metadata is that of `vattn.forward_context`.
 
@@ -119,6 +128,7 @@ class PackedModel(nn.Module):
         return self.kv_cache
 
 
+@known_keywords
 def enable(
     model: Any,
     *,
@@ -126,6 +136,7 @@ def enable(
     quant_config: QuantConfig | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
     scales_per_head: bool = False,
+    query_format: str = "none",
     attn_backend: str | None = None,
     batch_invariant: bool = False,
     merge_projections: bool = False,
@@ -137,12 +148,15 @@ def enable(
     Args:
         model: a causal language model of transformers 5 in eval mode, on its device and in its dtype.
         cache_config, quant_config, attn_backend, batch_invariant: of every `vattn.Attention`. A layer's own window
-            comes from the model. Scales that a checkpoint left on the attention modules (`k_scale`, `v_scale`) are used
-            where neither `quant_config` nor `calibration` is given.
+            comes from the model. Scales of the cache that came with a checkpoint (`k_scale` and `v_scale` on the
+            attention modules, or in the local folder that the model was loaded from) are used for an FP8 cache where
+            neither `quant_config` nor `calibration` is given; another cache warns that it has no use for them.
         calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.
         scales_per_head: take one scale per KV head from the calibration instead of one.
+        query_format: with a calibration, as in `QuantConfig`; each layer's scale of the query is the calibration's.
         merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
-            views of one storage, and the model must not be moved or cast afterwards.
+            views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
+            format and the scale of their input are the same.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -177,16 +191,23 @@ def enable(
             "no window: each layer's own comes from the model",
             "leave sliding_window out",
         )
-    scales = _scales(calibration, quant_config, cache_config, scales_per_head)
-    calls = observe(model, PackedCache())
-    layers = {
-        name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
-        for name, call in calls.items()
-    }
+    scales = _scales(calibration, quant_config, cache_config, scales_per_head, query_format)
+    hooks = take_cache_hooks(model)
+    try:
+        calls = observe(model, PackedCache())
+        if calibration is None and quant_config is None:
+            scales = checkpoint_configs(model, list(calls), cache_config).get
+        layers = {
+            name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
+            for name, call in calls.items()
+        }
+    except BaseException:
+        give_cache_hooks(hooks)
+        raise
     for name, layer in layers.items():
         module = calls[name].module
         module.add_module(NAME, layer.to(next(module.parameters()).device))
-    model.__dict__["_vattn_before"] = model.config._attn_implementation
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, hooks
     replaced = bool(replaced_modules(model))
     _register()
     replace_forwards(model, attend)
@@ -213,7 +234,9 @@ def disable(model: nn.Module) -> None:
     merged_linears.separate_projections(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
-    set_attention(inner, before)
+    implementation, hooks = before
+    set_attention(inner, implementation)
+    give_cache_hooks(hooks)
     for packed in inner.__dict__.pop("_vattn_packed", []):
         if packed() is not None:
             packed().enabled = False
@@ -313,21 +336,26 @@ def _scales(
     quant_config: QuantConfig | None,
     cache_config: CacheConfig | None,
     per_head: bool,
+    query_format: str,
 ) -> Callable[[str], QuantConfig | None]:
     """Return what gives a layer its scales."""
+    if quant_config is not None and not isinstance(quant_config, QuantConfig):
+        raise ConfigError(f"quant_config={quant_config!r}", "vattn.QuantConfig(...)", "QuantConfig(k_scale=...)")
     if calibration is None:
         if per_head:
             raise ConfigError("scales_per_head without calibration", "both", "give QuantConfig scales per head itself")
+        if query_format != "none":
+            raise ConfigError("query_format without calibration", "both", "QuantConfig(query_format=..., q_scale=...)")
         return lambda name: quant_config
+    found = as_calibration(calibration)
     if quant_config is not None:
         raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
-    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     dtype = "auto" if cache_config is None else cache_config.cache_dtype
     if dtype == "auto" or not KV_FORMATS[resolve_kv_cache_dtype(dtype, torch.bfloat16)].quantised:
         raise ConfigError(
             f"calibration with cache_dtype={dtype!r}", "formats with given scales, such as fp8", "drop it"
         )
-    return lambda name: found.quant_config(name, cache_dtype=dtype, per_head=per_head)
+    return lambda name: found.quant_config(name, cache_dtype=dtype, per_head=per_head, query_format=query_format)
 
 
 def _layer(
@@ -348,7 +376,7 @@ def _layer(
         call.num_kv_heads,
         alibi_slopes=call.alibi_slopes,
         cache_config=cache_config,
-        quant_config=quant_config or call.checkpoint_scales(cache_config),
+        quant_config=quant_config,
         logits_soft_cap=call.soft_cap,
         per_layer_sliding_window=call.window,
         prefix=name,

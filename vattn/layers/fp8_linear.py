@@ -1,0 +1,285 @@
+"""`FP8Linear`: a linear layer of e4m3 weights that quantises its input too (W8A8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError
+from vattn.formats import FP8_E4M3_MAX
+from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
+
+BLOCK = 128
+"""Rows and columns of a block of weights, and columns of a group of inputs."""
+
+ALIGNMENT = 16
+"""Features of a linear layer are a multiple of this: what FP8 products of GPUs take."""
+
+GPU_COLUMNS = 4 * BLOCK
+"""On a GPU the input features of a linear with blocks are a multiple of this: releases of torch differ about others."""
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    """How a linear layer quantises its input.
+
+    Attributes:
+        name: of the format.
+        given: whether the input's scale is given; computed from every input otherwise.
+        blocks: whether weights have a scale for each block of 128 x 128; for all or for each row otherwise.
+        rows: whether weights that are quantised here get a scale for each row.
+    """
+
+    name: str
+    given: bool = False
+    blocks: bool = False
+    rows: bool = False
+
+
+LINEAR_FORMATS = {
+    fmt.name: fmt
+    for fmt in (
+        LinearFormat("fp8_static", given=True),
+        LinearFormat("fp8_dynamic"),
+        LinearFormat("fp8_per_token", rows=True),
+        LinearFormat("fp8_group128", blocks=True),
+    )
+}
+
+
+def weight_scale(weight: Tensor, fmt: LinearFormat) -> Tensor:
+    """Return the fp32 scales of a weight `[N, K]`: `[1]`, `[N]`, or `[N / 128, K / 128]` rounded up."""
+    sizes = weight.detach().abs()
+    if fmt.blocks:
+        rows, columns = weight.shape
+        padded = nn.functional.pad(sizes, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        largest = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax(dim=(1, 3))
+    else:
+        largest = sizes.amax(dim=1) if fmt.rows else sizes.amax()[None]
+    return largest.float().clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX
+
+
+def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the scales of a weight so that they broadcast over it."""
+    if scale.dim() == 2:
+        return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return scale[:, None]
+
+
+def encode_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the e4m3 codes `[N, K]` of a weight; dequantised = codes * scale."""
+    wide = weight.detach().float() / spread(scale, *weight.shape)
+    return wide.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+class FP8Linear(nn.Linear):
+    """`nn.Linear` of e4m3 codes, which quantises its input to e4m3 as well.
+
+    The input is quantised in plain torch ops, so that a compiler fuses that into whatever made the input, and our
+    passes into attention. On a GPU the product is `torch._scaled_mm`; on a CPU the codes are multiplied in fp32, and
+    blocks are dequantised first. Either way the result is rounded to the input's dtype once, and the bias added then.
+
+    Args:
+        weight: e4m3 `[N, K]`, contiguous; taken as it is. K and N are multiples of 16.
+        weight_scale: fp32 `[1]`, `[N]`, or one for each block of 128 x 128.
+        format: `"fp8_static"`, one given scale for the input; `"fp8_dynamic"`, one computed over all tokens of a call,
+            padding included; `"fp8_per_token"`; `"fp8_group128"`, one for every 128 columns of a token, with blocks.
+        input_scale: fp32 `[1]`, for `"fp8_static"` alone.
+        bias: `[N]` in the model's dtype, or `None`.
+
+    Attributes:
+        weight: a parameter without gradient. Codes and scales keep their dtype under `model.to(dtype)`.
+        weight_scale, input_scale: buffers, in the state dict.
+
+    Raises:
+        ConfigError, ShapeError, ScaleError, DtypeError: at construction. DtypeError, ShapeError, when called: what
+            `torch._scaled_mm` cannot do on a GPU: scales of rows and blocks in other dtypes than bf16, blocks with K
+            that is no multiple of 512. GradientError: gradients are enabled and the input requires one.
+
+    Example:
+        >>> import torch
+        >>> from vattn.layers.fp8_linear import FP8Linear
+        >>> plain = torch.nn.Linear(32, 16, bias=False).requires_grad_(False)
+        >>> linear = FP8Linear.of(plain, "fp8_per_token")
+        >>> x = torch.randn(3, 32)
+        >>> bool((linear(x) - plain(x)).norm() / plain(x).norm() < 0.1)
+        True
+    """
+
+    input_scale: Tensor | None
+    weight_scale: Tensor
+    quantises_input = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        format: str,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.format = linear_format(format)
+        self.out_features, self.in_features = weight.shape
+        check_sizes(self.in_features, self.out_features, self.format)
+        if weight.dtype is not torch.float8_e4m3fn:
+            raise DtypeError(f"a weight in {weight.dtype}", "e4m3 codes", "make it with FP8Linear.of(linear, format)")
+        blocks = (-(-self.out_features // BLOCK), -(-self.in_features // BLOCK))
+        shapes = [blocks] if self.format.blocks else [(1,), (self.out_features,)]
+        if tuple(weight_scale.shape) not in shapes:
+            raise ShapeError(
+                f"weight_scale of shape {tuple(weight_scale.shape)}",
+                " or ".join(map(str, shapes)),
+                f"check the scales of this {format} layer",
+            )
+        if (input_scale is not None) != self.format.given or (input_scale is not None and input_scale.numel() != 1):
+            raise ScaleError(
+                f"{'no input_scale' if input_scale is None else f'an input_scale of {input_scale.numel()} values'} "
+                f"with {format}",
+                "one value with fp8_static, and with it alone",
+                "calibrate with vattn.calibrate(model, batches, linears=True)",
+            )
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+        # Scales of its own: layers that share one could not be saved by safetensors.
+        self.register_buffer("weight_scale", weight_scale.detach().float().clone())
+        if input_scale is not None:
+            input_scale = input_scale.detach().float().reshape(1).to(weight.device).clone()
+        self.register_buffer("input_scale", input_scale)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, format: str, input_scale: Tensor | None = None) -> FP8Linear:
+        """Return a linear layer quantised; its weight is left as it is, its bias is shared."""
+        scale = weight_scale(linear.weight, linear_format(format))
+        return cls(encode_weight(linear.weight, scale), scale, format, input_scale, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T + bias` of x `[..., K]`, in its dtype."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise GradientError("a gradient through FP8Linear", "inference", "call the model under torch.no_grad()")
+        rows = x.reshape(-1, self.in_features)
+        if self.quantises_input:
+            out = self._product(*self.quantise_input(rows), x.dtype)
+        else:
+            out = (rows.float() @ self.dequantised().t()).to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def quantise_input(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes of rows `[T, K]`, and their scales: `[1]`, `[T, 1]`, or `[T, K / 128]` column by column."""
+        if self.input_scale is not None:
+            return quant_fp8_static(rows, self.input_scale), self.input_scale
+        if self.format.blocks:
+            return quant_fp8_group(rows, BLOCK, column_major=True)
+        if self.format.rows:
+            return quant_fp8_per_token(rows)
+        largest = rows.float().abs().amax().clamp(min=MIN_ABSMAX)
+        scale = (largest / largest.new_full((), FP8_E4M3_MAX)).reshape(1)
+        return quant_fp8_static(rows, scale), scale
+
+    def dequantised(self) -> Tensor:
+        """Return the weight in fp32."""
+        return self.weight.float() * spread(self.weight_scale, self.out_features, self.in_features)
+
+    def _product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if codes.is_cuda:
+            return self._scaled_mm(codes, scale, dtype)
+        if self.format.blocks:
+            wide = codes.float().unflatten(1, (-1, BLOCK)) * scale.unsqueeze(-1)
+            return (wide.flatten(1) @ self.dequantised().t()).to(dtype)
+        return (codes.float() @ self.weight.float().t() * scale * self.weight_scale).to(dtype)
+
+    def _scaled_mm(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        other = self.weight_scale
+        if self.format.blocks and self.in_features % GPU_COLUMNS:
+            raise ShapeError(
+                f"fp8_group128 with in_features={self.in_features} on a GPU",
+                f"multiples of {GPU_COLUMNS}",
+                "skip this layer, or take fp8_per_token",
+            )
+        fine = scale.dim() == 2 or other.numel() != 1
+        if fine and dtype is not torch.bfloat16:
+            raise DtypeError(
+                f"{self.format.name} with scales of rows or blocks in {dtype} on a GPU", "bfloat16", "model.bfloat16()"
+            )
+        if self.format.blocks:
+            other = other.t()
+        elif fine:
+            # Scales for the rows of one operand ask for such scales of the other.
+            scale = scale.expand(codes.shape[0], 1).contiguous()
+            other = other.expand(self.out_features)[None].contiguous()
+        return torch._scaled_mm(
+            codes, self.weight.t(), scale, other, out_dtype=dtype, use_fast_accum=not self.format.blocks
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        """Move with the model, but keep codes e4m3 and scales fp32."""
+        weight, buffers = self._parameters["weight"], dict(self._buffers)
+        assert weight is not None
+        self._parameters["weight"] = None
+        self._buffers.update(dict.fromkeys(buffers))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
+            self._buffers.update(buffers)
+        moved = _moved(weight.data, fn)
+        if moved is not weight.data:
+            self.weight = nn.Parameter(moved, requires_grad=False)
+        self._buffers.update({name: None if x is None else _moved(x, fn) for name, x in buffers.items()})
+        return self
+
+    def extra_repr(self) -> str:
+        """Say the sizes and the format."""
+        granularity = {0: "", 1: f", {self.weight_scale.numel()} weight scale(s)", 2: ", blocks of 128 x 128"}
+        return f"{super().extra_repr()}, {self.format.name}{granularity[self.weight_scale.dim()]}"
+
+
+def _moved(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    device = fn(torch.empty(0, dtype=torch.uint8, device=x.device)).device
+    return torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+
+
+def linear_format(name: Any) -> LinearFormat:
+    """Return the format of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str) or name not in LINEAR_FORMATS:
+        raise ConfigError(f"format={name!r} of linear layers", ", ".join(LINEAR_FORMATS), "choose one of these names")
+    return LINEAR_FORMATS[name]
+
+
+def check_sizes(in_features: int, out_features: int, fmt: LinearFormat) -> None:
+    """Refuse sizes that FP8 products do not take.
+
+    Raises:
+        ShapeError: so it is.
+    """
+    columns = BLOCK if fmt.blocks else ALIGNMENT
+    if in_features % columns or out_features % ALIGNMENT:
+        raise ShapeError(
+            f"{fmt.name} of a linear layer with {in_features} input and {out_features} output features",
+            f"multiples of {columns} and {ALIGNMENT}",
+            "leave this layer out with skip=",
+        )
+
+
+@contextmanager
+def exact_inputs(model: nn.Module) -> Iterator[None]:
+    """Let the FP8 linears of a model take inputs as they are while the block runs."""
+    linears = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    for linear in linears:
+        linear.quantises_input = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.quantises_input
