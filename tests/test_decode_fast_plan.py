@@ -21,6 +21,7 @@ def make_plan(
     unit: int = 1,
     requests: int = 32,
     tokens: int = 1,
+    short_only: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
     from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
@@ -30,14 +31,14 @@ def make_plan(
     max_items = (waves + WAVE_CHOICES.value - 1) * ctas if tokens == 1 else 2 * num_reqs + WAVE_CHOICES.value * ctas
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     schedule = torch.full((1 + max_items + 2 * num_reqs, 8), -99, dtype=torch.int32)
-    chunks = None if tokens == 1 else torch.full((2 * num_reqs, 4), -99, dtype=torch.int32)
+    chunks = torch.full((2 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or short_only else None
     plan_kernel[(1,)](
         starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks, num_reqs, ctas, waves, max_items,
-        TOKENS=tokens, WINDOW=window, UNIT=unit, REQUESTS=requests,
+        TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
     active, num_splits = schedule[0, :2].tolist()
-    assert 0 < active <= ctas or not any(query_lens)
-    assert schedule[0, 2] == sum(query_lens)
+    assert 0 < active <= ctas or not any(n > 0 and (n <= tokens or not short_only) for n in query_lens)
+    assert schedule[0, 2] == (2**31 - 1 if short_only else sum(query_lens))
     records = schedule[1 : 1 + max_items].tolist()
     return walk(records, active), schedule[1 + max_items :][:num_splits, :4].tolist()
 
@@ -172,3 +173,37 @@ def test_several_rows_at_a_time(tokens: int, window: int) -> None:
             slots = sorted(part[2] for part in parts)
             assert (slots, rows) == split_of.pop(row) if len(parts) > 1 else slots == [-1]
         assert not split_of
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_long_requests_are_left_to_another_kernel(tokens: int, window: int) -> None:
+    """Requests of up to `tokens` rows are one chunk each, each tile once; the others and padding do not occur."""
+    rng = random.Random(tokens + window)
+    for _ in range(4):
+        count = rng.randrange(1, 40)
+        query_lens = rng.choices((0, 1, tokens, tokens + 1, 300), k=count)
+        seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]
+        items, splits = make_plan(
+            query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens, short_only=True
+        )
+        starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+        tiles: dict[int, list[tuple[int, int, int]]] = {}
+        for request, first_row, rows, seq_len, begin, end, slot, _ in items:
+            assert (first_row, rows, seq_len) == (starts[request], query_lens[request], seq_lens[request])
+            tiles.setdefault(request, []).append((begin, end, slot))
+        assert sorted(tiles) == [r for r, n in enumerate(query_lens) if 0 < n <= tokens]
+        split_of = {row: list(range(first, first + parts)) for row, first, parts, _ in splits}
+        for request, parts in tiles.items():
+            parts.sort()
+            reach = seq_lens[request] - query_lens[request] + 1 - window
+            assert parts[0][0] == (max(0, reach) // TILE if window else 0)
+            assert parts[-1][1] == -(-seq_lens[request] // TILE)
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), "chunks meet"
+            slots = sorted(part[2] for part in parts)
+            assert slots == split_of.pop(starts[request]) if len(parts) > 1 else slots == [-1]
+        assert not split_of
+
+
+def test_no_short_request_makes_an_empty_schedule() -> None:
+    assert make_plan([5, 0, 300], [5, 9, 400], 33, tokens=4, short_only=True) == ([], [])

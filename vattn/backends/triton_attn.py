@@ -77,7 +77,7 @@ class TritonAttentionBackend(Backend):
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
         """Fill the schedule of a step for the path that takes it, which its shapes tell; otherwise leave it alone."""
-        from vattn.ops.gluon import prefill_launch
+        from vattn.ops.gluon import mixed_launch, prefill_launch
         from vattn.ops.triton import decode_fast
 
         decodes, prefills = _fast_paths(config)
@@ -89,8 +89,12 @@ class TritonAttentionBackend(Backend):
             if num_tokens == num_reqs:
                 decode_packed.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
             return
-        rows = decode_fast.rows_at_a_time(config, num_tokens, num_reqs)
-        if decodes and rows:
+        rows, way = decode_fast.rows_at_a_time(config, num_tokens, num_reqs), ""
+        if decodes and prefills:
+            way = mixed_launch.way_of(config, num_tokens, num_reqs, args.seq_lens.device)
+        if way:
+            mixed_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config, way)
+        elif decodes and rows:
             decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows)
         elif prefills and prefill_launch.is_prefill(num_tokens, num_reqs):
             prefill_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config)
@@ -176,8 +180,11 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     if decode_fast.accepts(args, config):
         decode_fast.decode(args, config)
         return True
-    from vattn.ops.gluon import prefill_launch
+    from vattn.ops.gluon import mixed_launch, prefill_launch
 
+    if mixed_launch.accepts(args, config):
+        mixed_launch.attend(args, config)
+        return True
     if prefill_launch.accepts(args, config):
         prefill_launch.prefill(args, config)
         return True
@@ -187,6 +194,6 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     from vattn.ops.triton.round_query import after_rounding, round_query
 
     plain = after_rounding(config)
-    if decode_fast.accepts(args, plain) or prefill_launch.accepts(args, plain):
+    if any(path.accepts(args, plain) for path in (decode_fast, mixed_launch, prefill_launch)):
         return run_fast_path(round_query(args, config), plain)
     return False

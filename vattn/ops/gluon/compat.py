@@ -41,3 +41,20 @@ def as_tiles(memory, DTYPE: gl.constexpr, COUNT: gl.constexpr, SHAPE: gl.constex
         return memory.reinterpret(DTYPE, [COUNT] + SHAPE, LAYOUT)
     else:
         return memory._reinterpret(DTYPE, [COUNT] + SHAPE, LAYOUT)
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    """Wait until the kernel before has ended and its results can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_kernel_start():
+    """Let the next kernel be launched while this one runs."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip

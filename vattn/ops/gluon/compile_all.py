@@ -60,7 +60,7 @@ class _Kernel:
         self.arguments = arguments
 
 
-def prefill_launch_of(config: AttentionConfig, groups: int = 2) -> Launch:
+def prefill_launch_of(config: AttentionConfig, groups: int = 2, pack: int = 1, early: bool = False) -> Launch:
     """Return the launch of a prefill step of a config."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -86,8 +86,8 @@ def prefill_launch_of(config: AttentionConfig, groups: int = 2) -> Launch:
     )  # fmt: skip
     recorder = _Kernel(prefill_launch.prefill_kernel)
     with mock.patch.object(prefill_launch, "prefill_kernel", recorder):
-        prefill_launch.launch(args, config, empty(9, 8), args.output, 132, groups)
-    name = " ".join(["prefill", str(groups), *config.encode().split()[1:]])
+        prefill_launch.launch(args, config, empty(9, 8), args.output, 132, prefill_launch.Cut(groups, pack), early)
+    name = " ".join(["prefill", str(groups), f"pack={pack}", *config.encode().split()[1:]])
     return Launch(name, TARGET, recorder.kernel, recorder.arguments, {"num_warps": 4})
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vattn.ops.gluon.compat import load_box
+from vattn.ops.gluon.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
 from vattn.ops.gluon.epilogue import QUERY_ROWS, divide, encode_e4m3, load_scale, store_groups, store_result
 from vattn.ops.triton.decode_fast_kernels import (
     FP16_QUERY_SHRINK,
@@ -77,21 +77,6 @@ def keep_visible(values, token, begin, end):
 
 
 @gluon.jit
-def wait_for_previous_kernel():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def load_item(schedule, cta, item, ctas):
     """Return request, first row, rows, seq_len, first tile, end tile and slot of an item; next CTA and item (-1: none).
 
@@ -136,7 +121,7 @@ def produce(
     """Fill the ring of stages with the tiles of this CTA's items, SLOTS tiles a stage."""
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
     STAGE_BYTES: gl.constexpr = SLOTS * HEADS * TILE_TOKENS * WIDTH * 2
-    if OVERLAP:
+    if OVERLAP and OVERLAP != "end":
         wait_for_previous_kernel()
     head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
     stage = 0
@@ -279,7 +264,7 @@ def consume(
     )
     MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
     MERGED_ROWS: gl.constexpr = gl.SliceLayout(1, MERGED)
-    if OVERLAP:
+    if OVERLAP and OVERLAP != "end":
         wait_for_previous_kernel()
     head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
 
@@ -504,7 +489,7 @@ def decode_kernel(
 
     SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
     time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
-    first.
+    first, or at the end if it is "end".
     """
     ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -545,3 +530,6 @@ def decode_kernel(
         [1],
         [24],
     )  # fmt: skip
+    if OVERLAP == "end":
+        # What comes next counts on both kernels when this one has ended.
+        wait_for_previous_kernel()

@@ -109,14 +109,15 @@ def group_maximum(x):
 
 @gluon.jit
 def store_row_groups(
-    output, scales, x, first_row, row, rows, first_column, scale, scale_stride, group_stride, STRIDE: gl.constexpr,
-    MODEL: gl.constexpr, GROUPS: gl.constexpr,
+    output, scales, x, first_row, row, rows, first_column, scale, scale_stride, group_stride, PACK: gl.constexpr,
+    D: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Quantise results `[R, C]` to FP8 in whole groups; store codes and scales.
 
     Args:
         first_row, row, rows: row of the output at which a tile starts, rows of the tile that these are, its end.
         first_column: of the flattened row of STRIDE columns.
+        PACK: heads of D columns, one after the other, that are rows of the tile here; `rows` counts whole tokens.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -127,15 +128,21 @@ def store_row_groups(
     PLACE: gl.constexpr = largest.type.layout
     scale_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACE))
     group = first_column // GROUPS[0] + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))
-    inside = (scale_row[:, None] < rows) & (group[None, :] >= 0)
-    place = (first_row + scale_row)[:, None].to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
+    scale_token = scale_row // PACK
+    inside = (scale_token[:, None] < rows) & (group[None, :] >= 0)
+    place = (first_row + scale_token)[:, None].to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
+    if PACK > 1:
+        place += (scale_row % PACK * (D // GROUPS[0]))[:, None].to(gl.int64) * group_stride
     gl.store(scales + place, stored, mask=inside)
     codes = group_codes(values, step.expand_dims(2), GROUPS).reshape([ROWS, COLUMNS])
     CODES: gl.constexpr = codes.type.layout
     code_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CODES))
     column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, CODES))
-    offsets = (first_row + code_row)[:, None].to(gl.int64) * STRIDE + column[None, :]
-    gl.store(output + offsets, codes, mask=(code_row[:, None] < rows) & (column[None, :] >= 0))
+    code_token = code_row // PACK
+    offsets = (first_row + code_token)[:, None].to(gl.int64) * STRIDE + column[None, :]
+    if PACK > 1:
+        offsets += (code_row % PACK * D)[:, None]
+    gl.store(output + offsets, codes, mask=(code_token[:, None] < rows) & (column[None, :] >= 0))
 
 
 @gluon.jit

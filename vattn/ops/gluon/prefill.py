@@ -10,6 +10,9 @@ it asks for the next first one; the warpgroups cover each other and take turns b
 
 CACHE says what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides, weights
 included; "widened", an FP8 cache turned into fp16.
+
+PACK is 1, or the query heads of a KV head: a row is one head of a token then, and the rows of a tile are PACK heads of
+64 // PACK tokens for each warpgroup. Requests of few tokens fill their tiles that way.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_tiles, block_barrier
+from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.ops.gluon.epilogue import load_scale, store_result, store_row_groups
 from vattn.ops.gluon.prefill_convert import TURN_TOKENS, convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
@@ -62,13 +65,31 @@ def give_turn(barrier: gl.constexpr):
 
 
 @gluon.jit
+def tokens_of(row, PACK: gl.constexpr):
+    """Return which of a tile's tokens its rows belong to."""
+    if PACK == 1:
+        return row
+    else:
+        return row // PACK
+
+
+@gluon.jit
+def load_sinks(sinks, head, row, PACK: gl.constexpr):
+    """Return the sink of each row: one value where a tile has one head, else `[rows]`."""
+    if PACK == 1:
+        return gl.load(sinks + head).to(gl.float32)
+    else:
+        return gl.load(sinks + head + row % PACK).to(gl.float32)
+
+
+@gluon.jit
 def hide(
-    scores, position, key_tile, seq_len, missing, KEYS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    scores, position, key_tile, seq_len, missing, PACK: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return scores with everything invisible at -inf: the future, the window, missing blocks, the last box's shift."""
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
-    row = position + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    row = position + tokens_of(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), PACK)
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     token = key_tile * KEYS + column
     partial = seq_len % BOX
@@ -159,8 +180,8 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 @gluon.jit
 def store_rows(
     output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, MODEL: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if D == 256:
@@ -168,27 +189,29 @@ def store_rows(
         low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, low, first_row, rows, head, 0, GROUP_INDEX,
-            HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS,
+            HEADS, D, 128, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, high, first_row, rows, head, 128,
-            GROUP_INDEX, HEADS, D, 128, MODEL, OUTPUT, OUTPUT_GROUPS,
+            GROUP_INDEX, HEADS, D, 128, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
-            GROUP_INDEX, HEADS, D, D, MODEL, OUTPUT, OUTPUT_GROUPS,
+            GROUP_INDEX, HEADS, D, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     if lse is not None:
         log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
-        gl.store(lse + (first_row + log_row).to(gl.int64) * HEADS + head, log_sum, mask=log_row < rows)
+        token = tokens_of(log_row, PACK)
+        log_head = head + log_row % PACK
+        gl.store(lse + (first_row + token).to(gl.int64) * HEADS + log_head, log_sum, mask=token < rows)
 
 
 @gluon.jit
 def store_columns(
     output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
+    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store COLUMNS columns of this warpgroup's rows."""
     THREADS: gl.constexpr = COLUMNS // 8
@@ -197,13 +220,16 @@ def store_columns(
     if OUTPUT_GROUPS[0] > 0:
         store_row_groups(
             output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,
-            load_scale(output_scale), scale_stride, group_stride, HEADS * D, MODEL, OUTPUT_GROUPS,
+            load_scale(output_scale), scale_stride, group_stride, PACK, D, HEADS * D, MODEL, OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
         column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
-        offsets = (first_row + row)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
-        mask = (row[:, None] < rows) & (column[None, :] >= 0)
+        token = tokens_of(row, PACK)
+        offsets = (first_row + token)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
+        if PACK > 1:
+            offsets += (row % PACK * D)[:, None]
+        mask = (token[:, None] < rows) & (column[None, :] >= 0)
         if OUTPUT == "none":
             gl.store(output + offsets, rounded, mask=mask)
         else:
@@ -212,14 +238,20 @@ def store_columns(
 
 @gluon.jit
 def consume(
-    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
-    soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-    value_empty, message_full, message_empty, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr, HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr,
-    KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    arguments, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    STAGES: gl.constexpr, CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attend this warpgroup's rows of every row tile that the producer announces."""
+    """Attend this warpgroup's rows of every row tile that the producer announces.
+
+    NEXT_GROUP: whose turn comes after this one's; a warpgroup alone is its own next and takes no turns.
+    """
+    (
+        output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
+        soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
+        value_empty, message_full, message_empty,
+    ) = arguments  # fmt: skip
     N: gl.constexpr = KEYS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < N else N
     NATIVE: gl.constexpr = CACHE == "native"
@@ -234,6 +266,8 @@ def consume(
     # Named barriers; the compiler uses the first few.
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
+    TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
+    TOKENS: gl.constexpr = GROUP_ROWS // PACK
     raw_query = queries.index(GROUP_INDEX)
     if CACHE == "widened":
         query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
@@ -242,20 +276,24 @@ def consume(
     step = 0
     used = 0
     turn = 0
-    if NEXT_GROUP == 0:
+    if TURNING and NEXT_GROUP == 0:
         give_turn(NEXT)
-    rows, first_row, tile_position, seq_len, first, end, head = receive(messages, message_full, message_empty, turn, 4)
+    rows, first_row, tile_position, seq_len, first, end, packed = receive(
+        messages, message_full, message_empty, turn, 4
+    )
     while rows > 0:
+        head = packed * PACK
         if first < end:
-            position = tile_position + GROUP_INDEX * GROUP_ROWS
-            own_end = gl.minimum(end, (gl.maximum(position + GROUP_ROWS, 0) + N - 1) // N)
-            own_end = gl.where(rows > GROUP_INDEX * GROUP_ROWS, own_end, 0)
+            position = tile_position + GROUP_INDEX * TOKENS
+            own_end = gl.minimum(end, (gl.maximum(position + TOKENS, 0) + N - 1) // N)
+            own_end = gl.where(rows > GROUP_INDEX * TOKENS, own_end, 0)
             # One tile at least, even if every row is hidden in it.
             own_end = gl.maximum(own_end, first + 1)
             for _ in range(end - own_end):
                 mbarrier.wait(key_full.index(step % STAGES), (step // STAGES) & 1)
-                take_turn(MINE)
-                give_turn(NEXT)
+                if TURNING:
+                    take_turn(MINE)
+                    give_turn(NEXT)
                 mbarrier.arrive(key_empty.index(step % STAGES), count=1)
                 mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
@@ -264,7 +302,7 @@ def consume(
             whole_from = gl.maximum(position + 1, 0) // N
             window_to = 0
             if WINDOW:
-                window_to = gl.maximum(position + (GROUP_ROWS - 1) - WINDOW + N, 0) // N
+                window_to = gl.maximum(position + (TOKENS - 1) - WINDOW + N, 0) // N
             head_scale = score_scale(scale, q_scale, k_scale, head // (HEADS // KV_HEADS), QUERY_SCALE, KV_SCALE)
 
             mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
@@ -275,18 +313,20 @@ def consume(
             mbarrier.wait(key_full.index(stage), phase)
             missing = read_word(words.index(step % WORDS), 4)
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
-            take_turn(MINE)
+            if TURNING:
+                take_turn(MINE)
             raw0 = warpgroup_mma(query, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            give_turn(NEXT)
+            if TURNING:
+                give_turn(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = cap_scores(raw0, head_scale, soft_cap, SOFT_CAP)
             key_tile0 = own_end - 1
             reaches_tail = (seq_len % BOX != 0) & (own_end * N > seq_len)
             if reaches_tail | (missing != 0) | (key_tile0 < window_to):
-                scores0 = hide(scores0, position, key_tile0, seq_len, missing, N, WINDOW, BLOCK_SIZE, SCORES)
+                scores0 = hide(scores0, position, key_tile0, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
             else:
-                row = gl.arange(0, GROUP_ROWS, layout=ROW) + (position - key_tile0 * N)
+                row = tokens_of(gl.arange(0, GROUP_ROWS, layout=ROW), PACK) + (position - key_tile0 * N)
                 column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
                 scores0 = gl.where(row[:, None] >= column[None, :], scores0, float("-inf"))
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
@@ -303,18 +343,20 @@ def consume(
                 next_phase = (next_step // STAGES) & 1
                 mbarrier.wait(key_full.index(next_stage), next_phase)
                 missing = read_word(words.index(next_step % WORDS), 4)
-                take_turn(MINE)
+                if TURNING:
+                    take_turn(MINE)
                 raw = warpgroup_mma(
                     query, keys.index(next_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
-                give_turn(NEXT)
+                if TURNING:
+                    give_turn(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
                 scores = cap_scores(raw, head_scale, soft_cap, SOFT_CAP)
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
-                    scores = hide(scores, position, key_tile, seq_len, missing, N, WINDOW, BLOCK_SIZE, SCORES)
+                    scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 new_maximum = gl.maximum(maximum, gl.max(scores, 1))
                 decay = decay_of(maximum, new_maximum, head_scale, SOFT_CAP)
                 weights = weights_of(scores, new_maximum, head_scale, BITS, SOFT_CAP)
@@ -339,7 +381,7 @@ def consume(
                 log_maximum = maximum * head_scale
             norm = gl.where(total > 0.0, 1.0 / total, 0.0)
             if sinks is not None:
-                sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+                sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK) * LOG2E
                 with_sink = gl.maximum(log_maximum, sink)
                 shrink = gl.exp2(log_maximum - with_sink)
                 total = total * shrink + gl.exp2(sink - with_sink + BITS)
@@ -351,23 +393,24 @@ def consume(
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             if sinks is not None:
                 if seq_len >= 0:
-                    empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + gl.load(sinks + head).to(gl.float32)
+                    own_sinks = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK)
+                    empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + own_sinks
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         turn += 1
-        rows, first_row, tile_position, seq_len, first, end, head = receive(
+        rows, first_row, tile_position, seq_len, first, end, packed = receive(
             messages, message_full, message_empty, turn, 4
         )
-    if GROUP_INDEX == 0:
+    if TURNING and GROUP_INDEX == 0:
         take_turn(MINE)
 
 
@@ -376,16 +419,23 @@ def prefill_kernel(
     query_boxes, key_boxes, value_boxes, output, lse, block_scale, sinks, q_scale, k_scale, v_scale, output_scale,
     scale_stride, group_stride, schedule, counter, block_table, table_stride, table_width, num_blocks,
     query_head_stride, scale, soft_cap, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr,
-    D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr, GROUPS: gl.constexpr,
-    QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, num_warps: gl.constexpr,
+    D: gl.constexpr, PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr,
+    GROUPS: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description."""
+    """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description.
+
+    EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
+    """
+    if EARLY:
+        let_next_kernel_start()
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(128 if D >= 128 else D, 8, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(query_boxes.dtype, [GROUPS, GROUP_ROWS, D], query_boxes.layout)
+    BITS: gl.constexpr = query_boxes.dtype.primitive_bitwidth
+    query_panels: gl.constexpr = gl.NVMMASharedLayout(128 if D * BITS >= 1024 else D * BITS // 8, BITS, 2)
+    queries = gl.allocate_shared_memory(query_boxes.dtype, [GROUPS, GROUP_ROWS, D], query_panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     boxes_of_tile: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
@@ -425,57 +475,107 @@ def prefill_kernel(
             raw_key_empty = new_barriers(RAW_STAGES, 1)
     fence_async_shared()
     block_barrier()
+    # A tuple that has a name holds what exists at run time; constants follow where it is used.
+    consumer = (
+        output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
+        soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
+        value_empty, message_full, message_empty,
+    )  # fmt: skip
+    converter = (
+        raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
+        key_full, key_empty, value_full, value_empty, message_full, message_empty,
+    )  # fmt: skip
+    producer = (
+        query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
+        query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+        raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty,
+    )  # fmt: skip
+    KEY_STAGES: gl.constexpr = RAW_STAGES if CACHE == "widened" else STAGES
+    VALUE_STAGES: gl.constexpr = STAGES if CACHE == "plain" else RAW_STAGES
     if GROUPS == 3:
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
                 )),
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 1, 2, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 2,
                 )),
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 2, 0, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 2, 0,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
-                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
-                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
-                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
                 )),
             ],
             [4, 4, 1],
             [160, 160, 32],
         )  # fmt: skip
+    elif GROUPS == 1 and CACHE == "plain":
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
+                )),
+                (produce, (
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif GROUPS == 1 and CACHE == "native":
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
+                )),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 2)),
+                (produce, (
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
+                )),
+            ],
+            [2, 1],
+            [56, 56],
+        )  # fmt: skip
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
+                )),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 8)),
+                (produce, (
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
+                )),
+            ],
+            [8, 1],
+            [56, 40],
+        )  # fmt: skip
     elif CACHE == "plain":
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
                 )),
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
                 )),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
-                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
-                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
-                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES, STAGES,
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
                 )),
             ],
             [4, 1],
@@ -485,28 +585,17 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
                 )),
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
                 )),
-                (convert, (
-                    raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
-                    raw_value_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, D,
-                    KEYS, RAW_STAGES, STAGES, CACHE, 2,
-                )),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 2)),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
-                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
-                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
-                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, STAGES,
-                    RAW_STAGES,
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
                 )),
             ],
             [4, 2, 1],
@@ -516,28 +605,17 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 0, 1, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
                 )),
                 (consume, (
-                    output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale,
-                    v_scale, scale, soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full,
-                    key_empty, value_full, value_empty, message_full, message_empty, 1, 0, HEADS, KV_HEADS, D, KEYS,
-                    BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE, KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS,
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
                 )),
-                (convert, (
-                    raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full,
-                    raw_value_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty, D,
-                    KEYS, RAW_STAGES, STAGES, CACHE, 4,
-                )),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 4)),
                 (produce, (
-                    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width,
-                    num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full,
-                    query_empty, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full,
-                    message_empty, HEADS, KV_HEADS, KV_GROUP, D, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, RAW_STAGES,
-                    RAW_STAGES,
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
                 )),
             ],
             [4, 4, 1],

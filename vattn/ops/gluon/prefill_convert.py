@@ -74,11 +74,14 @@ def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def convert(
-    raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
-    key_full, key_empty, value_full, value_empty, message_full, message_empty, D: gl.constexpr, KEYS: gl.constexpr,
+    arguments, D: gl.constexpr, KEYS: gl.constexpr,
     RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Convert every tile that the producer loads: the values alone if CACHE is "native", keys and values otherwise."""
+    (
+        raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
+        key_full, key_empty, value_full, value_empty, message_full, message_empty,
+    ) = arguments  # fmt: skip
     step = 0
     turn = 0
     rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)

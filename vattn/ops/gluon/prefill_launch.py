@@ -10,6 +10,7 @@ the requests is computed right, a request of few rows merely wastes most of its 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +51,35 @@ LONG_REQUEST = 2048
 
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How query rows are cut into row tiles.
+
+    Attributes:
+        groups: consumer warpgroups of a CTA, 64 rows each.
+        pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
+    """
+
+    groups: int = 2
+    pack: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row tile."""
+        return GROUP_ROWS.value * self.groups // self.pack
+
+
+def packs(config: AttentionConfig) -> int:
+    """Return how many heads of a token may be rows of one tile: those of a group if they fill tiles evenly, else 1."""
+    group = config.group_size
+    return group if group <= 16 and GROUP_ROWS.value % group == 0 else 1
+
+
+def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
+    """Return the cut of a prefill step: by what a request has on average."""
+    return Cut(warpgroups(config, num_tokens // num_reqs))
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -97,40 +127,53 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     return is_prefill(*shapes) and has_keys and runs(config, args.query.device)
 
 
-def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens: int, config: AttentionConfig) -> None:
-    """Fill the schedule of a prefill step on the device: rows of `RECORD_WORDS`, as many as `plan_rows` or more."""
+def plan(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    schedule: Tensor,
+    num_tokens: int,
+    config: AttentionConfig,
+    cut: Cut | None = None,
+    least_rows: int = 1,
+) -> None:
+    """Fill the schedule of a prefill step on the device: rows of `RECORD_WORDS`, as many as `plan_rows` or more.
+
+    Args:
+        cut: of the rows; by the shapes if it is not given.
+        least_rows: requests of fewer rows are left out.
+    """
     num_reqs = seq_lens.shape[0]
-    rows = GROUP_ROWS.value * warpgroups(config, num_tokens // num_reqs)
+    rows = (cut or cut_of(config, num_tokens, num_reqs)).tokens
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
-        WINDOW=config.sliding_window or 0, ROWS=rows, KEYS=key_tile(config), CHUNK=128,
+        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config), CHUNK=128,
         REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
     )  # fmt: skip
 
 
-def plan_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
+def plan_rows(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut | None = None) -> int:
     """Return how many rows a schedule needs."""
-    rows = GROUP_ROWS.value * warpgroups(config, num_tokens // num_reqs)
+    rows = (cut or cut_of(config, num_tokens, num_reqs)).tokens
     return 1 + 2 * max_row_tiles(num_tokens, num_reqs, rows)
 
 
-def prefill(args: AttentionArgs, config: AttentionConfig) -> None:
-    """Run `vattn::attention` for a call that `accepts` took."""
+def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None) -> None:
+    """Run `vattn::attention` for a call that `accepts` took; `cut` overrides what the shapes would choose."""
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
+    cut = cut or cut_of(config, num_tokens, num_reqs)
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
-        shape = plan_rows(config, num_tokens, num_reqs), RECORD_WORDS
+        shape = plan_rows(config, num_tokens, num_reqs, cut), RECORD_WORDS
         schedule = torch.empty(shape, dtype=torch.int32, device=args.query.device)
-        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config)
+        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, cut)
     fmt = OUTPUT_FORMATS[config.output_format]
     output, finished = args.output, not fmt.group_size or computes_scales(config)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
-    groups = warpgroups(config, num_tokens // num_reqs)
-    launch(args, config, schedule, output, multiprocessors(args.query.device), groups)
+    launch(args, config, schedule, output, multiprocessors(args.query.device), cut)
     if not finished:
         from vattn.ops.triton.launch import _launch_finish
 
@@ -154,9 +197,21 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def launch(
-    args: AttentionArgs, config: AttentionConfig, schedule: Tensor, output: Tensor, ctas: int, groups: int
+    args: AttentionArgs,
+    config: AttentionConfig,
+    schedule: Tensor,
+    output: Tensor,
+    ctas: int,
+    cut: Cut,
+    early: bool = False,
 ) -> None:
-    """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows."""
+    """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows.
+
+    Args:
+        early: whether the next kernel may start while this one runs; it has to wait for this one's end then.
+    """
+    if output is not args.output:
+        config = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
     key, value = key_value_views(args.kv_cache, config)
     query, cache = args.query, products_of(config)
     if cache != "plain":
@@ -175,14 +230,16 @@ def launch(
         strides = (scales.stride(0), scales.stride(1))
     # Layers share the schedule, so what hands out its row tiles is of this call.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    items = max_row_tiles(query.shape[0], args.seq_lens.shape[0], GROUP_ROWS.value * groups) * config.num_heads
+    items = max_row_tiles(query.shape[0], args.seq_lens.shape[0], cut.tokens) * (config.num_heads // cut.pack)
     prefill_kernel[(min(ctas, items),)](
-        query_boxes=query_boxes(query), key_boxes=cache_boxes(key, config), value_boxes=cache_boxes(value, config),
+        query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config),
+        value_boxes=cache_boxes(value, config),
         output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, **constants(config, groups),
+        query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
+        **constants(config, cut),
     )  # fmt: skip
 
 
@@ -207,17 +264,18 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
     return 3 if fits and rows_per_request >= LONG_REQUEST else 2
 
 
-def constants(config: AttentionConfig, groups: int) -> dict[str, Any]:
+def constants(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
     """Return what the kernel is specialised for."""
-    cache, narrow = products_of(config), config.head_size == 64
+    cache = products_of(config)
+    stages, raw_stages = ring_sizes(config, cut)
     return {
         "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads,
         # Heads that share keys run together, so that the keys of a few heads stay in L2.
         "KV_GROUP": 2 if config.num_kv_heads % 2 == 0 else 1,
-        "D": config.head_size, "KEYS": key_tile(config), "BLOCK_SIZE": config.block_size,
+        "D": config.head_size, "PACK": cut.pack, "KEYS": key_tile(config), "BLOCK_SIZE": config.block_size,
         "HND": config.kv_cache_layout == "HND", "WINDOW": config.sliding_window or 0,
-        "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": 4 if narrow else 3 if cache == "native" else 2,
-        "RAW_STAGES": 2 if narrow or cache == "native" else 1, "CACHE": cache, "GROUPS": groups,
+        "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": stages, "RAW_STAGES": raw_stages, "CACHE": cache,
+        "GROUPS": cut.groups,
         "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config),
         "OUTPUT_GROUPS": group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
@@ -225,14 +283,26 @@ def constants(config: AttentionConfig, groups: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:
+    """Return tiles of keys and values under way, as they are multiplied and as they are loaded: what memory holds."""
+    cache, narrow = products_of(config), config.head_size == 64
+    if cut.groups == 1 and config.head_size == 128:
+        # Few rows a tile are bound by loads, and their queries take less room.
+        return {"plain": (3, 1), "native": (4, 3), "widened": (2, 2)}[cache]
+    return 4 if narrow else 3 if cache == "native" else 2, 2 if narrow or cache == "native" else 1
+
+
 def panels(element_size: int, width: int, rank: int) -> gl.NVMMASharedLayout:
     """Return the layout of boxes in shared memory: swizzled panels of 128 bytes, or of whole narrower rows."""
     return gl.NVMMASharedLayout(min(128, width * element_size), 8 * element_size, rank)
 
 
-def query_boxes(query: Tensor) -> TensorDescriptor:
-    """Return a tensor map over queries `[T, H, D]` as rows of all heads, boxes of one warpgroup's rows of one head."""
+def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
+    """Return a tensor map over queries `[T, H, D]` whose box is one warpgroup's rows, of one head or of `pack`."""
     tokens, heads, width = query.shape
+    if pack > 1:
+        box = [GROUP_ROWS.value // pack, pack, width]
+        return TensorDescriptor(query, list(query.shape), list(query.stride()), box, panels(query.itemsize, width, 3))
     columns = (heads - 1) * query.stride(1) + width
     layout = panels(query.itemsize, width, 2)
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)

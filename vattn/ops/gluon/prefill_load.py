@@ -70,13 +70,17 @@ def load_tile(
 
 @gluon.jit
 def produce(
-    query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
-    query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full, key_empty,
-    value_full, value_empty, message_full, message_empty, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    KV_GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
-    WINDOW: gl.constexpr, GROUPS: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    arguments, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    KV_GROUP: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HND: gl.constexpr, WINDOW: gl.constexpr, GROUPS: gl.constexpr, KEY_STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
+    (
+        query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
+        query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
+        key_empty, value_full, value_empty, message_full, message_empty,
+    ) = arguments  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     BOXES: gl.constexpr = KEYS // BOX
@@ -89,7 +93,7 @@ def produce(
     step = 0
     rows = 1
     while rows > 0:
-        announce(schedule, messages, message_full, message_empty, item, turn, HEADS, KV_GROUP * GROUP)
+        announce(schedule, messages, message_full, message_empty, item, turn, HEADS // PACK, KV_GROUP * GROUP // PACK)
         fields = as_words(messages.index(turn % 2), RECORD)
         rows = read_word(fields.index(2), 1)
         turn += 1
@@ -100,14 +104,17 @@ def produce(
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
-                head = read_word(fields.index(7), 1)
+                head = read_word(fields.index(7), 1) * PACK
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
-                    load_box(
-                        query_boxes, [first_row + group * GROUP_ROWS, head * query_head_stride],
-                        query_full.index(group), queries.index(group),
-                    )  # fmt: skip
+                    if PACK == 1:
+                        place = [first_row + group * GROUP_ROWS, head * query_head_stride]
+                        load_box(query_boxes, place, query_full.index(group), queries.index(group))
+                    else:
+                        rows_of_group = as_boxes(queries.index(group), query_boxes, 1).index(0)
+                        place = [first_row + group * (GROUP_ROWS // PACK), head, 0]
+                        load_box(query_boxes, place, query_full.index(group), rows_of_group)
                 used += 1
                 table = block_table + read_word(fields.index(0), 1).to(gl.int64) * table_stride
                 kv_head = head // GROUP

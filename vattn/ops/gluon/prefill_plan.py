@@ -23,15 +23,18 @@ def max_row_tiles(num_tokens: int, num_reqs: int, rows: int) -> int:
 
 
 @triton.jit
-def tile_counts(query_start_loc, request, inside, ROWS: tl.constexpr):
-    """Return how many row tiles requests have."""
+def tile_counts(query_start_loc, request, inside, ROWS: tl.constexpr, LEAST: tl.constexpr):
+    """Return how many row tiles requests have: none if they have fewer rows than LEAST."""
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     end = tl.load(query_start_loc + request + 1, mask=inside, other=0)
-    return tl.maximum(end - first + ROWS - 1, 0) // ROWS
+    counts = tl.maximum(end - first + ROWS - 1, 0) // ROWS
+    if LEAST > 1:
+        counts = tl.where(end - first < LEAST, 0, counts)
+    return counts
 
 
 @triton.jit
-def find_request(query_start_loc, tile, num_reqs, ROWS: tl.constexpr, REQUESTS: tl.constexpr):
+def find_request(query_start_loc, tile, num_reqs, ROWS: tl.constexpr, LEAST: tl.constexpr, REQUESTS: tl.constexpr):
     """Return each tile's request (num_reqs: padding) and the first tile of that request."""
     request = tl.zeros_like(tile)
     base = tl.zeros_like(tile)
@@ -39,7 +42,7 @@ def find_request(query_start_loc, tile, num_reqs, ROWS: tl.constexpr, REQUESTS: 
     for start in range(0, num_reqs, REQUESTS):
         candidate = start + tl.arange(0, REQUESTS)
         inside = candidate < num_reqs
-        counts = tile_counts(query_start_loc, candidate, inside, ROWS)
+        counts = tile_counts(query_start_loc, candidate, inside, ROWS, LEAST)
         ends = before + tl.cumsum(counts, 0)
         passed = (ends[None, :] <= tile[:, None]) & inside[None, :]
         request += tl.sum(passed.to(tl.int32), 1)
@@ -51,12 +54,12 @@ def find_request(query_start_loc, tile, num_reqs, ROWS: tl.constexpr, REQUESTS: 
 @triton.jit
 def write_tiles(
     query_start_loc, seq_lens, unsorted, first_tile, total, num_reqs, num_tokens, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the records of CHUNK tiles in the order of the query."""
     tile = first_tile + tl.arange(0, CHUNK)
     inside = tile < total
-    request, base = find_request(query_start_loc, tile, num_reqs, ROWS, REQUESTS)
+    request, base = find_request(query_start_loc, tile, num_reqs, ROWS, LEAST, REQUESTS)
     is_real = request < num_reqs
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     end = tl.load(query_start_loc + request + 1, mask=inside & is_real, other=0)
@@ -107,21 +110,21 @@ def sort_tiles(unsorted, schedule, first_tile, total, CHUNK: tl.constexpr):
 @triton.jit
 def prefill_plan_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
+    LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the schedule; one program."""
+    """Write the schedule; one program. Requests of fewer rows than LEAST are left to another kernel."""
     total = 0
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        total += tl.sum(tile_counts(query_start_loc, request, request < num_reqs, ROWS), 0)
+        total += tl.sum(tile_counts(query_start_loc, request, request < num_reqs, ROWS, LEAST), 0)
     padding = tl.load(query_start_loc + num_reqs)
     total += tl.maximum(num_tokens - padding + ROWS - 1, 0) // ROWS
     total = tl.minimum(total, max_tiles)
     unsorted = schedule + (1 + max_tiles) * 8
     for first_tile in range(0, total, CHUNK):
         write_tiles(
-            query_start_loc, seq_lens, unsorted, first_tile, total, num_reqs, num_tokens, WINDOW, ROWS, KEYS, CHUNK,
-            REQUESTS,
+            query_start_loc, seq_lens, unsorted, first_tile, total, num_reqs, num_tokens, WINDOW, ROWS, LEAST, KEYS,
+            CHUNK, REQUESTS,
         )  # fmt: skip
     tl.debug_barrier()
     for first_tile in range(0, total, CHUNK):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -62,7 +62,8 @@ class Tuning:
         stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
         ctas: CTAs per multiprocessor that the schedule counts on.
         slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
-        overlap: whether the kernel is launched while the one before it may still run.
+        overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
+            one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
     """
 
@@ -70,7 +71,7 @@ class Tuning:
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool = False
+    overlap: bool | Literal["end"] = False
     max_registers: int | None = None
 
 
@@ -187,12 +188,18 @@ def _multiprocessors(device: torch.device) -> int:
 def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
     """Return the shape of the int32 schedule of a step, of whatever kind; its size never falls with tokens or requests.
 
-    It tells how many query rows the step has. A prefill's schedule fits in as well.
+    It tells how many query rows the step has. A prefill's schedule fits in as well, and in steps of both kinds of
+    requests one after the other.
     """
-    return _plan_rows(config, num_reqs, device) + 2 * max(num_tokens - num_reqs, 0), ITEM_FIELDS.value
+    return _plan_rows(config, num_reqs, device) + 4 * max(num_tokens - num_reqs, 0), ITEM_FIELDS.value
 
 
 def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
+    return rows_of_short_requests(config, num_reqs, device) + 3 * num_reqs + 8
+
+
+def rows_of_short_requests(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
+    """Return how many rows a schedule of requests of few rows takes, one chunk each at most."""
     return 1 + 2 * num_reqs + WAVE_CHOICES.value * most_ctas(config, device)
 
 
@@ -203,14 +210,14 @@ def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> 
         ShapeError: it is of no such step.
     """
     rows = schedule.shape[0] - _plan_rows(config, num_reqs, schedule.device) if schedule.ndim == 2 else -1
-    if rows < 0 or rows % 2 or schedule.shape[1] != ITEM_FIELDS.value:
+    if rows < 0 or rows % 4 or schedule.shape[1] != ITEM_FIELDS.value:
         expected = plan_shape(config, num_reqs, num_reqs, schedule.device)
         raise ShapeError(
             f"schedule has shape {tuple(schedule.shape)}",
-            f"{expected}, and 2 rows more for every row of the query beyond {num_reqs}",
+            f"{expected}, and 4 rows more for every row of the query beyond {num_reqs}",
             "make it by Backend.plan_shape",
         )
-    return num_reqs + rows // 2
+    return num_reqs + rows // 4
 
 
 def plan(
@@ -220,21 +227,24 @@ def plan(
     config: AttentionConfig,
     tuning: Tuning | None = None,
     tokens: int = 1,
+    short_only: bool = False,
 ) -> None:
     """Fill the schedule of a decode step on the device.
 
     Args:
         tokens: rows of a request that are attended at a time.
+        short_only: leave requests of more rows, and padding, to another kernel.
     """
     num_reqs = seq_lens.shape[0]
     tuning = tuning or choose_tuning(config, num_reqs, tokens)
-    sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device, 1 if short_only else tokens)
     chunks = None
-    if tokens > 1:
-        chunks = torch.empty((chunks_of(num_reqs, tokens), 4), dtype=torch.int32, device=seq_lens.device)
+    if tokens > 1 or short_only:
+        most = num_reqs if short_only else chunks_of(num_reqs, tokens)
+        chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        TOKENS=tokens, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
@@ -251,17 +261,45 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens)
     fmt = OUTPUT_FORMATS[config.output_format]
-    sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
-    few = num_reqs <= 4
-    # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
-    wide = few and 2 * fmt.group_size > config.head_size
-    output, finished = args.output, not fmt.group_size or (groups_fit_heads(config) and not sixteen_rows and not wide)
+    output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+    launch(args, config, schedule, output, tuning, sizes, tokens)
+    if not finished:
+        from vattn.ops.triton.launch import _launch_finish
+
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
+    """Return whether the kernels compute the scales of the output format themselves."""
+    sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
+    # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
+    wide = num_reqs <= 4 and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
+    return groups_fit_heads(config) and not sixteen_rows and not wide
+
+
+def launch(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    schedule: Tensor,
+    output: Tensor,
+    tuning: Tuning,
+    sizes: Sizing,
+    tokens: int,
+) -> None:
+    """Launch the main kernel and the reduction; `output` is the final one, or another in the model dtype.
+
+    Args:
+        tokens: rows of a request that are attended at a time.
+    """
+    num_reqs, device = args.seq_lens.shape[0], args.query.device
+    fmt, few = OUTPUT_FORMATS[config.output_format], num_reqs <= 4
+    finished = output is args.output
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
     common = _common_arguments(args, config if finished else written, output)
-    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
+    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     # A program that computes scales has whole groups, and more warps for its wider part.
     most_parts = config.head_size // fmt.group_size if finished and fmt.group_size else 4
     parts = min(4, most_parts) if few else 1
@@ -269,13 +307,9 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16,
-        OVERLAP=tuning.overlap,
+        OVERLAP=tuning.overlap is True,
         num_warps=16 // parts if few else 1, launch_pdl=True, **common,
     )  # fmt: skip
-    if not finished:
-        from vattn.ops.triton.launch import _launch_finish
-
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
 
 
 def _scratch(
@@ -350,6 +384,7 @@ def _launch_decode(
     schedule: Tensor,
     partial_output: Tensor,
     partial_stats: Tensor,
+    tokens: int,
     common: dict[str, Any],
 ) -> None:
     key, value = key_value_views(args.kv_cache, config)
@@ -371,7 +406,7 @@ def _launch_decode(
         q_scale=args.q_scale, k_scale=args.k_scale,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        score_scale=score_scale, soft_cap=soft_cap, num_warps=warps, launch_pdl=tuning.overlap,
+        score_scale=score_scale, soft_cap=soft_cap, num_warps=warps, launch_pdl=bool(tuning.overlap),
         maxnreg=tuning.max_registers, **common,
-        **decode_constants(config, tuning, args.query.shape[0] // args.seq_lens.shape[0]),
+        **decode_constants(config, tuning, tokens),
     )  # fmt: skip

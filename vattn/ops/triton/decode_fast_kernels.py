@@ -360,10 +360,10 @@ def decode_kernel(
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
-    kernel before may still run, so wait for it first.
+    kernel before may still run, so wait for it first, or at the end if it is "end".
     """
     tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAP:
+    if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -480,6 +480,9 @@ def decode_kernel(
                     group_stride, 8, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
                     GROUPS,
                 )  # fmt: skip
+    if OVERLAP == "end":
+        # What comes next counts on both kernels when this one has ended.
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["scale_stride", "group_stride"])
@@ -506,7 +509,7 @@ def reduce_kernel(
     first_padding = 0
     if TOKENS > 1:
         first_padding = tl.load(schedule + 2, eviction_policy=KEEP)
-        num_rows += num_tokens - first_padding
+        num_rows += tl.maximum(num_tokens - first_padding, 0)
     for work in range(tl.program_id(0), num_rows * (NUM_HEADS * PARTS), tl.num_programs(0)):
         column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         head = (work // PARTS) % NUM_HEADS

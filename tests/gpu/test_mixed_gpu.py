@@ -1,0 +1,167 @@
+"""Steps between decode and prefill on Hopper against the reference: packed heads, and two kernels for one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_prefill_gpu import CACHES, FEATURES, FP8, NATIVE, ODD, compare_rows, prefill_batch
+from tests.support import Batch
+from vattn.ops import variants
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the prefill kernel needs an sm_90 GPU")
+
+
+SHORT = [(1, 700), (8, 2049), (0, 5), (3, 3), (16, 16), (7, 1937), (5, 300), (17, 40), (1, 1), (31, 1003), (2, 130)]
+"""Drafted tokens and short extends; the last rows of some lie past a tile of 16 tokens."""
+
+MIXED = [(1, 4000), (300, 300), (4, 513), (1, 17), (0, 9), (64, 1937), (5, 700), (1, 2049), (2, 90), (129, 129)]
+
+
+def check_packed(batch: Batch, groups: int) -> None:
+    from vattn.ops.gluon import prefill_launch
+
+    cut = prefill_launch.Cut(groups, prefill_launch.packs(batch.config))
+    prefill_launch.prefill(batch.args, batch.config, cut)
+    torch.cuda.synchronize()
+    compare_rows(batch)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("cache", CACHES)
+def test_packed_heads(cache: str, groups: int) -> None:
+    for block_size, layout in ((16, "NHD"), (64, "HND"), (256, "NHD")):
+        changes = {"block_size": block_size, "kv_cache_layout": layout, **CACHES[cache]}
+        check_packed(prefill_batch(SHORT, padding=40, **changes), groups)
+    check_packed(prefill_batch(ODD, padding=150, **CACHES[cache]), groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("heads", [2, 4, 10, 16, 32])
+def test_groups_of_heads(heads: int, groups: int) -> None:
+    for products in ({}, FP8, NATIVE):
+        check_packed(prefill_batch(SHORT, num_heads=heads, padding=3, **products), groups)
+
+
+@pytest.mark.parametrize("products", [{}, {"head_size": 256}, FP8, NATIVE], ids=["plain", "wide", "widened", "native"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_features_of_packed_heads(case: str, products: dict[str, Any]) -> None:
+    for groups in (1, 2):
+        check_packed(prefill_batch(SHORT, padding=3, **products, **FEATURES[case]), groups)
+
+
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "fp8_static": {},
+    "fp8_per_token": {},
+    "fp8_group64": {"output_arithmetic": "approximate_divide", "sinks": True},
+    "fp8_group128_pow2": {"output_arithmetic": "multiply"},
+    "nvfp4": {},
+    "nvfp4_swizzled": {},
+}
+
+
+@pytest.mark.parametrize("output_format", OUTPUTS)
+def test_output_formats(output_format: str) -> None:
+    from vattn.ops.gluon import mixed_launch
+
+    for products in ({}, NATIVE):
+        batch = prefill_batch(MIXED, output_format=output_format, padding=9, **products, **OUTPUTS[output_format])
+        check_packed(batch, 2)
+        for way in ("two", "overlapped"):
+            batch.args.output.view(torch.uint8).fill_(0xFF)
+            mixed_launch.attend(batch.args, batch.config, way)
+            torch.cuda.synchronize()
+            compare_rows(batch)
+
+
+@pytest.mark.parametrize("way", ["packed", "two", "overlapped"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_two_kernels(cache: str, way: str) -> None:
+    from vattn.ops.gluon import mixed_launch
+
+    for heads, requests in ((8, MIXED), (2, MIXED), (32, SHORT), (10, SHORT)):
+        for padding in (0, 70):
+            batch = prefill_batch(requests, num_heads=heads, padding=padding, **CACHES[cache])
+            mixed_launch.attend(batch.args, batch.config, way)
+            torch.cuda.synchronize()
+            compare_rows(batch)
+
+
+@pytest.mark.parametrize("way", ["two", "overlapped"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_features_of_two_kernels(case: str, way: str) -> None:
+    from vattn.ops.gluon import mixed_launch
+
+    for products in ({}, FP8):
+        batch = prefill_batch(MIXED, padding=3, **products, **FEATURES[case])
+        mixed_launch.attend(batch.args, batch.config, way)
+        torch.cuda.synchronize()
+        compare_rows(batch)
+
+
+@pytest.mark.parametrize("way", ["packed", "two", "overlapped"])
+def test_replays_in_a_graph_with_other_lengths(way: str) -> None:
+    """The kernel after an overlapped pair sees both results, replay after replay."""
+    from vattn.ops.gluon import mixed_launch
+
+    batch = prefill_batch([(300, 900), (1, 900), (20, 900), (1, 900)] * 8, padding=60)
+    args = batch.args
+    sizes = args.query.shape[0], args.seq_lens.shape[0], args.query.device
+    shape = mixed_launch.decode_fast.plan_shape(batch.config, *sizes)
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+    copied = torch.empty_like(args.output)
+
+    def step() -> None:
+        mixed_launch.plan(args.query_start_loc, args.seq_lens, schedule, args.query.shape[0], batch.config, way)
+        for _ in range(2):
+            args.output.view(torch.uint8).fill_(0xFF)
+            mixed_launch.attend(args._replace(plan=[schedule]), batch.config, way)
+            copied.copy_(args.output)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        lengths = torch.randint(0, 900, (32,), generator=generator)
+        rows = torch.minimum(torch.randint(0, 40, (32,), generator=generator), lengths)
+        rows[::3] = rows[::3].clamp(max=1)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
+        args.query_start_loc[:33].copy_(starts.int())
+        args.query_start_loc[33:] = int(starts[-1])
+        args.seq_lens[:32].copy_(lengths.int())
+        graph.replay()
+        torch.cuda.synchronize()
+        compare_rows(batch)
+        assert torch.equal(copied.view(torch.uint8), args.output.view(torch.uint8))
+
+
+def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.backends import selector
+    from vattn.ops.gluon import mixed_launch
+
+    calls = []
+    attend = mixed_launch.attend
+    monkeypatch.setattr(mixed_launch, "attend", lambda *args: (calls.append(args), attend(*args)))
+    backend = selector.get_backend("TRITON_ATTN")
+    for requests, changes in (([(8, 900)] * 40, {"speculative": "packed"}), (MIXED * 12, {"mixed": "overlapped"})):
+        with variants.using(**changes):
+            batch = prefill_batch(requests, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", lse=False)
+            args = batch.args
+            shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
+            schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+            torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+            torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+            torch.cuda.synchronize()
+            expected, _ = batch.expected()
+            assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
+    assert len(calls) == 2

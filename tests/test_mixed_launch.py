@@ -1,0 +1,201 @@
+"""Steps between decode and prefill: which way shapes choose, and that the two kernels' schedules share out every row.
+
+The prefill kernel is Gluon, which no interpreter knows; here a stand-in computes the row tiles of its schedule. The
+schedules, the decode kernel and the launches are real.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import Batch, make_config, random_paged_batch, relative_l2
+from vattn.backends.base import DeviceInfo
+from vattn.ops import variants
+
+pytest.importorskip("triton")
+
+LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+    from vattn.ops.triton import decode_fast
+
+    for module in (mixed_launch, prefill_launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+
+
+WAYS = {
+    "decode": (64, 64, ""),
+    "four drafts": (256, 64, ""),
+    "eight drafts": (512, 64, "packed"),
+    "seven drafts": (448, 64, "packed"),
+    "eight drafts of few requests": (64, 8, ""),
+    "many drafts": (64 * 17, 64, "two"),
+    "prompts and decodes": (8 * 512 + 128, 136, "two"),
+    "extends": (700, 100, "packed"),
+    "short extends of few requests": (30, 2, ""),
+    "a prompt and a decode": (1025, 17, "two"),
+    "prompts": (8192, 128, ""),
+    "nothing": (0, 4, ""),
+}
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_shapes_choose_the_way(case: str) -> None:
+    from vattn.ops.gluon import mixed_launch
+
+    tokens, reqs, way = WAYS[case]
+    config, device = make_config(**LLAMA), torch.device("cpu")
+    assert mixed_launch.way_of(config, tokens, reqs, device) == "", "what has not been measured is not chosen"
+    with variants.using(speculative="packed", mixed="two"):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == way
+    with variants.using(mixed="overlapped", mixed_below=100):
+        expected = {"two": "overlapped", "packed": ""}.get(way, way)
+        assert mixed_launch.way_of(config, tokens, reqs, device) == ("overlapped" if case == "prompts" else expected)
+
+
+def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+
+    for heads, pack in ((8, 1), (16, 2), (32, 4), (40, 1), (64, 8), (128, 16)):
+        config = make_config(**{**LLAMA, "num_heads": heads})
+        assert prefill_launch.packs(config) == pack
+        cut = mixed_launch.cut_of(config, 4224, 136)
+        assert (cut.groups, cut.pack, cut.tokens) == (2, pack, 128 // pack)
+    assert mixed_launch.cut_of(make_config(**LLAMA), 512, 64).tokens == 16
+    for heads, rows in ((8, 16), (32, 4), (40, 3), (128, 1)):
+        assert mixed_launch.short_rows(make_config(**{**LLAMA, "num_heads": heads})) == rows
+    assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
+
+
+def test_variants_are_checked_and_put_back() -> None:
+    from vattn.errors import UnknownOptionError
+
+    for wrong in ({"mixed": "three"}, {"mixed_below": 1}, {"wide_tiles": 1.5}, {"prefills": "two"}):
+        with pytest.raises(UnknownOptionError), variants.using(**wrong):
+            pass
+    with pytest.raises(KeyError), variants.using(mixed="two"):
+        assert variants.current().mixed == "two"
+        raise KeyError
+    assert variants.current() == variants.Variants()
+
+
+@pytest.mark.parametrize("heads", [8, 32, 40, 128])
+def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+    from vattn.ops.triton import decode_fast
+
+    config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
+    for reqs in (2, 3, 64, 257, 1000):
+        for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs):
+            rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
+            assert decode_fast.tokens_of_plan(torch.empty(rows, 8), config, reqs) == tokens
+            cut = mixed_launch.cut_of(config, tokens, reqs)
+            needed = prefill_launch.plan_rows(config, tokens, reqs, cut)
+            assert needed <= rows
+            if cut.groups == 2:
+                assert decode_fast.rows_of_short_requests(config, reqs, device) + needed <= rows
+
+
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+QUERY_LENS = [1, 12, 0, 1, 20, 2, 1]
+SEQ_LENS = [200, 12, 9, 17, 150, 90, 47]
+
+
+def small_batch(padding: int, **changes: Any) -> Batch:
+    values = {"num_heads": 16, "num_kv_heads": 1, "head_size": 64, "dtype": "float16", "lse": True, **changes}
+    return random_paged_batch(
+        make_config(**values), QUERY_LENS, SEQ_LENS, num_padding_reqs=min(padding, 1), num_padding_tokens=padding
+    )
+
+
+def stand_in(batch: Batch, tiles: list[Any]) -> Any:
+    """Return a prefill kernel that copies the reference's rows for the row tiles of its schedule."""
+    expected, expected_lse = batch.expected()
+
+    def launched(**arguments: Any) -> None:
+        schedule = arguments["schedule"]
+        count = int(schedule[0, 0])
+        written = arguments["output"].view(expected.shape)
+        for _, first, rows, _, seq_len, begin, end in schedule[1 : 1 + count, :7].tolist():
+            tiles.append((first, rows, seq_len, begin, end))
+            written[first : first + rows] = expected[first : first + rows].to(written.dtype)
+            batch.args.lse[first : first + rows] = expected_lse[first : first + rows]
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return launched
+
+    return Kernel()
+
+
+@pytest.mark.parametrize("way", ["two", "overlapped"])
+@pytest.mark.parametrize(
+    ("padding", "changes"),
+    [
+        (0, {}),
+        (9, {"sliding_window": 33, "sinks": True, **FP8}),
+        (2, {"output_format": "fp8_group64"}),
+    ],
+    ids=["plain", "window, sinks, fp8, padding", "groups"],
+)
+def test_both_kernels_write_every_row_once(
+    way: str, padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    import triton.language as tl
+
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+    from vattn.ops.triton import decode_fast, decode_fast_kernels
+
+    for name, value in list(vars(decode_fast_kernels).items()):
+        if isinstance(value, tl.constexpr):
+            monkeypatch.setattr(decode_fast_kernels, name, value.value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    constants = decode_fast.decode_constants
+    monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    overlap = "end" if way == "overlapped" else False
+    monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap=overlap))
+    batch = small_batch(padding, **changes)
+    assert mixed_launch.short_rows(batch.config) == 1
+    tiles: list[Any] = []
+    monkeypatch.setattr(prefill_launch, "prefill_kernel", stand_in(batch, tiles))
+    mixed_launch.attend(batch.args, batch.config, way)
+    own = [row for first, rows, *_ in tiles for row in range(first, first + rows)]
+    assert len(own) == len(set(own)) == sum(n for n in QUERY_LENS if n > 1) + padding
+    expected, lse = batch.expected()
+    assert relative_l2(batch.args.lse, lse) < 1e-4
+    # FP8 codes are off by 2**-4 of a value at most.
+    assert relative_l2(batch.output(), expected) < (1e-3 if batch.config.output_format == "none" else 2.0**-4)
+
+
+def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+    from vattn.ops.triton import decode_fast
+
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo("cuda", (9, 0), "a Hopper GPU"))
+    prefill_launch.runs.cache_clear()
+    decode_fast.runs.cache_clear()
+    call: Any = SimpleNamespace(
+        query=SimpleNamespace(shape=(4224, 32, 128), device="a GPU"), seq_lens=torch.zeros(136),
+        block_table=torch.zeros(136, 4), kv_cache=torch.zeros(2, 3, 16),
+    )  # fmt: skip
+    with variants.using(mixed="two"):
+        assert mixed_launch.accepts(call, make_config(**LLAMA))
+        for changes in ({"alibi": "linear"}, {"head_size": 256, **FP8}, {"num_heads": 256}, {"block_size": 48}):
+            assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
+    assert not mixed_launch.accepts(call, make_config(**LLAMA))
+    prefill_launch.runs.cache_clear()
+    decode_fast.runs.cache_clear()

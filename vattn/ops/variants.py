@@ -1,0 +1,88 @@
+"""Variants of kernels: which of several right ways a step goes, as data.
+
+A process uses `Variants()`, whose values are what ran fastest on a GPU, or all that ran there. Benchmarks and tests try
+others with `using`; whoever makes a schedule and whoever reads it must do so under the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from vattn.errors import UnknownOptionError
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "speculative": ("general", "packed"),
+    "mixed": ("general", "packed", "two", "overlapped"),
+    "mixed_below": tuple(range(2, 4097)),
+    "wide_tiles": (False, True),
+    "fp8_decode": ("heads", "slots", "slots_of_2", "deep"),
+    "fp8_narrow_groups": (2, 3),
+    "wide_head_stages": (2, 3),
+}
+"""What each field may be."""
+
+
+@dataclass(frozen=True)
+class Variants:
+    """One choice of every variant.
+
+    Attributes:
+        speculative: steps of equally many rows a request, more than the decode kernel takes and at most 64 with their
+            group of heads: "general", the general kernel; "packed", Hopper's prefill kernel with the heads of a group
+            as rows of one tile.
+        mixed: other steps of several rows a request on average: "general"; "packed"; "two", requests of few rows by the
+            decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
+            which starts where the first leaves multiprocessors free.
+        mixed_below: rows per request on average below which `mixed` holds.
+        wide_tiles: whether the general kernel's long prefills take 128 keys a step where no mask is needed.
+        fp8_decode: how decode over an FP8 cache is cut for batches of 16 requests and more: "heads", a CTA works on one
+            tile of some heads; "slots" and "slots_of_2", on four or two tiles side by side; "deep", one tile, more of
+            them under way.
+        fp8_narrow_groups: warpgroups of long prefills over an FP8 cache with heads of 64.
+        wide_head_stages: tiles of keys and of values under way in prefills with heads of 256.
+    """
+
+    speculative: str = "general"
+    mixed: str = "general"
+    mixed_below: int = 64
+    wide_tiles: bool = False
+    fp8_decode: str = "heads"
+    fp8_narrow_groups: int = 2
+    wide_head_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                told = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(repr, allowed))
+                raise UnknownOptionError(f"{name}={getattr(self, name)!r}", told, "take one of them")
+
+
+_current = Variants()
+
+
+def current() -> Variants:
+    """Return the variants in use."""
+    return _current
+
+
+@contextlib.contextmanager
+def using(**changes: Any) -> Iterator[Variants]:
+    """Use other variants inside a `with` block, in the whole process.
+
+    Raises:
+        UnknownOptionError: no such variant, or not one of its values.
+    """
+    global _current
+    names = [field.name for field in fields(Variants)]
+    for name in changes:
+        if name not in names:
+            raise UnknownOptionError(f"variant {name!r}", ", ".join(names), "take one of them")
+    before = _current
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before
