@@ -21,8 +21,12 @@ OPTIONAL_STEP_FIELDS = (
     "cross_slot_mapping",
     "logits_indices",
     "logits_start_loc",
+    "prefix_lens",
+    "prefix_start_loc",
+    "suffix_lens",
+    "suffix_block_table",
 )
-"""Fields of `AttentionMetadata` for cross attention and for fast prefill: tensors, or `None`."""
+"""Fields of `AttentionMetadata` for cross attention, fast prefill and shared prefixes: tensors, or `None`."""
 
 TENSOR_FIELDS = (
     "query_start_loc",
@@ -92,6 +96,10 @@ class AttentionMetadata:
         logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
             ones of each request, then any as padding. `None`: all rows.
         logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.
+        prefix_lens: int32 `[2]`, the length of the prefix that all requests share, and 0. `None`: it is not attended
+            apart.
+        prefix_start_loc: int32 `[3]`, the rows of the step as one request's, and a request without rows.
+        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request behind the prefix.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
@@ -115,6 +123,10 @@ class AttentionMetadata:
     cross_slot_mapping: Tensor | None = None
     logits_indices: Tensor | None = None
     logits_start_loc: Tensor | None = None
+    prefix_lens: Tensor | None = None
+    prefix_start_loc: Tensor | None = None
+    suffix_lens: Tensor | None = None
+    suffix_block_table: Tensor | None = None
     plans: dict[str, Tensor] = field(default_factory=dict)
     num_reqs: int = 0
     num_actual_tokens: int = 0
@@ -203,6 +215,9 @@ _PAIRS = (
     ("tree_bias", "tree_id"),
     ("encoder_seq_lens", "cross_block_table"),
     ("logits_indices", "logits_start_loc"),
+    ("prefix_lens", "prefix_start_loc"),
+    ("prefix_lens", "suffix_lens"),
+    ("prefix_lens", "suffix_block_table"),
 )
 """Fields that mean something together alone."""
 
@@ -217,8 +232,8 @@ def _check_shapes(host: dict[str, Tensor]) -> None:
         if len(missing) == 1:
             raise MetadataError(f"{pair[0]} or {pair[1]} alone", "both or neither", f"give {missing[0]} too")
     offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
-    first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens}
-    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2}
+    first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
+    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}
     for name, tensor in host.items():
         dtype = _DTYPES.get(name, torch.int32)
         rows = tensor.shape[0] if name in _OWN_ROWS else first.get(name, num_reqs)

@@ -17,6 +17,7 @@ from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
 from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
+from vattn.shared_prefix import check_shared_prefix, write_shared_prefix
 from vattn.step_buffers import StepBuffers
 from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
 
@@ -162,6 +163,8 @@ class AttentionMetadataBuilder:
         # Computed on the device, from what is staged.
         self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
         self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
+        self._suffix_lens = torch.zeros(self._limits.num_reqs, dtype=torch.int32, device=self.device)
+        self._suffix_table = torch.zeros_like(self._buffers.block_table)
         self._plans = {key: self._new_plan(key) for key in self._configs}
         sizes = {key: self._host_plan_size(config) for key, config in self._configs.items()}
         self._host_plans = {key: torch.zeros(size, dtype=torch.int64) for key, size in sizes.items() if size}
@@ -204,6 +207,7 @@ class AttentionMetadataBuilder:
         num_logits: Lengths | None = None,
         logits_indices: Lengths | None = None,
         num_logits_padded: int | None = None,
+        shared_prefix_len: int | None = None,
         capture_key: CaptureKey | None = None,
     ) -> AttentionMetadata:
         """Check a step, copy it into the buffers and return views of them.
@@ -231,6 +235,9 @@ class AttentionMetadataBuilder:
                 every request keeps all is like one without.
             logits_indices: instead of `num_logits`, the rows that are kept, in order.
             num_logits_padded: pad the kept rows to this many, also in a step that keeps all.
+            shared_prefix_len: cached tokens that all requests have in the same blocks, whole blocks of them: layers
+                attend them once for all rows. Whatever is given, and 0 too, results are those of `None` but for
+                rounding, and `None` and a number make graphs of their own.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
@@ -244,6 +251,9 @@ class AttentionMetadataBuilder:
         step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
         step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
         step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
+        if shared_prefix_len is not None:
+            check_shared_prefix(step, shared_prefix_len, self.block_size)
+            step.shared_prefix_len = shared_prefix_len
         if capture_key is not None:
             captured = {name: shape[0] for name, shape in capture_key.optional}
             num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
@@ -256,6 +266,7 @@ class AttentionMetadataBuilder:
         metadata = self._views(step, padded_reqs, padded_tokens)
         self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
         self._add_logits(metadata, step, padded_reqs, num_logits_padded)
+        self._add_prefix(metadata, step, padded_reqs)
         if capture_key is not None:
             refuse_contradiction(capture_key, metadata.capture_key())
         for layer in self._sink_layers:
@@ -291,6 +302,17 @@ class AttentionMetadataBuilder:
         metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: num_reqs + 1])
         metadata.logits_indices = _alias(self._logits_indices[:padded])
 
+    def _add_prefix(self, metadata: AttentionMetadata, step: Step, num_reqs: int) -> None:
+        """Add views of what layers read of a shared prefix and behind it."""
+        if step.shared_prefix_len is None:
+            return
+        if metadata.logits_indices is not None:
+            raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
+        metadata.prefix_lens = _alias(self._buffers.prefix_lens[:2])
+        metadata.prefix_start_loc = _alias(self._buffers.prefix_start_loc[:3])
+        metadata.suffix_lens = _alias(self._suffix_lens[:num_reqs])
+        metadata.suffix_block_table = _alias(self._suffix_table[:num_reqs])
+
     def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
         """Fill what the device computes from what was copied there."""
         if metadata.cross_slot_mapping is not None:
@@ -302,18 +324,29 @@ class AttentionMetadataBuilder:
         if metadata.logits_indices is not None:
             assert metadata.logits_start_loc is not None
             write_logits_indices(metadata.query_start_loc, metadata.logits_start_loc, metadata.logits_indices)
+        seq_lens = metadata.seq_lens
+        if metadata.prefix_lens is not None:
+            assert metadata.suffix_lens is not None and metadata.suffix_block_table is not None
+            assert metadata.prefix_start_loc is not None
+            write_shared_prefix(
+                metadata.query_start_loc, seq_lens, metadata.block_table, self.block_size,
+                metadata.prefix_lens, metadata.prefix_start_loc, metadata.suffix_lens, metadata.suffix_block_table,
+            )  # fmt: skip
+            # Schedules are of the part that goes by requests.
+            seq_lens = metadata.suffix_lens
         for key in self._configs if metadata.plans else ():
             schedule = metadata.plans[key]
             if key in self._host_plans:
                 self._plan_on_host(key, metadata, step)
                 continue
-            lengths = with_sinks(metadata.seq_lens, self._sink_lens[key])
+            lengths = with_sinks(seq_lens, self._sink_lens[key])
             torch.ops.vattn.plan(metadata.query_start_loc, lengths, schedule, self._configs[key].encode())
 
     def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
         """Have a backend plan a step; one that changes what the layers ask for is left to their calls."""
         host_plan, config = self._host_plans[key], self._configs[key]
-        if metadata.causal is not True or metadata.tree_bias is not None or metadata.mm_ranges is not None:
+        asked = (metadata.tree_bias, metadata.mm_ranges, metadata.prefix_lens)
+        if metadata.causal is not True or any(tensor is not None for tensor in asked):
             host_plan.zero_()
             return
         args = HostPlanArgs(

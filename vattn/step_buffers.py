@@ -20,9 +20,9 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.requests = zeros(7, _round_up(limits.num_reqs + 1))
+        self.requests = zeros(9, _round_up(limits.num_reqs + 1))
         self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
-        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc = rest
+        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.prefix_lens, self.prefix_start_loc = rest
         self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
         self.block_table = zeros(limits.num_reqs, limits.table_width)
         self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
@@ -58,6 +58,9 @@ class StepBuffers:
             _fill_table(self.cross_block_table, step.cross.table, num_reqs)
         if step.num_logits is not None:
             _fill_offsets(self.logits_start_loc, step.num_logits, num_reqs)
+        if step.shared_prefix_len is not None:
+            self.prefix_lens[0] = step.shared_prefix_len
+            self.prefix_lens[1] = 0
 
     def pieces(self, to: StepBuffers, step: Step, num_reqs: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the contiguous pieces of a step: staged here, and where they go."""

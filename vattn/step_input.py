@@ -65,6 +65,8 @@ class Step:
     cross: CrossStep | None = None
     num_logits: Tensor | None = None
     """How many of its last tokens each request keeps for its logits; `None`: all."""
+    shared_prefix_len: int | None = None
+    """Tokens of the prefix that all requests share; `None`: layers do not attend it apart."""
 
 
 def read_step(

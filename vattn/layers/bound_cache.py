@@ -30,6 +30,7 @@ from vattn.layers.request import (
     step_configs,
 )
 from vattn.layers.scales import QuantConfig
+from vattn.layers.shared_prefix import PrefixOps, prefix_ops
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
@@ -122,6 +123,7 @@ class BoundCache(CacheScales):
         self._step_ops: dict[StepKind, str] = {}
         """With `exact_prefill`: the part of the step's own keys and values."""
         self._refused: dict[StepKind, str] = {}
+        self._prefix_ops = PrefixOps({}, "", {}, 0)
         self._plan_key = ""
         self.kv_cache_group: CacheGroup | None = None
         """The layer's group in a cache that was allocated with `hybrid=True`."""
@@ -271,6 +273,7 @@ class BoundCache(CacheScales):
             self._ops, self._step_ops, self._refused = step_ops(config, device)
         else:
             self._ops, self._refused = step_configs(config, device)
+        self._prefix_ops = prefix_ops(config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage

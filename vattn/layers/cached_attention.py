@@ -22,12 +22,13 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import dtype_name
+from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
+from vattn.layers.shared_prefix import attend_with_prefix, prefix_parts, suffix_config
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -70,6 +71,7 @@ class CachedAttention(BoundCache):
         if metadata is None:
             return result.zeroed()
         output, block_scale, _ = result
+        model_dtype = query.dtype
         self._check_bound(query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
@@ -87,7 +89,10 @@ class CachedAttention(BoundCache):
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         arguments = self._arguments(query, step, output, block_scale, op_config)
-        if self._step_ops and key is not None and value is not None:
+        if step.prefix is not None:
+            parts = prefix_parts(arguments, step.prefix, self._prefix_ops, op_config, model_dtype)
+            attend_with_prefix(parts, result, self.quant_config.output_format, self.output_scale)
+        elif self._step_ops and key is not None and value is not None:
             attend_in_parts(arguments, key, value, self._step_ops[step.kind()])
         else:
             torch.ops.vattn.attention(*arguments)
@@ -149,6 +154,8 @@ class CachedAttention(BoundCache):
         return LayerStep.of(metadata, self._plan_key)
 
     def _op_config(self, step: LayerStep) -> str:
+        if step.prefix is not None:
+            return suffix_config(self._prefix_ops, step, self.prefix)
         variant = step.kind()
         if variant not in self._ops:
             raise UnsupportedRequestError(
@@ -179,7 +186,10 @@ class CachedAttention(BoundCache):
         if self.q_scale is not None:
             query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
         args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
-        if self._step_ops and key is not None and value is not None:
+        if step.prefix is not None:
+            args, common = prefix_parts(args, step.prefix, self._prefix_ops, op_config, MODEL_DTYPES[config.dtype])
+            checks.check_attention(common, AttentionConfig.parse(common.config))
+        elif self._step_ops and key is not None and value is not None:
             own_config = self._step_ops[step.kind()]
             args, own = step_parts(args, key, value, own_config)
             checks.check_varlen_attention(own, AttentionConfig.parse(own_config))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
-from vattn.errors import ConfigError, ShapeError
+from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.layer_step import LayerResult, LayerStep, split_heads
@@ -207,6 +207,12 @@ class DifferentialAttention(Attention):
         step = self._layer_step(metadata)
         if self.fast_prefill:
             step = step.kept(metadata)
+        if step.prefix is not None:  # Both halves would need both parts.
+            raise UnsupportedRequestError(
+                f"a step with shared_prefix_len in layer {self.prefix!r} of differential attention",
+                "steps without",
+                "build the step without shared_prefix_len",
+            )
         even = self._op_config(step)
         odd = self._odd_ops[step.kind()]
         if key is not None and value is not None:

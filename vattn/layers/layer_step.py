@@ -14,6 +14,19 @@ from vattn.layers.request import StepKind
 from vattn.metadata import AttentionMetadata, host_plan_key
 
 
+class PrefixStep(NamedTuple):
+    """The prefix that all requests share, as two requests: all rows of the step, and none.
+
+    Attributes:
+        start_loc, lens: int32 `[3]` and `[2]`.
+        block_table: int32 `[2, W]`, the table of the step's first two requests.
+    """
+
+    start_loc: Tensor
+    lens: Tensor
+    block_table: Tensor
+
+
 class LayerStep(NamedTuple):
     """A layer's own choice among the tensors of `AttentionMetadata`, which has their shapes.
 
@@ -23,6 +36,7 @@ class LayerStep(NamedTuple):
         plan: the schedule of this kind of layer, if the builder made one.
         host_plan: its half on the CPU, for a backend that plans on the host.
         block_size: tokens per block that table and slots count in; 0: not told.
+        prefix: what all requests share, if it is attended apart; lengths and table are then those behind it.
     """
 
     query_start_loc: Tensor
@@ -37,14 +51,24 @@ class LayerStep(NamedTuple):
     plan: Tensor | None = None
     host_plan: Tensor | None = None
     block_size: int = 0
+    prefix: PrefixStep | None = None
 
     @staticmethod
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
         """Return the step as a layer of plain decoder attention reads it."""
+        seq_lens, table, prefix = metadata.seq_lens, metadata.block_table, None
+        if (
+            metadata.prefix_lens is not None
+            and metadata.prefix_start_loc is not None
+            and metadata.suffix_lens is not None
+            and metadata.suffix_block_table is not None
+        ):
+            prefix = PrefixStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
+            seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
         return LayerStep(
             query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
+            seq_lens=seq_lens,
+            block_table=table,
             query_slots=metadata.slot_mapping,
             key_slots=metadata.slot_mapping,
             causal=metadata.causal,
@@ -54,6 +78,7 @@ class LayerStep(NamedTuple):
             plan=metadata.plans.get(plan_key),
             host_plan=metadata.plans.get(host_plan_key(plan_key)),
             block_size=metadata.block_size,
+            prefix=prefix,
         )
 
     def kept(self, metadata: AttentionMetadata) -> LayerStep:

@@ -387,6 +387,7 @@ class MLAAttention(OwnBuffers):
             "causal": metadata.causal is not True,
             "tree_bias": metadata.tree_bias is not None,
             "mm_ranges": metadata.mm_ranges is not None,
+            "shared_prefix_len": metadata.prefix_lens is not None,
         }
         asked = [name for name, given in extras.items() if given]
         if asked:
