@@ -101,6 +101,94 @@ def test_audit_tells_what_a_cache_would_cost(packed: PackedModel, found: vattn.C
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_audit_of_outputs(packed: PackedModel, found: vattn.Calibration, tmp_path: Path) -> None:
+    """Outputs are rounded by their own scales, on top of keys and values; too small ones clip."""
+    plain = vattn.audit(packed, TEXTS[1:], "fp8", found)
+    both = vattn.audit(packed, TEXTS[1:], "fp8", found, output_format="fp8_static")
+    assert both.output_format == "fp8_static" and "outputs fp8_static" in str(both)
+    for with_outputs, without in zip(both.rows[:-1], plain.rows[:-1], strict=True):
+        assert with_outputs.outputs_clipped == 0 and str(without.outputs_clipped) == "nan"
+        assert with_outputs.drift > without.drift
+    halved = {p: seen | {"output": [x / 4 for x in seen["output"]]} for p, seen in found.layers.items()}
+    path = tmp_path / "scales.json"
+    vattn.Calibration(halved, 1).save(path)
+    small = vattn.audit(packed, TEXTS[1:], "fp8", path, output_format="fp8_static")
+    assert small.rows[0].outputs_clipped > 1e-3 and small.rows[0].keys_clipped == 0
+    pytest.importorskip("matplotlib")
+    small.plot(tmp_path / "audit.png")
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_inputs_of_linears(packed: PackedModel, found: vattn.Calibration, tmp_path: Path) -> None:
+    """The output projection's input is what attention put out; files of format 1 know none."""
+    assert found.inputs == {}
+    seen = vattn.calibrate(packed, [TEXTS], linears=True)
+    assert seen.layers == found.layers and len(seen.inputs) == 15
+    for prefix, layer in seen.layers.items():
+        assert seen.inputs[f"{prefix}.o_proj"] == max(layer["output"])
+        assert seen.inputs[f"{prefix}.q_proj"] == seen.inputs[f"{prefix}.v_proj"]
+    scale = seen.input_scale("lm_head", margin=2.0)
+    assert scale.item() == pytest.approx(2 * seen.inputs["lm_head"] / 448)
+    path = tmp_path / "scales.json"
+    seen.save(path)
+    assert vattn.Calibration.load(path) == seen
+    with pytest.raises(errors.ScaleError, match="linears=True"):
+        found.input_scale("lm_head")
+    old = json.loads(path.read_text()) | {"format": 1}
+    del old["inputs"]
+    path.write_text(json.dumps(old))
+    assert vattn.Calibration.load(path) == vattn.Calibration(seen.layers, seen.tokens)
+
+
+NESTED: dict[str, tuple[Any, str]] = {
+    "one text": ([1, 2, 3], r"batches\[0\]=1"),
+    "one batch": ([[1, 2, 3]], r"batches\[0\]\[0\] is int 1"),
+    "too deep": ([[[[1, 2]]]], r"batches\[0\]\[0\] holds list"),
+    "strings": (["def f():"], r"batches\[0\]='def f\(\):'"),
+    "texts": ([["def f():"]], "tokenizer.encode"),
+    "floats": ([[[1.0, 2.0]]], "holds float"),
+    "negative": ([[[1, -2]]], "holds int -2"),
+    "vocabulary": ([[[1, 97]]], "0 to 96"),
+    "float tensor": ([torch.zeros(1, 2)], r"ints \[B, L\]"),
+    "row": ([torch.zeros(2, dtype=torch.long)], r"ints \[B, L\]"),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_batches_that_are_none(case: str, packed: PackedModel) -> None:
+    batches, text = NESTED[case]
+    with pytest.raises(errors.ConfigError, match=text):
+        vattn.calibrate(packed, batches)
+
+
+def test_models_that_are_not_on_vattn() -> None:
+    model = make_model("llama")
+    for call in (lambda m: vattn.calibrate(m, [[[1]]]), lambda m: vattn.audit(m, [[1]])):
+        with pytest.raises(errors.ConfigError, match=r"not on vattn.*enable\(model, memory"):
+            call(model)
+    packed = enable(model)
+    for call in (lambda m: vattn.calibrate(m, [[[1]]]), lambda m: vattn.audit(m, [[1]])):
+        with pytest.raises(errors.ConfigError, match=r"what enable\(\) returned"):
+            call(model)
+        with pytest.raises(errors.ConfigError, match="allocate_kv_cache"):
+            call(packed)
+
+
+def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) -> None:
+    for texts, options, text in (
+        ([], {}, "no text"),
+        ("abc", {}, "audit of 'abc'"),
+        ([1, 2], {}, r"texts\[0\] is int"),
+        ([[1]], {"calibration": 5}, "calibration=5"),
+        ([[1]], {"output_format": "fp8_per_token", "calibration": found}, "fp8_per_token"),
+        ([[1]], {"output_format": "fp8_static"}, "without calibration"),
+    ):
+        with pytest.raises(errors.ConfigError, match=text):
+            vattn.audit(packed, texts, **options)  # type: ignore[arg-type]
+    with pytest.raises(errors.UnknownOptionError, match="per_head"):
+        vattn.audit(packed, [[1]], perhead=True)  # type: ignore[call-arg]
+
+
 BROKEN = {
     "absent": None,
     "torn": '{"format": 1, "lay',

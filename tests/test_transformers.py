@@ -255,6 +255,15 @@ def test_wrong_arguments() -> None:
     for config, text in (("fp8", "CacheConfig"), (vattn.CacheConfig(sliding_window=8), "comes from the model")):
         with pytest.raises(vattn.errors.ConfigError, match=text):
             enable(model, cache_config=config)  # type: ignore[arg-type]
+    for option, text in (
+        ({"calibration": 5}, "calibration=5"),
+        ({"quant_config": 0.5}, "QuantConfig"),
+        ({"query_format": "fp8_e4m3"}, "without calibration"),
+    ):
+        with pytest.raises(vattn.errors.ConfigError, match=text):
+            enable(model, **option)
+    with pytest.raises(vattn.errors.UnknownOptionError, match="Try: memory"):
+        enable(model, memmory="1GiB")
     enable(model)
     with pytest.raises(vattn.errors.ConfigError, match="disable"):
         enable(model)

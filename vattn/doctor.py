@@ -22,8 +22,8 @@ OPTIONAL_PACKAGES: dict[str, str] = {
     "flash-attn-4": "FLASH_ATTN; a FlashAttention-3 library goes before it",
     "flash-attn": "FLASH_ATTN, on GPUs that no newer one has kernels for",
     "xformers": "XFORMERS",
-    "safetensors": "weights of the demo",
-    "transformers": "comparison with Hugging Face models in the tests",
+    "safetensors": "weights of the demo; FP8 checkpoints",
+    "transformers": "vattn.integrations.transformers.enable, from version 5; sampling of vattn.Generator",
 }
 """Distributions that vattn can use, and what for."""
 

@@ -1,0 +1,249 @@
+"""FP8 checkpoints that libraries wrote: their codes and scales arrive in vattn's linears and caches, or are refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vattn
+from tests.support import relative_l2
+from vattn import errors
+from vattn.layers.fp8_linear import FP8Linear
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+from safetensors.torch import load_file
+
+from tests.fp8_checkpoints import (
+    INPUT_SCALE,
+    edit_config,
+    edit_tensors,
+    write_compressed_tensors,
+    write_transformers_fp8,
+)
+from tests.test_fp8_linears import make_llama
+from tests.test_transformers import PROMPTS, Runner, eager_logits
+from vattn.integrations.transformers import disable, enable, load_fp8_linears
+
+FP8 = vattn.CacheConfig(cache_dtype="fp8")
+LINEARS = 14
+
+
+def load(folder: Path) -> Any:
+    """Load a checkpoint as transformers does; its FP8 format needs accelerate there."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", {}).get("quant_method") == "fp8":
+        pytest.importorskip("accelerate")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def plain(folder: Path) -> Any:
+    """A model of the checkpoint's shape that says where it is from, without transformers' quantisers."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(
+        {k: v for k, v in load_file(folder / "model.safetensors").items() if v.element_size() > 1}, strict=False
+    )
+    model.name_or_path = str(folder)
+    return model.requires_grad_(False)
+
+
+def scales_of(packed: Any) -> list[float]:
+    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
+    return [scale.item() for layer in layers for scale in (layer.k_scale, layer.v_scale)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "fmt"),
+    [("tensor", "tensor", "fp8_static"), ("channel", "tensor", "fp8_static"), ("channel", "token", "fp8_per_token"),
+     ("block", "group", "fp8_group128")],
+)  # fmt: skip
+def test_compressed_tensors(weights: str, inputs: str, fmt: str, tmp_path: Path) -> None:
+    """Codes are those of the file; the logits are those of compressed-tensors, which rounds in the same way."""
+    write_compressed_tensors(tmp_path, make_llama(), weights, inputs)
+    model = load(tmp_path)
+    theirs = eager_logits(model, PROMPTS[1])
+    report = load_fp8_linears(model)
+    assert report.pop("lm_head").startswith("left") and list(report.values()) == [fmt] * LINEARS
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            assert torch.equal(module.weight.view(torch.uint8), stored[f"{name}.weight"].view(torch.uint8))
+            assert module.input_scale is None or module.input_scale.item() == pytest.approx(INPUT_SCALE)
+    packed = enable(model, cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+    got = Runner(packed).step([(PROMPTS[1], 0)])[0]
+    # Both round inputs, keys and values; a code at a border moves by a step where sums come in another order.
+    assert relative_l2(got, theirs) < 0.03
+    disable(model)
+    assert any(module._forward_pre_hooks for module in model.modules()), "their own cache hooks are back"
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_transformers_fp8(blocks: bool, tmp_path: Path) -> None:
+    """transformers dequantises on a CPU and drops scales of the cache; the folder still has them."""
+    scales = {
+        f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale": torch.tensor(0.01 * (i + 1))
+        for i in (0, 1)
+        for kind in "kv"
+    }
+    write_transformers_fp8(tmp_path, make_llama(), blocks, **scales)
+    model = plain(tmp_path)
+    report = load_fp8_linears(model)
+    assert set(report.values()) == {"fp8_group128" if blocks else "fp8_static", "left: not FP8 in the checkpoint"}
+    assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(make_llama(), PROMPTS[1])) < 0.2
+    packed = enable(model, cache_config=FP8, num_blocks=17, merge_projections=True)
+    assert scales_of(packed) == pytest.approx([0.01, 0.01, 0.02, 0.02])
+    assert Runner(packed).step([(PROMPTS[1], 0)])[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_fp8_as_transformers_loads_it(tmp_path: Path) -> None:
+    write_transformers_fp8(tmp_path, make_llama())
+    model = load(tmp_path)
+    dequantised = eager_logits(model, PROMPTS[1]).float()
+    load_fp8_linears(model)
+    # transformers leaves what is no whole number of blocks: key and value of 64 rows.
+    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == LINEARS - 4
+    assert relative_l2(eager_logits(model, PROMPTS[1]).float(), dequantised) < 0.2
+    with pytest.raises(errors.ScaleError, match="k_scale"):
+        enable(model, cache_config=FP8)
+
+
+def test_a_checkpoint_without_load_fp8_linears(tmp_path: Path) -> None:
+    """Scales of the cache come along without any other step, and a cache that has no use for them says so."""
+    write_compressed_tensors(tmp_path, make_llama())
+    model = load(tmp_path)
+    packed = enable(model, cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+    disable(model)
+    with pytest.warns(UserWarning, match=r"2 layers, which a cache in 'auto'.*cache_dtype='fp8'"):
+        enable(model, num_blocks=17)
+    disable(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.5, 0.25), num_blocks=17)
+    assert scales_of(given) == [0.5, 0.25] * 2
+
+
+def without_scales(folder: Path) -> None:
+    edit_tensors(folder, "k_scale")
+    edit_tensors(folder, "v_scale")
+
+
+def without_a_layer(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.self_attn.k_scale")
+
+
+def of_another(folder: Path) -> None:
+    edit_tensors(folder, **{"model.vision.self_attn.k_scale": torch.ones(1)})
+
+
+def of_queries(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.q_scale": torch.ones(1)})
+
+
+def negative(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.k_scale": torch.tensor([-1.0])})
+
+
+CACHE_FAULTS: dict[str, tuple[Any, str]] = {
+    "promised": (without_scales, "kv_cache_scheme.*calibrat"),
+    "one layer": (without_a_layer, r"no model\.layers\.1\.self_attn\.k_scale.*calibrat"),
+    "unknown": (of_another, "model.vision.self_attn.k_scale"),
+    "query": (of_queries, "q_scale"),
+    "negative": (negative, "positive"),
+}
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS)
+def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, tmp_path: Path) -> None:
+    change, text = CACHE_FAULTS[fault]
+    write_compressed_tensors(tmp_path, make_llama())
+    change(tmp_path)
+    model = plain(tmp_path)
+    with pytest.raises(errors.ScaleError, match=text):
+        enable(model, cache_config=FP8)
+    assert not any("vattn" in name for name, _ in model.named_modules())
+    enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.1, 0.1), num_blocks=17)
+
+
+def expert(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
+
+
+def no_weight_scale(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.mlp.up_proj.weight_scale")
+
+
+def no_input_scale(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.mlp.up_proj.input_scale")
+
+
+def stray(folder: Path) -> None:
+    edit_tensors(folder, **{"lm_head.weight_scale": torch.ones(1)})
+
+
+def other_method(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "quark"})
+
+
+def weights_alone(folder: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {"strategy": "tensor"}, "input_activations": None}
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+
+
+def other_layers(folder: Path) -> None:
+    group = {"targets": ["re:.*self_attn.*"], "weights": {}, "input_activations": None}
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+
+
+LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "experts": (expert, errors.UnsupportedRequestError, "experts"),
+    "weight scale": (no_weight_scale, errors.ScaleError, "without a scale"),
+    "input scale": (no_input_scale, errors.ScaleError, "without a scale of its input"),
+    "stray": (stray, errors.ScaleError, "lm_head.weight_scale"),
+    "method": (other_method, errors.UnsupportedRequestError, "quark"),
+    "weights alone": (weights_alone, errors.UnsupportedRequestError, "inputs that are not FP8"),
+    "no group": (other_layers, errors.UnsupportedRequestError, "inputs that are not FP8|no group"),
+}
+
+
+@pytest.mark.parametrize("fault", LINEAR_FAULTS)
+def test_linears_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
+    change, kind, text = LINEAR_FAULTS[fault]
+    write_compressed_tensors(tmp_path, make_llama(), cache=False)
+    model = plain(tmp_path)
+    change(tmp_path)
+    with pytest.raises(kind, match=text):
+        load_fp8_linears(model)
+    assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    model = make_llama()
+    with pytest.raises(errors.ConfigError, match="folder="):
+        load_fp8_linears(model)
+    with pytest.raises(errors.ConfigError, match=r"\*\.safetensors"):
+        load_fp8_linears(model, tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(errors.ConfigError, match="quantise_linears"):
+        load_fp8_linears(model, tmp_path)
+
+
+def test_scales_on_the_modules_alone() -> None:
+    model = make_llama()
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.register_buffer("k_scale", torch.tensor([0.03]))
+    with pytest.raises(errors.ScaleError, match="v_scale.*calibrat"):
+        enable(model, cache_config=FP8)
+    assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
+    assert isinstance(model.model.layers[0].self_attn.k_scale, Tensor)
