@@ -75,8 +75,8 @@ def test_explain_tells_on_a_gpu_and_not_on_a_cpu(monkeypatch) -> None:
 
 def test_records_are_read_as_they_were_written(tmp_path) -> None:
     run = dataclasses.replace(RUN, cells={"lse": 0.0012345, "sinks": None}, errors=("one",))
-    write_runs(tmp_path / "A.json", [run])
-    assert read_runs(tmp_path / "A.json") == (dataclasses.replace(run, cells={"lse": 0.00123, "sinks": None}),)
+    write_runs(tmp_path / "new" / "A.json", [run])
+    assert read_runs(tmp_path / "new" / "A.json") == (dataclasses.replace(run, cells={"lse": 0.00123, "sinks": None}),)
 
 
 def test_runs_with_the_same_versions_are_joined() -> None:

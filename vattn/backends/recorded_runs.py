@@ -68,6 +68,7 @@ def read_runs(path: Path) -> tuple[RunRecord, ...]:
 def write_runs(path: Path, runs: Iterable[RunRecord]) -> None:
     """Write a file of records."""
     entries = [{**asdict(run), "cells": {k: _short(v) for k, v in sorted(run.cells.items())}} for run in runs]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entries, indent=1) + "\n")
 
 
