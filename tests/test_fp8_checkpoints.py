@@ -15,9 +15,10 @@ from tests.support import relative_l2
 from vattn import errors
 from vattn.layers.fp8_linear import FP8Linear
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
+import transformers
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import (
@@ -48,9 +49,8 @@ def plain(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.load_state_dict(
-        {k: v for k, v in load_file(folder / "model.safetensors").items() if v.element_size() > 1}, strict=False
-    )
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: x for name, x in stored.items() if x.element_size() > 1}, strict=False)
     model.name_or_path = str(folder)
     return model.requires_grad_(False)
 
@@ -89,11 +89,8 @@ def test_compressed_tensors(weights: str, inputs: str, fmt: str, tmp_path: Path)
 @pytest.mark.parametrize("blocks", [True, False])
 def test_transformers_fp8(blocks: bool, tmp_path: Path) -> None:
     """transformers dequantises on a CPU and drops scales of the cache; the folder still has them."""
-    scales = {
-        f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale": torch.tensor(0.01 * (i + 1))
-        for i in (0, 1)
-        for kind in "kv"
-    }
+    name = "model.layers.{}.self_attn.{}_proj.{}_scale"
+    scales = {name.format(i, kind, kind): torch.tensor(0.01 * (i + 1)) for i in (0, 1) for kind in "kv"}
     write_transformers_fp8(tmp_path, make_llama(), blocks, **scales)
     model = plain(tmp_path)
     report = load_fp8_linears(model)
@@ -243,7 +240,7 @@ def test_scales_on_the_modules_alone() -> None:
     for module in model.modules():
         if type(module).__name__ == "LlamaAttention":
             module.register_buffer("k_scale", torch.tensor([0.03]))
-    with pytest.raises(errors.ScaleError, match="v_scale.*calibrat"):
+    with pytest.raises(errors.ScaleError, match=r"v_scale.*calibrat"):
         enable(model, cache_config=FP8)
     assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
     assert isinstance(model.model.layers[0].self_attn.k_scale, Tensor)

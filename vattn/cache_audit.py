@@ -148,7 +148,7 @@ def audit(
     if isinstance(texts, (str, bytes)) or len(texts) == 0:
         what = repr(texts)[:40] if texts else "no text"
         raise ConfigError(f"an audit of {what}", "at least one text, a list of token ids", "pass some text")
-    texts = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
+    checked = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
     found = None if isinstance(calibration, str) and calibration == "unit" else as_calibration(calibration)
     if output_format not in ("none", "fp8_static"):
         raise ConfigError(f"output_format={output_format!r} of an audit", "none, fp8_static", "choose one of these")
@@ -171,7 +171,7 @@ def audit(
             output = found.quant_config(prefix, output_format=output_format).output_scale.to(device)  # type: ignore[union-attr]
         roundings[prefix] = _Rounding(layer, fmt, *_scales(prefix, fmt, found, per_head, layer), output)
     differences = {name: _Difference() for name in (*layers, ALL)}
-    for text in texts:
+    for text in checked:
         expected = [logits.float().clone() for logits in runner.logits(text)]
         for name, difference in differences.items():
             chosen = roundings.values() if name == ALL else [roundings[name]]
@@ -179,7 +179,7 @@ def audit(
                 for want, got in zip(expected, runner.logits(text), strict=True):
                     difference.add(want, got.float())
     rows = [_row(name, difference, roundings.get(name)) for name, difference in differences.items()]
-    return Audit(fmt, sum(map(len, texts)), tuple(rows), output_format)
+    return Audit(fmt, sum(map(len, checked)), tuple(rows), output_format)
 
 
 def _scales(
@@ -279,4 +279,6 @@ def _row(name: str, difference: _Difference, rounding: _Rounding | None) -> Audi
     if rounding is not None:
         clipped = [c / t if t else float("nan") for c, t in zip(rounding.clipped, rounding.total, strict=True)]
     drift = math.sqrt(difference.squares / difference.norm) if difference.norm else 0.0
-    return AuditRow(name, *clipped, drift, difference.worst, difference.same / max(1, difference.tokens))
+    return AuditRow(
+        name, clipped[0], clipped[1], clipped[2], drift, difference.worst, difference.same / max(1, difference.tokens)
+    )
