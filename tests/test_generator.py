@@ -6,41 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import vattn
 from vattn import errors
+from vattn.generation.blocks import CacheBlocks
 from vattn.generation.request import Request
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.text import TextStream
 
 pytest.importorskip("transformers")
 
+from tests.generator_support import GREEDY, PROMPTS, Characters, Faulty, check_empty, make_generator, one_by_one
 from tests.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
-
-BLOCK = 16
-GREEDY = vattn.Sampling(max_new_tokens=12, stop_token_ids=())
-PROMPTS = [list(range(3, 44)), [7, 5, 90], list(range(50, 70)), [9], list(range(3, 40)), [11, 12] * 9]
-
-
-def one_by_one(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-class Characters:
-    """A tokenizer of one letter per token."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) - 32 for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(i + 32) for i in ids)
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +30,6 @@ def expected() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def packed() -> PackedModel:
     return enable(make_model("llama"), num_blocks=64)
-
-
-def make_generator(packed: PackedModel, **options: Any) -> vattn.Generator:
-    options = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128, **options}
-    return vattn.Generator(packed, **options)
-
-
-def check_empty(generator: vattn.Generator) -> None:
-    generator.scheduler.pool.check()
-    assert generator.scheduler.pool.num_used == 0 and not generator.busy
-    assert sorted(generator.scheduler._rows) == list(range(generator.scheduler.max_num_reqs))
 
 
 @pytest.mark.parametrize("budget", [7, 64, 512])
@@ -202,16 +169,19 @@ def test_text_is_streamed_in_whole_characters() -> None:
 
 
 def test_the_scheduler_keeps_to_its_budget() -> None:
-    scheduler = Scheduler(vattn.BlockPool(10), block_size=8, max_num_reqs=2, token_budget=16, max_seq_len=80)
+    layer = vattn.Attention(1, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
+    cache = vattn.allocate_kv_cache(layer, num_blocks=10, dtype=torch.float32)
+    blocks = CacheBlocks(cache, max_num_reqs=2, max_seq_len=80)
+    scheduler = Scheduler(blocks, max_num_reqs=2, token_budget=16, max_seq_len=80)
     with pytest.raises(errors.OutOfBlocksError, match=r"70 \+ 4 tokens needs 10 blocks.*up to 9"):
         scheduler.add(Request([1] * 70, vattn.Sampling(4)))
     for length in (20, 5, 3):
         scheduler.add(Request([length] * length, vattn.Sampling(2)))
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert [part.end - part.start for part in first] == [16]
-    assert [part.end - part.start for part in second] == [4, 5]
+    assert (first.starts, first.ends, first.ready) == ([0], [16], 0)
+    assert (second.starts, second.ends, second.ready) == ([16, 0], [20, 5], 2)
     assert len(scheduler.waiting) == 1
-    assert scheduler.table_rows(second)[:, :3].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert blocks.rows(second.requests, 20).tolist() == [[1, 2, 3], [4, 0, 0]]
 
 
 def test_a_cache_belongs_to_the_newest_generator(packed: PackedModel, expected: list[list[int]]) -> None:
@@ -276,8 +246,8 @@ def test_wrong_requests_do_not_stop_the_others(packed: PackedModel, expected: li
 
 
 def test_requests_that_can_never_fit_and_full_queues(packed: PackedModel) -> None:
-    small = make_generator(enable(make_model("llama"), num_blocks=4), max_seq_len=128, max_queue=2)
-    with pytest.raises(errors.OutOfBlocksError, match="needs 5 blocks"):
+    small = make_generator(enable(make_model("llama"), num_blocks=4), max_queue=2)
+    with pytest.raises(errors.RequestError, match=r"60 tokens and 12 new ones.*48 tokens together"):
         small.add(list(range(60)), GREEDY)
     for _ in range(2):
         small.add([1, 2], GREEDY)
@@ -341,23 +311,6 @@ def test_a_client_that_goes_away_in_the_stream(packed: PackedModel) -> None:
     check_empty(generator)
 
 
-class Faulty(torch.nn.Module):
-    """A model that raises in one step, or gives NaN to requests whose last token is 90."""
-
-    def __init__(self, packed: PackedModel) -> None:
-        super().__init__()
-        self.packed, self.kv_cache = packed, packed.kv_cache
-        self.raise_in, self.bad = 0, 90
-
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        self.raise_in -= 1
-        if self.raise_in == 0:
-            raise ZeroDivisionError("the model failed")
-        out = self.packed(ids, positions, rows)
-        out[ids[rows] == self.bad, 7] = torch.nan
-        return out
-
-
 def test_a_model_that_raises_can_be_run_again(packed: PackedModel, expected: list[list[int]]) -> None:
     faulty = Faulty(packed)
     generator = make_generator(faulty)
@@ -380,49 +333,3 @@ def test_logits_that_are_not_finite_fail_their_request_alone(packed: PackedModel
     assert [request.state for request in done] == ["finished", "failed", "failed", "finished"]
     assert done[0].output == expected[0] and "not finite" in str(done[1].error)
     check_empty(generator)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(1, 60), st.integers(1, 20), st.sampled_from(["run", "cancel", "nan", "long"]), st.integers(0, 9)
-        ),
-        min_size=1, max_size=12,
-    ),
-    st.integers(5, 40), st.booleans(), st.integers(8, 20),
-)  # fmt: skip
-@settings(max_examples=25)
-def test_random_traffic_leaks_nothing(traffic: Any, budget: int, reuse: bool, num_blocks: int) -> None:
-    """Random arrivals, cancels and failures: every request ends, lengths are right, no block or row is lost."""
-    packed = _traffic_model(num_blocks)
-    generator = make_generator(Faulty(packed), token_budget=budget, reuse_prefixes=reuse, max_num_reqs=3)
-    pending, alive = list(traffic), []
-    while pending or generator.busy:
-        while pending and pending[0][3] <= 5:
-            length, new, kind, _ = pending.pop(0)
-            prompt = [3 + (i * length) % 80 for i in range(length)] + [90] * (kind == "nan")
-            try:
-                alive.append((generator.add(prompt, vattn.Sampling(new, stop_token_ids=())), kind))
-            except (errors.RequestError, errors.OutOfBlocksError):
-                assert length + new > 100 or length + new > (num_blocks - 1) * BLOCK - 2
-        if pending:
-            pending[0] = (*pending[0][:3], pending[0][3] - 3)
-        generator.step()
-        for request, kind in alive:
-            if kind == "cancel" and len(request.output) >= 2:
-                generator.cancel(request)
-    for request, _ in alive:
-        assert request.done and (request.state == "failed") <= (90 in request.prompt + request.output)
-        if request.state == "finished":
-            assert len(request.output) == request.sampling.max_new_tokens
-    check_empty(generator)
-
-
-_MODELS: dict[int, PackedModel] = {}
-
-
-def _traffic_model(num_blocks: int) -> PackedModel:
-    if not _MODELS:
-        _MODELS[0] = enable(make_model("llama"))
-    _MODELS[0].allocate(num_blocks=num_blocks)
-    return _MODELS[0]

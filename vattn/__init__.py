@@ -15,7 +15,7 @@ from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
 from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata
 from vattn.fp8_linears import quantise_linears
 from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
-from vattn.generation import Generator, Request, Sampling
+from vattn.generation import Generator, PromptLookup, Request, Sampling
 from vattn.grouped_builder import GroupedMetadataBuilder
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.kv_cache import (
@@ -115,6 +115,7 @@ __all__ = [
     "MLAAttentionSpec",
     "MLAConfig",
     "MMEncoderAttention",
+    "PromptLookup",
     "QuantConfig",
     "Request",
     "RopeConfig",

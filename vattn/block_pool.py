@@ -140,7 +140,8 @@ class BlockPool:
         Raises:
             BlockError: the block is unknown or free, or has another key.
         """
-        self._check_owned(Counter([block_id]), forking=True)
+        if not self.references(block_id):
+            self._check_owned(Counter([block_id]), forking=True)
         if self._keys.get(block_id, key) != key:
             raise BlockError(
                 f"block {block_id} has key {self._keys[block_id]!r} and was given {key!r}",
@@ -163,6 +164,17 @@ class BlockPool:
             self._references[block_id] += 1
             self._kept.pop(block_id, None)
         return found
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Drop the keys of owned blocks whose content turned out wrong, so that `find` and `take` miss them.
+
+        Raises:
+            BlockError: a block is unknown or free.
+        """
+        wrong = list(block_ids)
+        self._check_owned(Counter(wrong), forking=True)
+        for block_id in wrong:
+            self._forget(block_id)
 
     def _release(self, block_id: int) -> None:
         """Make a block without owners available."""

@@ -2,7 +2,9 @@
 
 from vattn.generation.generator import Generator
 from vattn.generation.launch import model_inputs
-from vattn.generation.request import Request, Sampling
+from vattn.generation.lookup import PromptLookup
+from vattn.generation.request import Request
+from vattn.generation.sampling import Sampling
 from vattn.generation.statistics import Progress, Statistics
 
-__all__ = ["Generator", "Progress", "Request", "Sampling", "Statistics", "model_inputs"]
+__all__ = ["Generator", "Progress", "PromptLookup", "Request", "Sampling", "Statistics", "model_inputs"]

@@ -14,7 +14,8 @@ from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.formats import MODEL_DTYPES, kv_cache_dtypes
 from vattn.generation.generator import Generator
-from vattn.generation.request import Request, Sampling
+from vattn.generation.request import Request
+from vattn.generation.sampling import Sampling
 from vattn.layers import QuantConfig
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"

@@ -2,57 +2,71 @@
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vattn.block_pool import BlockPool
-from vattn.compilation import compile, compile_regions
-from vattn.cuda_graph import CUDAGraphRunner
-from vattn.errors import CacheError, ConfigError, RequestError, VattnError
-from vattn.generation.launch import Launched, Launcher, needs_history, sample_inputs
-from vattn.generation.request import FAILED, FINISHED, Request, Sampling
+from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
+from vattn.generation.assembly import (
+    capture,
+    check_count,
+    check_tokenizer,
+    compiled,
+    end_tokens,
+    find_cache,
+    graph_ladder,
+    longest_request,
+    make_builder,
+)
+from vattn.generation.blocks import CacheBlocks
+from vattn.generation.launch import Launched, Launcher
+from vattn.generation.lookup import PromptLookup
+from vattn.generation.outcome import take_tokens
+from vattn.generation.prompts import Prompt, check_sampling, pair, read_prompt
+from vattn.generation.request import FAILED, Request
 from vattn.generation.sampler import processors
-from vattn.generation.scheduler import Scheduler
+from vattn.generation.sampling import Sampling
+from vattn.generation.scheduler import Batch, Scheduler
 from vattn.generation.statistics import Progress, Statistics
-from vattn.generation.text import TextStream, cut_at_stop_string, held_back
+from vattn.generation.text import TextStream
+from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation
-from vattn.metadata_builder import AttentionMetadataBuilder
-
-Prompt = str | Sequence[int]
 
 
 class Generator:
     """Run many requests on one model: they join and leave a running batch, in chunks, on a paged cache.
 
     Args:
-        model: takes `(input_ids [T], positions [T], logits_indices [B])` and returns logits `[B, vocab_size]`, such as
+        model: takes `(input_ids [T], positions [T], logits_indices [N])` and returns logits `[N, vocab_size]`, such as
             what `vattn.integrations.transformers.enable` returned.
         tokenizer: with `encode(text)` and `decode(ids)`; without one, prompts are token ids.
-        cache: what `vattn.allocate_kv_cache(model, ...)` returned; default `model.kv_cache`. It belongs to the newest
-            generator; an older one refuses further steps.
+        cache: what `vattn.allocate_kv_cache(model, ...)` returned, with groups (`hybrid=True`) or without; default
+            `model.kv_cache`. It belongs to the newest generator; an older one refuses further steps.
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step; longer prompts are cut into chunks and mixed with decodes.
-        max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768.
+        max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768 and what the
+            model was trained for.
         stop_token_ids: end tokens; default those of the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
         reuse_prefixes: find blocks of equal content in the cache instead of computing them.
+        speculation: guess tokens and verify them together: fewer steps, the same tokens. Requests with
+            a repetition penalty or logits processors of their own get no guesses.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
             `"layers"` on CUDA and `"none"` elsewhere.
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
-            CUDA, none elsewhere; `()` for none.
+            CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with guesses too.
 
     Attributes:
         graphs: the runner of the captured sizes, `None` without.
+        draft_graphs: that of steps with guesses.
 
     Raises:
-        ConfigError: no cache, a cache with groups, or a value out of range.
+        ConfigError: no model on vattn, no cache, or a value of another type or out of range.
+        UnknownOptionError: a keyword that is none of these.
 
     The same tokens come out as one by one, up to the first step whose two best logits are closer than what matrix
     products of other shapes differ by: those of the model are not ours. Not thread-safe: add, cancel and step from one
@@ -70,6 +84,7 @@ class Generator:
         [5, 5]
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -82,35 +97,37 @@ class Generator:
         stop_token_ids: Iterable[int] | None = None,
         max_queue: int | None = None,
         reuse_prefixes: bool = True,
+        speculation: PromptLookup | None = None,
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
+        check_tokenizer(tokenizer)
         self.model, self.tokenizer = model, tokenizer
-        self.cache = cache = _cache_of(model) if cache is None else cache
-        _check_cache(cache)
-        for name, value in (("max_num_reqs", max_num_reqs), ("token_budget", token_budget)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}", f"{name} >= 1", f"raise {name}")
-        usable = (cache.num_blocks - cache.reserved_blocks) * cache.block_size
-        max_seq_len = min(usable, 32768) if max_seq_len is None else max_seq_len
+        self.cache = cache = find_cache(model, cache)
         self.device = cache.device
-        self.stop_token_ids = frozenset(_end_tokens(model) if stop_token_ids is None else stop_token_ids)
-        self.scheduler = Scheduler(
-            BlockPool(cache.num_blocks, reserved=cache.reserved_blocks), cache.block_size, max_num_reqs, token_budget,
-            max_seq_len, max_queue, reuse_prefixes,
-        )  # fmt: skip
-        self.builder = AttentionMetadataBuilder(
-            max_num_reqs, max(2, token_budget, max_num_reqs), max_seq_len, cache.block_size, self.device, layers=model
-        )
-        self._forward = _compiled(model, compile, self.device, compile_options or {})
-        self.graphs = self._capture(graph_sizes)
+        check_count("max_num_reqs", max_num_reqs)
+        check_count("token_budget", token_budget)
+        if max_queue is not None:
+            check_count("max_queue", max_queue)
+        if speculation is not None and not isinstance(speculation, PromptLookup):
+            raise ConfigError(f"speculation={speculation!r:.60}", "a vattn.PromptLookup", "vattn.PromptLookup()")
+        sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
+        self.stop_token_ids = end_tokens(model, stop_token_ids)
+        num_drafts = speculation.num_drafts if speculation is not None else 0
+        most = CacheBlocks(cache, 0, 0).most_tokens(token_budget)
+        max_seq_len = longest_request(model, max_seq_len, most)
+        self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes)
+        self.scheduler = Scheduler(self._blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
+        capacity = max(2, token_budget, max_num_reqs * (1 + num_drafts))
+        builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
+        forward = compiled(model, compile, self.device, compile_options or {})
+        self.graphs, self.draft_graphs = capture(forward, builder, sizes, num_drafts)
         _OWNERS[_place(cache)] = self
-        self._launcher = Launcher(self._forward, self.builder, self.graphs, self.scheduler)
+        self._launcher = Launcher(forward, builder, (self.graphs, self.draft_graphs), self._blocks)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
-        self._texts: dict[Request, TextStream] = {}
 
     def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
         """Queue a prompt.
@@ -120,46 +137,32 @@ class Generator:
             sampling: default greedy, 64 tokens.
 
         Raises:
-            RequestError: empty, longer than `max_seq_len` together with its output, or a text without a tokenizer.
+            RequestError: empty, longer than `max_seq_len` together with its output, token ids outside of the
+                vocabulary, or a text or stop strings without a tokenizer.
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
             MissingPackageError: settings that need transformers.
         """
-        sampling = sampling or Sampling()
-        if not isinstance(sampling, Sampling):
-            raise ConfigError(f"sampling of type {type(sampling).__name__}", "vattn.Sampling", "vattn.Sampling(...)")
-        if self.tokenizer is None and (isinstance(prompt, str) or sampling.stop_strings):
-            raise RequestError(
-                "a text for a generator without a tokenizer", "token ids", "give the generator tokenizer=, or pass ids"
-            )
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        vocab_size = getattr(self.model, "vocab_size", None)
+        sampling = check_sampling(sampling, self.tokenizer, vocab_size)
+        ids = read_prompt(prompt, self.tokenizer, vocab_size)
         processors(sampling)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         request = Request(ids, sampling, ends)
-        self.scheduler.add(request)
         if self.tokenizer is not None:
-            self._texts[request] = TextStream(self.tokenizer)
+            request.stream = TextStream(self.tokenizer, sampling.stop_strings)
+        self.scheduler.add(request)
         return request
 
-    def _checked(self, prompt: Any) -> list[int]:
-        """Return token ids, or refuse what is none."""
-        most = getattr(self.model, "vocab_size", None)
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise RequestError(
-                f"a prompt of {str(prompt)[:60]!r}", "a text or a flat sequence of token ids", "encode it first"
-            ) from error
-        wrong = [token for token in ids if token < 0 or (most is not None and token >= most)]
-        if wrong:
-            allowed = "ids from 0 up" if most is None else f"ids from 0 to {most - 1}, the model's vocabulary"
-            raise RequestError(f"token id {wrong[0]} in a prompt", allowed, "encode it with the model's tokenizer")
-        return ids
-
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it is, and give its blocks back; one that has ended stays as it is."""
+        """End a request now, wherever it is, and give its blocks back; one that has ended stays as it is.
+
+        Raises:
+            RequestError: no request, or one of another generator.
+        """
+        if not isinstance(request, Request):
+            raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
         self.scheduler.cancel(request)
-        self._texts.pop(request, None)
 
     @property
     def busy(self) -> bool:
@@ -167,10 +170,10 @@ class Generator:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Progress]:
-        """Compute one step; return what came of it for each request that got a token or ended.
+        """Compute one step; return what came of it for each request that got tokens or ended.
 
-        The step after it is on its way already when this one returns. An error in the model leaves no request half
-        computed: they wait, and the next step computes them again.
+        The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
+        error in the model leaves no request half computed: they wait, and the next step computes them again.
         """
         if _OWNERS.get(_place(self.cache)) is not self:
             raise CacheError(
@@ -182,43 +185,100 @@ class Generator:
         now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
             return []
+        self._publish(now.batch)
         try:
             # The device goes on while the host deals with this step.
-            self._ahead = self._launch(now) if self._can_look_ahead(now) else None
+            self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
         except BaseException:
             self._ahead = now
             raise
-        tokens, usable = now.read()
-        for part in now.parts:
-            self.scheduler.publish(part)
-        came = [
-            self._accept(part.request, token, good)
-            for part, token, good in zip(now.ready, tokens, usable, strict=True)
-            if not part.request.done
-        ]
-        self._count(now, len(came), begin)
+        came = self._accept(now)
+        self._count(now, came, begin)
         return came
 
-    def _can_look_ahead(self, now: Launched) -> bool:
+    def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
-        return not any(needs_history(part.request) for part in now.ready)
+        if self.scheduler.lookup is not None:
+            return False
+        sampled = [request for request in now.requests[: now.ready] if not request.greedy]
+        return not any(request.sampling.needs_history for request in sampled)
 
     def _launch(self, before: Launched | None) -> Launched | None:
         """Launch the next step, `None` if there is nothing to do; `before` is on its way."""
-        for part in before.ready if before is not None else ():
-            request = part.request
+        for place, request in enumerate(before.batch.requests[: before.batch.ready] if before is not None else ()):
             # A request that is sure to end with that token needs no further step.
-            if not request.done and len(request.output) + 1 < request.sampling.max_new_tokens:
-                request.coming = 1
-        parts = self.scheduler.schedule()
-        if not parts:
+            if not request.coming and request.ended is None and request.num_tokens + 1 < request.limit:
+                request.coming, request.place = True, place
+                request.num_tokens += 1
+        batch = self.scheduler.schedule()
+        if not batch.requests:
             return None
         try:
-            return self._launcher.launch(parts, before)
+            return self._launcher.launch(batch, before)
         except BaseException:
-            for part in reversed(parts):
-                self.scheduler.preempt(part.request)
+            for request in reversed(batch.requests):
+                self.scheduler.preempt(request)
             raise
+
+    def _accept(self, now: Launched) -> list[Progress]:
+        """Wait for a step, and give its requests their tokens."""
+        tokens, usable = now.read()
+        if now.batch.drafts:
+            return self._accept_drafts(now, tokens, usable)
+        came = []
+        for place, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
+            if request.ended is not None:
+                continue
+            output = request.output
+            if (
+                request.plain and usable[place] and token not in request.stop_token_ids
+                and len(output) + 1 < request.sampling.max_new_tokens and not now.errors
+            ):  # fmt: skip
+                # By far the most frequent case, and `take_tokens` in short.
+                output.append(token)
+                request.num_tokens += not request.coming
+                request.coming = False
+                came.append(Progress(request, "", (token,)))
+            else:
+                came.append(self._take(request, [token], [usable[place]], now.errors.get(place)))
+        return came
+
+    def _accept_drafts(self, now: Launched, tokens: list[int], usable: list[int]) -> list[Progress]:
+        """Give requests the tokens that follow right guesses, and the one that follows the last right guess."""
+        batch, came, stop = now.batch, [], 0
+        for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
+            begin, stop = stop, stop + 1 + len(drafts)
+            if request.ended is not None:
+                continue
+            right = next((i for i, draft in enumerate(drafts) if draft != tokens[begin + i]), len(drafts))
+            # Keys and values of wrong guesses are written over.
+            request.cached = end - len(drafts) + right
+            request.drafted += len(drafts)
+            request.accepted += right
+            self._statistics.accepted_tokens += right
+            chosen = slice(begin, begin + 1 + right)
+            came.append(self._take(request, tokens[chosen], usable[chosen], now.errors.get(begin)))
+        return came
+
+    def _take(self, request: Request, tokens: list[int], usable: list[int], error: VattnError | None) -> Progress:
+        """Give a request its tokens, and take it out if it ends."""
+        first = request.first_token is None
+        progress = take_tokens(request, tokens, usable, error)
+        if first and request.first_token is not None:
+            self._first.append(request.first_token - request.arrived)
+        if request.ended is not None:
+            if request.state == FAILED:
+                self._blocks.forget(request)
+            self.scheduler.retire(request)
+        return progress
+
+    def _publish(self, batch: Batch) -> None:
+        """Make the blocks that a step fills with known tokens known by their content."""
+        size, drafts = self._blocks.block_size, batch.drafts
+        ends = [end - len(guesses) for end, guesses in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
+        for request, end in zip(batch.requests, ends, strict=True):
+            if end // size > request.published:
+                self._blocks.publish(request, end)
 
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
@@ -227,8 +287,7 @@ class Generator:
 
         Prompts that cannot be served come first, as failed requests. Stopping the iteration cancels what is left.
         """
-        requests = [self._add_or_fail(prompt, one) for prompt, one in _paired(prompts, sampling)]
-        return self._run_to_end(requests)
+        return self._run_to_end([self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling)])
 
     def generate(
         self,
@@ -247,7 +306,7 @@ class Generator:
         Returns:
             Requests with `output` and `text`; those that failed have an `error`, and do not stop the others.
         """
-        requests = [self._add_or_fail(prompt, one) for prompt, one in _paired(prompts, sampling)]
+        requests = [self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling)]
         bar = _bar(len(requests)) if progress else None
         for came in self._run_to_end(requests):
             if bar is not None and came.request.done:
@@ -258,24 +317,19 @@ class Generator:
 
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and what it holds now."""
-        pool, now = self.scheduler.pool, self._statistics
-        running = self.scheduler.running
+        now, running = self._statistics, self.scheduler.running
         now.waiting, now.running = len(self.scheduler.waiting), len(running)
-        now.used_blocks, now.preemptions = pool.num_used, self.scheduler.preemptions
-        held = sum(len(request.table.blocks) for request in running if request.table is not None)
-        now.wasted_tokens = held * self.cache.block_size - sum(request.cached for request in running)
+        now.used_blocks, now.preemptions = self._blocks.pool.num_used, self.scheduler.preemptions
+        now.wasted_tokens = self._blocks.num_wasted(running)
         now.first_token_seconds = tuple(self._first)
         return now
 
     def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None) -> Request:
         try:
             return self.add(prompt, sampling)
-        except (VattnError, ValueError, TypeError) as error:
-            own = error if isinstance(error, VattnError) else RequestError(
-                f"a prompt that the tokenizer refuses: {error}", "texts or token ids", "check the prompt"
-            )  # fmt: skip
-            request = Request([], sampling or Sampling())
-            request.end(FAILED, "error", own)
+        except VattnError as error:
+            request = Request([], sampling if isinstance(sampling, Sampling) else Sampling())
+            request.end(FAILED, "error", error)
             return request
 
     def _run_to_end(self, requests: list[Request]) -> Iterator[Progress]:
@@ -287,63 +341,17 @@ class Generator:
             for request in requests:
                 self.cancel(request)
 
-    def _capture(self, sizes: Sequence[int] | None) -> CUDAGraphRunner | None:
-        most = self.scheduler.max_num_reqs
-        if sizes is None:
-            ladder = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, most + 1, 64), most]
-            sizes = sorted({size for size in ladder if size <= most}) if self.device.type == "cuda" else ()
-        if not sizes:
-            return None
-        return CUDAGraphRunner(self._forward, sizes, self.builder, sample_inputs, output_rows="requests")
-
-    def _accept(self, request: Request, token: int, usable: bool) -> Progress:
-        """Give a request its next token, and end it where it ends."""
-        request.coming = 0
-        if not usable:
-            self.scheduler.retire(request)
-            self._texts.pop(request, None)
-            request.end(FAILED, "error", RequestError(
-                f"logits that are not finite after {request.num_tokens} tokens",
-                "finite logits", "check the weights and the scales of the cache (vattn.audit)",
-            ))  # fmt: skip
-            return Progress(request, "", ())
-        if request.first_token is None:
-            request.first_token = time.monotonic()
-            self._first.append(request.first_token - request.arrived)
-        stopped = token in request.stop_token_ids
-        if not stopped:
-            request.output.append(token)
-        reason = "stop token" if stopped else ""
-        if not reason and self._criteria_met(request):
-            reason = "stopping criterion"
-        if not reason and len(request.output) >= request.sampling.max_new_tokens:
-            reason = "length"
-        fresh = ""
-        if (text := self._texts.get(request)) is not None:
-            if cut_at_stop_string(request, text.push(request.output, last=bool(reason))):
-                reason = "stop string"
-            # What may become a stop string is held back until it is clear.
-            end = len(request.text) - (0 if reason else held_back(request))
-            fresh, request.shown = request.text[request.shown : end], max(request.shown, end)
-        if reason:
-            self.scheduler.retire(request)
-            self._texts.pop(request, None)
-            request.end(FINISHED, reason)
-        return Progress(request, fresh, () if stopped else (token,))
-
-    def _criteria_met(self, request: Request) -> bool:
-        criteria = request.sampling.stopping_criteria
-        if not criteria:
-            return False
-        ids = torch.tensor([request.tokens(0, request.num_tokens)])
-        return any(bool(torch.as_tensor(met(ids, None)).any()) for met in criteria)
-
-    def _count(self, now: Launched, generated: int, begin: float) -> None:
-        so_far, parts = self._statistics, now.parts
+    def _count(self, now: Launched, came: Sequence[Progress], begin: float) -> None:
+        so_far, batch = self._statistics, now.batch
         so_far.steps += 1
-        so_far.generated_tokens += generated
-        so_far.prompt_tokens += sum(max(0, min(part.end, len(part.request.prompt)) - part.start) for part in parts)
-        so_far.reused_tokens += sum(part.request.reused for part in parts if part.start == part.request.reused)
+        so_far.generated_tokens += sum(len(progress.tokens) for progress in came)
+        for drafts in batch.drafts:
+            so_far.drafted_tokens += len(drafts)
+            so_far.drafted_steps += bool(drafts)
+        for request, start, end in zip(batch.requests, batch.starts, batch.ends, strict=True):
+            if start < len(request.prompt):
+                so_far.prompt_tokens += min(end, len(request.prompt)) - start
+                so_far.reused_tokens += request.reused if start == request.reused else 0
         so_far.seconds += time.perf_counter() - begin
         so_far.device_seconds += now.device_seconds
 
@@ -356,61 +364,7 @@ def _place(cache: KVCacheAllocation) -> int:
     return cache.kv_caches[0].data_ptr()
 
 
-def _cache_of(model: nn.Module) -> KVCacheAllocation:
-    cache = getattr(model, "kv_cache", None)
-    if isinstance(cache, KVCacheAllocation):
-        return cache
-    raise ConfigError(
-        "a generator without a KV cache",
-        "cache=, or a model with one in its attribute kv_cache",
-        "vattn.Generator(model, cache=vattn.allocate_kv_cache(model, memory='1GiB')), or enable(model, memory='1GiB')",
-    )
-
-
-def _check_cache(cache: KVCacheAllocation) -> None:
-    if len(cache.groups) > 1:
-        raise ConfigError(
-            f"a cache of {len(cache.groups)} groups", "caches without groups", "allocate it without hybrid=True"
-        )
-
-
-def _end_tokens(model: nn.Module) -> list[int]:
-    inner = getattr(model, "model", model)
-    ends = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
-
-
-def _compiled(
-    model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]
-) -> Callable[..., Tensor]:
-    how = ("layers" if device.type == "cuda" else "none") if how is None else how
-    if how not in ("layers", "model", "none"):
-        raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
-    if how == "none" and options:
-        raise ConfigError("compile_options without compiling", "compile='layers' or 'model'", "set compile=")
-    if how == "model":
-        return compile(model, **options)
-    if how == "layers":
-        compile_regions(model, **options)
-    return model
-
-
-def _paired(
-    prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None
-) -> list[tuple[Prompt, Sampling | None]]:
-    if isinstance(prompts, str):
-        raise ConfigError("one text for a list of prompts", "a list of prompts", "pass [prompt]")
-    prompts = list(prompts)
-    if sampling is None or isinstance(sampling, Sampling):
-        return [(prompt, sampling) for prompt in prompts]
-    if len(sampling) != len(prompts):
-        raise ConfigError(f"{len(sampling)} samplings for {len(prompts)} prompts", "one, or one each", "check the list")
-    return list(zip(prompts, sampling, strict=True))
-
-
 def _bar(total: int) -> Any:
-    from vattn.errors import MissingPackageError
-
     try:
         from tqdm import tqdm
     except ImportError as error:

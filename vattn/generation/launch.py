@@ -11,9 +11,11 @@ from torch import Tensor
 
 from vattn.context import forward_context
 from vattn.cuda_graph import CUDAGraphRunner
+from vattn.errors import VattnError
+from vattn.generation.blocks import CacheBlocks
 from vattn.generation.request import Request
-from vattn.generation.sampler import choose_tokens
-from vattn.generation.scheduler import Part, Scheduler
+from vattn.generation.sampler import choose_tokens, on_device, on_host
+from vattn.generation.scheduler import Batch
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -23,26 +25,27 @@ class Launched:
     """A step on its way.
 
     Attributes:
-        parts: what it computes.
-        ready: those of them whose requests get a token.
-        tokens: int64 `[len(ready)]` on the device, those tokens.
-        result: int64 `[2, len(ready)]` on the host as soon as `done`: the tokens, and whether their logits were finite.
+        batch: what it computes.
+        tokens: int64 `[N]` on the device, the tokens that it chooses: one for each ready request, and one behind each
+            of its drafts.
+        result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
+        errors: what the logits processors of a request raised, by place in `tokens`.
         begin, done: events around the step, `None` without a GPU.
     """
 
-    parts: list[Part]
-    ready: list[Part]
+    batch: Batch
     tokens: Tensor
     result: Tensor
+    errors: dict[int, VattnError]
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
 
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Wait for the step and return its tokens, and whether their logits were finite."""
+    def read(self) -> tuple[list[int], list[int]]:
+        """Wait for the step and return its tokens, and 1 for those whose logits could be used."""
         if self.done is not None:
             self.done.synchronize()
         tokens, usable = self.result.tolist()
-        return tokens, [bool(flag) for flag in usable]
+        return tokens, usable
 
     @property
     def device_seconds(self) -> float:
@@ -57,99 +60,146 @@ class Launcher:
 
     Args:
         forward: the model, compiled or not.
-        builder, graphs: where metadata comes from; graphs for steps that only decode, or `None`.
-        scheduler: whose block tables are used.
+        builder: where metadata comes from.
+        graphs: one runner, or `None`, for steps of one token a request, and one for steps with drafts.
+        blocks: whose block tables are used.
     """
 
     def __init__(
         self,
         forward: Callable[..., Tensor],
         builder: AttentionMetadataBuilder,
-        graphs: CUDAGraphRunner | None,
-        scheduler: Scheduler,
+        graphs: tuple[CUDAGraphRunner | None, CUDAGraphRunner | None],
+        blocks: CacheBlocks,
     ) -> None:
-        self.forward, self.builder, self.graphs, self.scheduler = forward, builder, graphs, scheduler
+        self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
         self.device = builder.device
 
     @torch.inference_mode()
-    def launch(self, parts: list[Part], before: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
         """Launch a step.
 
         Args:
-            parts: what it computes, of requests whose blocks are taken.
+            batch: what it computes, of requests whose blocks are taken.
             before: the step before, if it has not been read: tokens that it chooses are taken on the device.
         """
         cuda = self.device.type == "cuda"
         begin = torch.cuda.Event(enable_timing=True) if cuda else None
-        # Those that get a token first: their rows are then the first ones of the logits.
-        parts = sorted(parts, key=lambda part: part.end < part.request.num_tokens)
-        ready = [part for part in parts if part.end == part.request.num_tokens]
-        ids = self._ids(parts, before)
-        lengths: dict[str, Any] = {
-            "query_lens": [part.end - part.start for part in parts],
-            "seq_lens": [part.end for part in parts],
-            "block_tables": self.scheduler.table_rows(parts),
-        }
-        count = sum(lengths["query_lens"])
-        decode = count == len(parts) and self.graphs is not None and self.graphs.key_for(count, count) is not None
-        if decode and self.graphs is not None:
-            metadata = self.graphs.build(**lengths)
-        else:
-            metadata = self.builder.build(**lengths, num_tokens_padded=ids.shape[0])
+        counts = [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
+        ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
+        tables = self.blocks.rows(batch.requests, max(batch.ends))
         if begin is not None:
             begin.record()
-        if decode and self.graphs is not None:
-            logits = self.graphs(*model_inputs(ids[:count], metadata), metadata=metadata)
-        else:
-            with forward_context(metadata):
-                logits = self.forward(*model_inputs(ids, metadata))
-        tokens, result = choose_tokens(logits, [part.request for part in ready])
+        logits = self._run(batch, counts, ids, rows, tables)
+        requests, places = _chosen(batch)
+        tokens, result, errors = choose_tokens(logits, requests, places)
         if not cuda:
-            return Launched(parts, ready, tokens, result)
+            return Launched(batch, tokens, result, errors)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(parts, ready, tokens, host, begin, done)
+        return Launched(batch, tokens, host, errors, begin, done)
 
-    def _ids(self, parts: list[Part], before: Launched | None) -> Tensor:
+    def _run(self, batch: Batch, counts: list[int], ids: Tensor, rows: Tensor | None, tables: Any) -> Tensor:
+        """Return the logits of every chosen token, replaying a graph where one holds the step."""
+        total = sum(counts)
+        graphs = self.graphs[bool(batch.drafts)]
+        drafts = max(map(len, batch.drafts), default=0)
+        if graphs is not None and max(counts) <= 1 + drafts and graphs.key_for(len(counts), total) is not None:
+            metadata = graphs.build(on_host(counts), on_host(batch.ends), tables)
+            return graphs(*model_inputs(ids[:total], metadata, rows), metadata=metadata)  # type: ignore[no-any-return]
+        metadata = self.builder.build(on_host(counts), on_host(batch.ends), tables, num_tokens_padded=ids.shape[0])
+        with forward_context(metadata):
+            return self.forward(*model_inputs(ids, metadata, rows))
+
+    def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
+        """Return the rows of a step whose logits are needed; `None` for the last one of each request."""
+        if not batch.drafts:
+            return None
+        rows: list[int] = []
+        end = 0
+        for count, drafts in zip(counts[: batch.ready], batch.drafts, strict=False):
+            end += count
+            rows += range(end - 1 - len(drafts), end)
+        return on_device(rows, self.device)
+
+    def _ids(self, batch: Batch, counts: list[int], before: Launched | None) -> Tensor:
         """Return int64 ids on the device, two at least: one token would compile a graph of its own."""
-        places = {} if before is None else {part.request: row for row, part in enumerate(before.ready)}
+        if before is not None and max(counts) == 1:
+            return self._single_ids(batch, before)
         ids: list[int] = []
         sources: list[int] = []
-        for part in parts:
-            known = part.request.tokens(part.start, part.end)
-            ids += known
-            if len(known) < part.end - part.start:
+        for index, (request, start, count) in enumerate(zip(batch.requests, batch.starts, counts, strict=True)):
+            if request.coming and start + count == request.num_tokens:
+                ids += request.tokens(start, start + count - 1)
                 sources += [-1] * (len(ids) - len(sources))
-                sources.append(places[part.request])
+                sources.append(request.place)
                 ids.append(0)
+            elif batch.drafts and batch.drafts[index]:
+                ids.append(request.output[-1])
+                ids += batch.drafts[index]
+            else:
+                ids += request.tokens(start, start + count)
         ids += [0] * (2 - len(ids))
         if before is None or not sources:
-            return self._put(ids)
+            return on_device(ids, self.device)
         sources += [-1] * (len(ids) - len(sources))
-        both = self._put([ids, sources])
-        return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
+        return _merged(ids, sources, before)
 
-    def _put(self, values: Any) -> Tensor:
-        cuda = self.device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int64, pin_memory=cuda).to(self.device, non_blocking=True)
+    def _single_ids(self, batch: Batch, before: Launched) -> Tensor:
+        """Return the ids of a step of one token a request."""
+        sources = [request.place if request.coming else -1 for request in batch.requests]
+        if len(sources) > 1 and sources == list(range(before.tokens.shape[0])):
+            return before.tokens
+        ids = [
+            0 if request.coming else request.tokens(start, start + 1)[0]
+            for request, start in zip(batch.requests, batch.starts, strict=True)
+        ]
+        few = 2 - len(ids)
+        return _merged(ids + [0] * few, sources + [-1] * few, before)
 
 
-def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata) -> list[Tensor]:
-    """Return what a model takes for a step: token ids, positions, and the row of each request's last token."""
+def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
+    """Return ids on the device: `ids`, and where `sources` has no -1 a token that the step before chooses."""
+    both = on_device(ids + sources, before.tokens.device).view(2, -1)
+    return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
+
+
+def _chosen(batch: Batch) -> tuple[list[Request], list[int]]:
+    """Return the requests and positions of the tokens that a step chooses."""
+    if not batch.drafts:
+        return batch.requests[: batch.ready], batch.ends[: batch.ready]
+    requests: list[Request] = []
+    places: list[int] = []
+    for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
+        requests += [request] * (1 + len(drafts))
+        places += range(end - len(drafts), end + 1)
+    return requests, places
+
+
+def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:
+    """Return what a model takes for a step: token ids, positions, and the rows whose logits are needed.
+
+    Args:
+        ids: `[T]`.
+        metadata: of the step.
+        rows: int64; default each request's last one.
+    """
     assert metadata.positions is not None
-    last = (metadata.query_start_loc[1:] - 1).clamp(min=0).long()
+    if rows is None:
+        rows = (metadata.query_start_loc[1:] - 1).clamp(min=0).long()
     if not isinstance(ids, Tensor):
-        ids = torch.tensor(ids).to(last.device)
-    return [ids, metadata.positions, last]
+        ids = torch.tensor(ids).to(rows.device)
+    return [ids, metadata.positions, rows]
 
 
 def sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return inputs of any content for a step, to capture it with."""
+    """Return inputs of any content for a step of one token a request, to capture it with."""
     return model_inputs([0] * metadata.slot_mapping.shape[0], metadata)
 
 
-def needs_history(request: Request) -> bool:
-    """Whether choosing a request's next token takes all its tokens on the host."""
-    return request.sampling.repetition_penalty != 1 or bool(request.sampling.logits_processors)
+def sample_draft_inputs(metadata: AttentionMetadata) -> list[Tensor]:
+    """Return inputs of any content for a step whose tokens all give logits, to capture it with."""
+    count = metadata.slot_mapping.shape[0]
+    return model_inputs([0] * count, metadata, torch.arange(count, device=metadata.slot_mapping.device))

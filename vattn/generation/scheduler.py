@@ -3,62 +3,67 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from vattn.block_pool import BlockPool, BlockTable
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
+from vattn.generation.blocks import CacheBlocks
+from vattn.generation.lookup import LookupIndex, PromptLookup
 from vattn.generation.request import CANCELLED, RUNNING, WAITING, Request
 
 
-@dataclass(frozen=True)
-class Part:
-    """New tokens of one request in one step: positions `start` to `end - 1`."""
+@dataclass
+class Batch:
+    """New tokens of the requests of one step; those that get a token come first.
 
-    request: Request
-    start: int
-    end: int
+    Attributes:
+        requests: the others have more of their prompt to compute.
+        starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
+        ready: how many requests get a token.
+        drafts: for the first ones, how their last tokens were guessed; empty in a step without guesses.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    ready: int = 0
+    drafts: list[list[int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Queue, running batch and blocks of requests on one cache.
+    """Queue and running batch of requests on one cache.
 
     A prompt longer than what is left of the token budget is cut into chunks. When blocks run out, the youngest running
     request gives its blocks back and waits; what it has generated stays and is computed again as part of its prompt,
     as far as its blocks have been handed to somebody else by then. Whole blocks are found again by their content.
 
     Args:
-        pool, block_size: of the cache.
+        blocks: of the cache.
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step.
         max_seq_len: longest request, prompt and output.
         max_queue: most waiting requests; `None` for any number.
-        reuse_prefixes: look for blocks of equal content before computing a prompt.
+        lookup: guess tokens of greedy and sampled requests; guesses take what the budget and the blocks have left.
 
     Attributes:
-        tables: int32 `[max_num_reqs, ceil(max_seq_len / block_size)]`, block ids of the running requests by their row.
+        waiting, running: requests; the oldest first.
+        preemptions: how often a request had to give its blocks back.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
-        block_size: int,
+        blocks: CacheBlocks,
         max_num_reqs: int,
         token_budget: int,
         max_seq_len: int,
         max_queue: int | None = None,
-        reuse_prefixes: bool = True,
+        lookup: PromptLookup | None = None,
     ) -> None:
-        self.pool, self.block_size = pool, block_size
+        self.blocks, self.pool, self.lookup = blocks, blocks.pool, lookup
         self.max_num_reqs, self.token_budget, self.max_seq_len = max_num_reqs, token_budget, max_seq_len
-        self.max_queue, self.reuse_prefixes = max_queue, reuse_prefixes
+        self.max_queue = max_queue
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        self.tables = torch.zeros(max_num_reqs, -(-max_seq_len // block_size), dtype=torch.int32)
-        self._rows = list(range(max_num_reqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -75,11 +80,11 @@ class Scheduler:
             raise RequestError(
                 f"a prompt of {prompt} tokens and {new} new ones",
                 f"{self.max_seq_len} tokens together",
-                "shorten the prompt, ask for fewer tokens, or give the generator a larger max_seq_len",
+                "shorten the prompt, ask for fewer tokens, or give the generator a larger max_seq_len and cache",
             )
         # The last token is chosen and never computed.
-        needed = -(-(prompt + new - 1) // self.block_size)
-        usable = self.pool.num_blocks - self.pool.reserved
+        needed = self.blocks.most_needed(prompt + new - 1, self.token_budget)
+        usable = self.blocks.pool.num_blocks - self.blocks.pool.reserved
         if needed > usable:
             raise OutOfBlocksError(
                 f"a request of {prompt} + {new} tokens needs {needed} blocks",
@@ -92,80 +97,95 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def schedule(self) -> list[Part]:
+    def schedule(self) -> Batch:
         """Return what the next step computes; its blocks are taken."""
-        budget, parts, preemptions = self.token_budget, [], self.preemptions
+        budget, preemptions = self.token_budget, self.preemptions
+        ready, rest = Batch(), Batch()
         for request in list(self.running):
-            if budget and request.table is not None and (part := self._grow(request, budget)):
-                budget -= part.end - part.start
-                parts.append(part)
+            start = request.cached
+            count = min(request.num_tokens - start, budget)
+            if count == 1 and start < request.room and self.lookup is None and start + 1 == request.num_tokens:
+                # By far the most frequent case, and `_put` in short.
+                ready.requests.append(request)
+                ready.starts.append(start)
+                ready.ends.append(start + 1)
+                request.cached = start + 1
+                budget -= 1
+            elif count and (start + count <= request.room or self._grow(request, count)):
+                budget -= self._put(request, count, budget, ready, rest)
         while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
-            admitted = self._admit(self.waiting[0], budget)
-            if admitted is None:
+            request = self.waiting[0]
+            count = self._admit(request, budget)
+            if not count:
                 break
-            budget -= admitted.end - admitted.start
-            parts.append(admitted)
-        # A request that was preempted for a later one has no tokens in the step.
-        return [part for part in parts if part.request.table is not None]
+            budget -= self._put(request, count, budget, ready, rest)
+        ready.ready = len(ready.requests)
+        ready.requests += rest.requests
+        ready.starts += rest.starts
+        ready.ends += rest.ends
+        ready.drafts += rest.drafts
+        if not any(ready.drafts):
+            ready.drafts = []
+        return ready
 
-    def _grow(self, request: Request, budget: int) -> Part | None:
-        """Take blocks for a running request's next tokens; the youngest make room, itself at last (then `None`)."""
-        start = request.cached
-        end = min(request.num_tokens, start + budget)
-        if start == end:
-            return None
+    def _put(self, request: Request, count: int, budget: int, ready: Batch, rest: Batch) -> int:
+        """Put a request with room for `count` tokens into the batch, and guesses behind them; return how many."""
+        start, end = request.cached, request.cached + count
+        batch = rest if end < request.num_tokens else ready
+        if self.lookup is not None:
+            batch.drafts.append(self._look_up(request, budget - 1) if count == 1 and request.output else [])
+            end += len(batch.drafts[-1])
+        batch.requests.append(request)
+        batch.starts.append(start)
+        batch.ends.append(end)
+        request.cached = end
+        return end - start
+
+    def _look_up(self, request: Request, budget: int) -> list[int]:
+        """Return guesses for a request's next tokens, as many as there is room for."""
+        assert self.lookup is not None
+        # The token after the guesses is chosen too.
+        most = min(self.lookup.num_drafts, request.limit - request.num_tokens - 1, budget)
+        if most < 1 or request.coming or request.sampling.needs_history:
+            return []
+        if request.index is None:
+            request.index = LookupIndex(self.lookup, request.prompt)
+        request.index.extend(request.output[len(request.index.tokens) - len(request.prompt) :])
+        drafts = request.index.drafts(most)
+        if drafts:
+            try:
+                self.blocks.grow(request, 1 + len(drafts))
+            except OutOfBlocksError:
+                # Nobody is preempted for a guess.
+                drafts = drafts[: request.room - request.cached - 1]
+        return drafts
+
+    def _grow(self, request: Request, count: int) -> bool:
+        """Take blocks for a running request's next tokens; the youngest make room, itself at last (then False)."""
         while request.table is not None:
             try:
-                self._append(request, end - start)
-                return Part(request, start, end)
+                self.blocks.grow(request, count)
+                return True
             except OutOfBlocksError:
                 self.preempt(self.running[-1])
-        return None
+        return False
 
-    def _admit(self, request: Request, budget: int) -> Part | None:
-        """Move the first waiting request into the batch; `None` if its blocks are not free."""
-        table = BlockTable(self.pool, self.block_size)
-        if self.reuse_prefixes:
-            # One token at least is computed: its logits are needed.
-            whole = (request.num_tokens - 1) // self.block_size
-            table.blocks = self.pool.take(request.keys(whole, self.block_size))
-            table.num_tokens = len(table.blocks) * self.block_size
-        start = table.num_tokens
-        end = min(request.num_tokens, start + budget)
-        if -(-end // self.block_size) - len(table.blocks) > self.pool.num_free:
-            table.free()
-            return None
+    def _admit(self, request: Request, budget: int) -> int:
+        """Move the first waiting request into the batch; return how many tokens have room, 0 if it has to wait."""
+        self.blocks.open(request)
+        found = request.cached
+        count = min(request.num_tokens - found, budget)
+        try:
+            self.blocks.grow(request, count)
+        except OutOfBlocksError:
+            self.blocks.close(request)
+            return 0
         self.waiting.popleft()
-        request.table, request.row, request.state = table, self._rows.pop(), RUNNING
+        request.state = RUNNING
         if not request.output:
-            request.reused = start
-        self.tables[request.row, : len(table.blocks)] = torch.tensor(table.blocks, dtype=torch.int32)
+            request.reused = found
         self.running.append(request)
-        self._append(request, end - start)
-        return Part(request, start, end)
-
-    def _append(self, request: Request, count: int) -> None:
-        assert request.table is not None
-        table, before = request.table, len(request.table.blocks)
-        table.append(count)
-        if len(table.blocks) > before:
-            self.tables[request.row, before : len(table.blocks)] = torch.tensor(
-                table.blocks[before:], dtype=torch.int32
-            )
-
-    def table_rows(self, parts: list[Part]) -> Tensor:
-        """Return int32 `[len(parts), W]`, block ids of a step's requests."""
-        return self.tables[[part.request.row for part in parts]]
-
-    def publish(self, part: Part) -> None:
-        """Make the whole blocks that a step has filled known by their content."""
-        if not self.reuse_prefixes or part.request.table is None:
-            return
-        first, last = part.start // self.block_size, part.end // self.block_size
-        if last > first:
-            keys = part.request.keys(last, self.block_size)
-            for index in range(first, last):
-                self.pool.publish(part.request.table.blocks[index], keys[index])
+        return count
 
     def preempt(self, request: Request) -> None:
         """Take a request out of the batch and let it wait first; its blocks are given back."""
@@ -177,7 +197,7 @@ class Scheduler:
 
     def retire(self, request: Request) -> None:
         """Take a request out, whether it runs or was preempted while its last token was on its way."""
-        if request in self.running:
+        if request.table is not None:
             self.release(request)
         else:
             self.waiting.remove(request)
@@ -185,11 +205,7 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """Take a request out of the batch and give its blocks back."""
         self.running.remove(request)
-        self._rows.append(request.row)
-        request.row = -1
-        if request.table is not None:
-            request.table.free()
-            request.table = None
+        self.blocks.close(request)
 
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is; one that has ended stays as it is.

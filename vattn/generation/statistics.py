@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vattn.generation.request import Request
 
@@ -15,10 +16,13 @@ class Statistics:
         steps: computed steps.
         prompt_tokens, generated_tokens: of all requests; prompt tokens computed again after preemption count again.
         reused_tokens: prompt tokens that were found in the cache.
+        drafted_tokens, accepted_tokens: guesses of `PromptLookup` that were verified, and those that were right.
+        drafted_steps: how often a request had guesses in a step.
         preemptions: how often a request had to give its blocks back.
         waiting, running: requests now.
         used_blocks, num_blocks: blocks that requests hold now, and all that there are for them.
-        wasted_tokens: places in those blocks that hold no token.
+        wasted_tokens: places in the blocks of the running requests whose content no query reads: behind the last token,
+            and in a cache with groups before the windows.
         seconds: wall time of all steps.
         device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. What `seconds` is
             longer, the device waited for the host.
@@ -29,6 +33,9 @@ class Statistics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     reused_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_steps: int = 0
     preemptions: int = 0
     waiting: int = 0
     running: int = 0
@@ -44,15 +51,19 @@ class Statistics:
         """Generated tokens by wall time."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def accepted_per_step(self) -> float:
+        """Right guesses of a request in a step in which it had some; each saves the request a step."""
+        return self.accepted_tokens / self.drafted_steps if self.drafted_steps else 0.0
 
-@dataclass(frozen=True)
-class Progress:
+
+class Progress(NamedTuple):
     """What a step did for one request.
 
     Attributes:
         request: whose.
         text: text that came, whole characters only; "" without a tokenizer.
-        tokens: ids that came: one, or none if the request has failed.
+        tokens: ids that came: one, more where guesses were right, none if the request has failed.
     """
 
     request: Request

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-from vattn.generation.request import Request
 
 UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no character yet."""
@@ -15,44 +14,46 @@ class TextStream:
 
     Args:
         tokenizer: anything with `decode(ids) -> str`, such as transformers' tokenizers.
+        stop_strings: texts of which the first one that appears ends the text; it is cut off.
+
+    Attributes:
+        text: so far, with what is held back because a stop string may begin there.
+        stopped: whether a stop string has appeared.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.text = ""
-        self._start = self._shown = 0
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.text, self.stopped = "", False
+        # Tokens that are decoded again, tokens whose text is known, and characters that were shown.
+        self._start = self._decoded = self._shown = 0
 
     def push(self, ids: list[int], last: bool = False) -> str:
-        """Return the text that has become whole.
+        """Return the text that can be shown now.
 
         Args:
             ids: all tokens of the output so far.
             last: nothing will follow, so what is unfinished is shown too.
         """
+        begin = max(0, len(self.text) - max(map(len, self.stop_strings), default=0))
+        self.text += self._decode(ids, last)
+        found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        end = len(self.text) - (0 if last or self.stopped else self._held_back())
+        fresh, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return fresh
+
+    def _decode(self, ids: list[int], last: bool) -> str:
+        """Return the characters that have become whole."""
         # Text of a few earlier tokens is decoded again: spaces and characters depend on the neighbours.
-        before = self.tokenizer.decode(ids[self._start : self._shown])
+        before = self.tokenizer.decode(ids[self._start : self._decoded])
         now = self.tokenizer.decode(ids[self._start :])
         if len(now) <= len(before) or (now.endswith(UNFINISHED) and not last):
             return ""
-        fresh = now[len(before) :]
-        self._start, self._shown = self._shown, len(ids)
-        self.text += fresh
-        return fresh
+        self._start, self._decoded = self._decoded, len(ids)
+        return str(now[len(before) :])
 
-
-def cut_at_stop_string(request: Request, fresh: str) -> bool:
-    """Add text to a request, and cut it before the first stop string; return whether there was one."""
-    longest = max(map(len, request.sampling.stop_strings), default=0)
-    begin = max(0, len(request.text) - longest)
-    request.text += fresh
-    found = [at for stop in request.sampling.stop_strings if (at := request.text.find(stop, begin)) >= 0]
-    if found:
-        request.text = request.text[: min(found)]
-    return bool(found)
-
-
-def held_back(request: Request) -> int:
-    """Return how many characters at the end of a request's text may be the beginning of a stop string."""
-    text = request.text
-    sizes = [n for stop in request.sampling.stop_strings for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    return max(sizes, default=0)
+    def _held_back(self) -> int:
+        """Return how many characters at the end may be the beginning of a stop string."""
+        sizes = [n for stop in self.stop_strings for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
+        return max(sizes, default=0)

@@ -126,7 +126,7 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
     before = hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest() if parent is None else bytes.fromhex(parent)
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        text = ",".join(str(int(token)) for token in tokens[start : start + block_size])
+        text = ",".join(map(str, map(int, tokens[start : start + block_size])))
         before = hashlib.sha256(before + text.encode()).digest()
         keys.append(before.hex())
     return keys

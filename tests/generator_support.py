@@ -1,0 +1,69 @@
+"""What the tests of the generator share: prompts, the tokens of one-by-one generation, a model with faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import vattn
+
+BLOCK = 16
+GREEDY = vattn.Sampling(max_new_tokens=12, stop_token_ids=())
+PROMPTS = [list(range(3, 44)), [7, 5, 90], list(range(50, 70)), [9], list(range(3, 40)), [11, 12] * 9]
+
+
+def one_by_one(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return what a model of transformers generates greedily without any cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def make_generator(packed: Any, **options: Any) -> vattn.Generator:
+    """Return a small generator for requests of up to 128 tokens, or what the cache holds."""
+    options = {"max_num_reqs": 4, "token_budget": 64, **options}
+    if "max_seq_len" not in options:
+        most = vattn.Generator(packed, **options).scheduler.max_seq_len
+        options["max_seq_len"] = min(128, most)
+    return vattn.Generator(packed, **options)
+
+
+def check_empty(generator: vattn.Generator) -> None:
+    """Assert that no block and no row of the tables is lost."""
+    blocks = generator.scheduler.blocks
+    generator.scheduler.pool.check()
+    assert blocks.pool.num_used == 0 and not generator.busy
+    assert blocks.num_free_rows == generator.scheduler.max_num_reqs
+
+
+class Characters:
+    """A tokenizer of one letter per token."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return a number for each character."""
+        return [ord(c) - 32 for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return a character for each number."""
+        return "".join(chr(i + 32) for i in ids)
+
+
+class Faulty(torch.nn.Module):
+    """A model that raises in one step, or gives NaN to requests whose last token is 90."""
+
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        self.packed, self.kv_cache = packed, packed.kv_cache
+        self.raise_in, self.bad = 0, 90
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the model's logits, or a fault."""
+        self.raise_in -= 1
+        if self.raise_in == 0:
+            raise ZeroDivisionError("the model failed")
+        out = self.packed(ids, positions, rows)
+        out[ids[rows] == self.bad, 7] = torch.nan
+        return out

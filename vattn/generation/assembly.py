@@ -1,0 +1,153 @@
+"""What a generator is made of: arguments checked, the cache, end tokens, the compiled model, captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.compilation import compile, compile_regions
+from vattn.cuda_graph import CUDAGraphRunner
+from vattn.errors import ConfigError
+from vattn.generation.launch import sample_draft_inputs, sample_inputs
+from vattn.generation.sampling import whole_number
+from vattn.grouped_builder import GroupedMetadataBuilder
+from vattn.kv_cache import KVCacheAllocation
+from vattn.metadata_builder import AttentionMetadataBuilder
+
+Forward = Callable[..., Tensor]
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return an int, or refuse what is none or too small."""
+    if not whole_number(value, least):
+        raise ConfigError(f"{name}={value!r}", f"an int, at least {least}", f"change {name}")
+    return int(value)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse what cannot turn texts into ids and back; `None` can be told from that."""
+    if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        raise ConfigError(
+            f"tokenizer={tokenizer!r:.80}",
+            "an object with encode(text) and decode(ids), such as transformers' tokenizers",
+            "transformers.AutoTokenizer.from_pretrained(folder)",
+        )
+
+
+def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
+    """Return the cache of a generator: the given one, or the model's own.
+
+    Raises:
+        ConfigError: no model, no cache, or one that a generator cannot use.
+    """
+    if not callable(model):
+        raise ConfigError(f"a model of type {type(model).__name__}", "a torch.nn.Module", "pass the model first")
+    found = getattr(model, "kv_cache", None) if cache is None else cache
+    if not isinstance(found, KVCacheAllocation):
+        raise _no_cache(model, cache)
+    if any(group.kind == "cross" for group in found.groups):
+        raise ConfigError(
+            "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"
+        )
+    return found
+
+
+def _no_cache(model: Any, cache: Any) -> ConfigError:
+    if cache is not None:
+        return ConfigError(
+            f"cache of type {type(cache).__name__}", "what vattn.allocate_kv_cache returned", "leave cache out"
+        )
+    if hasattr(model, "generate") and hasattr(model, "config"):
+        return ConfigError(
+            f"{type(model).__name__}, a model of transformers that is not on vattn",
+            "what enable(model, memory=...) returned",
+            "from vattn.integrations.transformers import enable; Generator(enable(model, memory='1GiB'))",
+        )
+    return ConfigError(
+        "a generator without a KV cache",
+        "cache=, or a model with one in its attribute kv_cache",
+        "vattn.Generator(model, cache=vattn.allocate_kv_cache(model, memory='1GiB')), or enable(model, memory='1GiB')",
+    )
+
+
+def longest_request(model: Any, asked: int | None, most: int) -> int:
+    """Return the longest request: what was asked for, or what the cache can hold.
+
+    Args:
+        model: a transformers model may say how many positions it was trained for.
+        asked: `None` for the default.
+        most: tokens that the cache can hold for one request.
+    """
+    if asked is None:
+        config: Any = getattr(getattr(model, "model", None), "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        trained: Any = getattr(text, "max_position_embeddings", None)
+        return min(most, int(trained) if whole_number(trained, 1) else most, 32768)
+    if check_count("max_seq_len", asked) > most:
+        raise ConfigError(
+            f"max_seq_len={asked} for a cache that holds a request of {most} tokens",
+            f"up to {most}",
+            "leave max_seq_len out, or allocate more blocks",
+        )
+    return asked
+
+
+def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
+    """Return the given end tokens, or those of the model's generation config."""
+    if given is None:
+        inner = getattr(model, "model", model)
+        given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+        given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
+    elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
+    return frozenset(check_count("stop_token_ids", token, 0) for token in given)
+
+
+def make_builder(
+    model: nn.Module, cache: KVCacheAllocation, max_num_reqs: int, max_num_tokens: int, max_seq_len: int
+) -> AttentionMetadataBuilder:
+    """Return the builder of a cache's steps."""
+    kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
+    return kind(max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device, layers=model)
+
+
+def compiled(model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]) -> Forward:
+    """Return the model compiled as asked for."""
+    how = ("layers" if device.type == "cuda" else "none") if how is None else how
+    if how not in ("layers", "model", "none"):
+        raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
+    if how == "none" and options:
+        raise ConfigError("compile_options without compiling", "compile='layers' or 'model'", "set compile=")
+    if how == "model":
+        return compile(model, **options)
+    if how == "layers":
+        compile_regions(model, **options)
+    return model
+
+
+def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> list[int]:
+    """Return the numbers of requests to capture: those asked for, or a ladder on CUDA."""
+    if sizes is None:
+        ladder = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, most + 1, 64), most]
+        return sorted({size for size in ladder if size <= most}) if device.type == "cuda" else []
+    if not isinstance(sizes, (list, tuple, range)):
+        raise ConfigError(f"graph_sizes={sizes!r:.80}", "a list of numbers of requests, () for none", "graph_sizes=[8]")
+    return [check_count("graph_sizes", size) for size in sizes]
+
+
+def capture(
+    forward: Forward, builder: AttentionMetadataBuilder, sizes: Sequence[int], num_drafts: int
+) -> tuple[CUDAGraphRunner | None, CUDAGraphRunner | None]:
+    """Return graphs for steps of one token a request, and for steps with drafts; `None` where nothing is captured."""
+    if not sizes:
+        return None, None
+    plain = CUDAGraphRunner(forward, sizes, builder, sample_inputs, output_rows="requests")
+    if not num_drafts:
+        return plain, None
+    drafts = CUDAGraphRunner(
+        forward, sizes, builder, sample_draft_inputs, tokens_per_request=1 + num_drafts, output_rows="tokens"
+    )
+    return plain, drafts

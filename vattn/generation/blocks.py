@@ -1,0 +1,193 @@
+"""`CacheBlocks`: which blocks of the cache the running requests hold, in every group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vattn.block_pool import BlockPool, BlockTable
+from vattn.block_tables import HybridBlockTable
+from vattn.generation.request import Request
+from vattn.generation.sampler import on_host
+from vattn.kv_cache import KVCacheAllocation
+from vattn.kv_cache_spec import KVCacheSpec
+
+
+class CacheBlocks:
+    """Take blocks for requests, give them back, and find them again by their content.
+
+    A cache without groups has one block table, whose blocks a request keeps to its end. In a cache with groups
+    (`hybrid=True`) each group has its own, and blocks behind a window go back to the pool while the request runs.
+
+    Args:
+        cache: what `vattn.allocate_kv_cache` returned.
+        max_num_reqs: requests that run at once; each has a row in the tables.
+        max_seq_len: longest request.
+        reuse: whether whole blocks get a name by their content.
+
+    Attributes:
+        pool: where blocks come from.
+        tables: int32 `[max_num_reqs, ceil(max_seq_len / block_size)]`, one for each group, block ids by row.
+    """
+
+    def __init__(self, cache: KVCacheAllocation, max_num_reqs: int, max_seq_len: int, reuse: bool = True) -> None:
+        self.cache, self.reuse = cache, reuse
+        self.block_size = cache.block_size
+        self.pool = BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)
+        self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
+        width = -(-max_seq_len // cache.block_size)
+        self.tables = [torch.zeros(max_num_reqs, width, dtype=torch.int32) for _ in self._specs]
+        # What the tables lack: group, row, column and block.
+        self._fresh: list[tuple[int, int, int, int]] = []
+        self._rows = list(range(max_num_reqs - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be opened."""
+        return len(self._rows)
+
+    def open(self, request: Request) -> None:
+        """Give a request a row, and the blocks that already hold the beginning of its tokens."""
+        grouped = bool(self.cache.groups)
+        request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
+        request.row = self._rows.pop()
+        if self.reuse:
+            # One token at least is computed: its logits are needed.
+            keys = request.keys((request.num_tokens - 1) // self.block_size, self.block_size)
+            self._take(request.table, keys)
+        found = request.table.num_tokens
+        request.cached = request.room = found
+        request.published = found // self.block_size
+        self._note(request, 0)
+
+    def grow(self, request: Request, count: int) -> None:
+        """Make room for `count` more tokens behind `request.cached`.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
+        """
+        table = request.table
+        assert table is not None
+        if request.cached + count > request.room:
+            before = request.room // self.block_size
+            # What was appended for drafts that were wrong is there again.
+            table.num_tokens = request.cached
+            table.append(count)
+            request.room = len(_rows(table)[0]) * self.block_size
+            self._note(request, before)
+
+    def close(self, request: Request) -> None:
+        """Give a request's row and blocks back."""
+        if request.table is not None:
+            request.table.free()
+            self._rows.append(request.row)
+            self._fresh = [each for each in self._fresh if each[1] != request.row]
+            request.table, request.row = None, -1
+            request.cached = request.room = request.published = 0
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Make the whole blocks of a request's first tokens, which a step on its way fills, known by their content."""
+        first, last = request.published, num_tokens // self.block_size
+        if not self.reuse or request.table is None:
+            return
+        keys = request.keys(last, self.block_size)
+        for index, row in enumerate(_rows(request.table)):
+            for place in range(first, last):
+                if row[place]:
+                    self.pool.publish(row[place], self._name(keys[place], index))
+        request.published = last
+
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request whose values turned out wrong."""
+        if request.table is not None:
+            self.pool.forget(block for row in _rows(request.table) for block in row if block)
+
+    def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
+        """Return int32 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
+        if self._fresh:
+            group, row, column, block = torch.tensor(self._fresh).unbind(1)
+            for index, table in enumerate(self.tables):
+                own = group == index if len(self.tables) > 1 else slice(None)
+                table[row[own], column[own]] = block[own].int()
+            self._fresh = []
+        width = -(-num_tokens // self.block_size)
+        rows = on_host([request.row for request in requests])
+        found = [table.narrow(1, 0, width).index_select(0, rows) for table in self.tables]
+        return found if self.cache.groups else found[0]
+
+    def most_needed(self, num_tokens: int, chunk: int) -> int:
+        """Return how many blocks a request of `num_tokens` tokens can need at once, in steps of up to `chunk`."""
+        whole = -(-num_tokens // self.block_size)
+        return sum(
+            whole if spec is None else spec.max_blocks(num_tokens, min(chunk, num_tokens)) for spec in self._specs
+        )
+
+    def most_tokens(self, chunk: int) -> int:
+        """Return how long a request can be that has the cache for itself, in steps of up to `chunk` tokens."""
+        usable = self.pool.num_blocks - self.pool.reserved
+        low, high = 0, usable * self.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.most_needed(middle, chunk) <= usable else (low, middle - 1)
+        return low
+
+    def num_wasted(self, requests: Sequence[Request]) -> int:
+        """Return the places in the blocks of requests that hold no token which a query still reads."""
+        wasted = 0
+        for request in requests:
+            for spec, row in zip(self._specs, _rows(request.table) if request.table is not None else (), strict=False):
+                held = sum(1 for block in row if block) * self.block_size
+                gone = spec.first_block(request.cached) * self.block_size if spec is not None else 0
+                wasted += held - (request.cached - gone)
+        return wasted
+
+    def _note(self, request: Request, first: int) -> None:
+        """Remember a request's new blocks, from column `first` on, for the tables; whole rows where some were freed."""
+        assert request.table is not None
+        for group, (spec, row) in enumerate(zip(self._specs, _rows(request.table), strict=True)):
+            begin = first if spec is None else 0
+            self._fresh += [(group, request.row, begin + place, block) for place, block in enumerate(row[begin:])]
+
+    def _name(self, key: str, group: int) -> str:
+        return f"{key}/{group}" if self.cache.groups else key
+
+    def _take(self, table: BlockTable | HybridBlockTable, keys: Sequence[str]) -> None:
+        """Put blocks that hold the first tokens into an empty table, as many as every group has."""
+        names = [[self._name(key, group) for key in keys] for group in range(len(self._specs))]
+        count = self._found(names)
+        for row, spec, name in zip(_rows(table), self._specs, names, strict=True):
+            first = _first_block(spec, count * self.block_size)
+            row += [0] * first + self.pool.take(name[first:count])
+        table.num_tokens = count * self.block_size
+
+    def _found(self, names: Sequence[Sequence[str]]) -> int:
+        """Return how many first blocks can be taken: a group needs those that its next query still reads."""
+        most, windows = len(names[0]), []
+        for spec, group in zip(self._specs, names, strict=True):
+            if spec is not None and spec.first_block(most * self.block_size):
+                windows.append((spec, group))
+            else:
+                most = min(most, self.pool.find(group))
+        held = [(spec, _run_lengths([self.pool.find([name]) for name in group[:most]])) for spec, group in windows]
+        for count in range(most, 0, -1):
+            if all(runs[count - 1] >= count - _first_block(spec, count * self.block_size) for spec, runs in held):
+                return count
+        return 0
+
+
+def _rows(table: BlockTable | HybridBlockTable) -> list[list[int]]:
+    return [table.blocks] if isinstance(table, BlockTable) else table.rows
+
+
+def _first_block(spec: KVCacheSpec | None, num_tokens: int) -> int:
+    return 0 if spec is None else spec.first_block(num_tokens)
+
+
+def _run_lengths(present: Sequence[int]) -> list[int]:
+    """Return, for each place, how many places up to it are present without a gap."""
+    lengths: list[int] = []
+    for one in present:
+        lengths.append((lengths[-1] if lengths else 0) + 1 if one else 0)
+    return lengths

@@ -1,0 +1,89 @@
+"""Prompts as they come: texts or token ids, one or many, each with its sampling."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vattn.errors import ConfigError, RequestError
+from vattn.generation.sampling import Sampling
+
+Prompt = str | Sequence[int]
+
+
+def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int]:
+    """Return a prompt's token ids.
+
+    Raises:
+        RequestError: a text without a tokenizer, one that it refuses, or what is no token id.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "a text for a generator without a tokenizer",
+                "token ids",
+                "give the generator tokenizer=, or pass ids",
+            )
+        try:
+            prompt = tokenizer.encode(prompt)
+        except Exception as error:
+            raise RequestError(
+                f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
+            ) from error
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise RequestError(
+            f"a prompt of {str(prompt)[:60]!r}", "a text or a flat sequence of token ids", "encode it first"
+        ) from error
+    wrong = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
+    if wrong:
+        allowed = "ids from 0 up" if vocab_size is None else f"ids from 0 to {vocab_size - 1}, the model's vocabulary"
+        raise RequestError(f"token id {wrong[0]} in a prompt", allowed, "encode it with the model's tokenizer")
+    return ids
+
+
+def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sampling:
+    """Return a request's sampling, greedy for `None`.
+
+    Raises:
+        ConfigError: something else.
+        RequestError: settings that this model or tokenizer can never meet.
+    """
+    if sampling is None:
+        return Sampling()
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling of type {type(sampling).__name__}", "vattn.Sampling", "vattn.Sampling(...)")
+    if sampling.stop_strings and tokenizer is None:
+        raise RequestError(
+            f"stop_strings={sampling.stop_strings!r} for a generator without a tokenizer",
+            "stop_token_ids, or a generator with tokenizer=",
+            "give the generator tokenizer=",
+        )
+    never = [token for token in sampling.stop_token_ids or () if vocab_size is not None and token >= vocab_size]
+    if never:
+        raise RequestError(
+            f"stop_token_ids with {never[0]}, which the model never chooses",
+            f"ids from 0 to {(vocab_size or 0) - 1}",
+            "take the ids of the model's own tokenizer",
+        )
+    return sampling
+
+
+def pair(prompts: Any, sampling: Any) -> list[tuple[Prompt, Sampling | None]]:
+    """Return each prompt with its sampling.
+
+    Raises:
+        ConfigError: no list of prompts, or as many samplings as neither one nor the prompts.
+    """
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts={prompts!r:.60}", "a list of prompts", "pass [prompt] for one")
+    prompts = list(prompts)
+    if sampling is None or isinstance(sampling, Sampling):
+        return [(prompt, sampling) for prompt in prompts]
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str):
+        raise ConfigError(f"sampling of type {type(sampling).__name__}", "one vattn.Sampling, or one each", "pass one")
+    if len(sampling) != len(prompts):
+        raise ConfigError(f"{len(sampling)} samplings for {len(prompts)} prompts", "one, or one each", "check the list")
+    return list(zip(prompts, sampling, strict=True))
