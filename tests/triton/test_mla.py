@@ -45,7 +45,9 @@ def test_mixtures(kv_cache_dtype: str) -> None:
 @pytest.mark.parametrize("heads", [1, 16, 40])
 @pytest.mark.parametrize("lens", [([1], [50]), ([3, 1], [40, 33]), ([5, 4], [3, 0])], ids=str)
 def test_heads_and_splits(heads: int, lens: tuple[list[int], list[int]]) -> None:
-    config = make_mla_config(num_heads=heads, block_size=16, kv_lora_rank=32, qk_rope_head_dim=16, lse=True)
+    config = make_mla_config(
+        num_heads=heads, block_size=16, kv_lora_rank=32, qk_rope_head_dim=16, lse=True, decode_threshold=5
+    )
     check(config, *lens, padding_tokens=1)
 
 

@@ -66,6 +66,8 @@ class MLABackend(Backend):
             for name, allowed in sizes.items()
             if getattr(config, name) not in allowed
         ]
+        if config.scale <= 0 and not can.negative_scales:
+            found.append(f"scale {config.scale} (runs scales above 0)")
         arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
         if arithmetic and not can.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
             found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
@@ -101,7 +103,10 @@ MLA_PRIORITY: dict[str, tuple[str, ...]] = {
 @lru_cache(maxsize=1)
 def mla_backends() -> dict[str, MLABackend]:
     """Return every backend of latent attention by name."""
+    from vattn.backends.mla_flash_mla import FlashMLABackend
+    from vattn.backends.mla_flashinfer import FlashInferMLABackend
     from vattn.backends.mla_torch import TorchMLABackend
     from vattn.backends.mla_triton import TritonMLABackend
 
-    return {backend.name: backend for backend in (TorchMLABackend(), TritonMLABackend())}
+    found = (TorchMLABackend(), TritonMLABackend(), FlashInferMLABackend(), FlashMLABackend())
+    return {backend.name: backend for backend in found}

@@ -14,6 +14,7 @@ from vattn.backends.base import Package, Sizes
 from vattn.backends.mla import MLABackend, MLACapabilities
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
+from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 
@@ -25,7 +26,7 @@ class TritonMLABackend(MLABackend):
     capabilities = MLACapabilities(
         devices=("cuda", "interpreter"),
         dtypes=tuple(MODEL_DTYPES),
-        kv_cache_dtypes=(*MODEL_DTYPES, "fp8_e4m3"),
+        kv_cache_dtypes=tuple(MLA_FORMATS),
         query_formats=("none",),
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),

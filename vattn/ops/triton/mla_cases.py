@@ -10,14 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.formats import MODEL_DTYPES
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
-from vattn.ops.triton import mla_launch
+from vattn.ops.mla_chunks import elements_per_token
+from vattn.ops.triton import mla_epilogue, mla_launch, mla_prefill, mla_project
 from vattn.ops.triton.tiles import Limits
 
-KERNELS = ("mla_attention_kernel", "mla_merge_kernel", "mla_update_kernel")
+KERNELS = (
+    (mla_launch, "mla_attention_kernel"),
+    (mla_launch, "mla_merge_kernel"),
+    (mla_launch, "mla_update_kernel"),
+    (mla_project, "mla_project_kernel"),
+    (mla_prefill, "mla_line_kernel"),
+    (mla_prefill, "mla_expand_kernel"),
+    (mla_prefill, "mla_prefill_kernel"),
+    (mla_epilogue, "finish_kernel"),
+)
+"""Modules that launch kernels, and their names."""
+
+CACHES = (("auto", "none"), ("fp8_e4m3", "tensor"), ("fp8_ds_mla", "none"), ("nvfp4_ds_mla", "none"))
+OUTPUTS = ("none", "fp8_static", "fp8_per_token", "fp8_group64", "nvfp4", "nvfp4_swizzled")
 GEOMETRIES = {
     "16x512+64": (16, 512, 64),
     "128x512+64": (128, 512, 64),
@@ -29,16 +44,27 @@ STEPS = {"decode": (2, 2), "mixed": (300, 8)}
 
 def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limits) -> Iterator[Any]:
     """Yield what `record` makes of the launches for a target."""
-    caches = (("auto", "none"), ("fp8_e4m3", "tensor"))
-    for dtype, (cache, scale), geometry in itertools.product(MODEL_DTYPES, caches, GEOMETRIES):
+    for dtype, (cache, scale), geometry in itertools.product(MODEL_DTYPES, CACHES, GEOMETRIES):
         heads, latent, rope = GEOMETRIES[geometry]
         stored = dtype if cache == "auto" else cache
+        if latent % MLA_FORMATS[stored].latent_multiple:
+            continue
         config = MLAConfig(heads, 128, rope, 128, latent, 0.07, dtype, stored, 16, scale, lse=True)
         yield from record(f"{dtype}/{cache} {geometry}", target, partial(_update, config, limits))
         for (step, counts), sparse in itertools.product(STEPS.items(), (False, True)):
             asked = config.replace(sparse=sparse)
             name = f"{dtype}/{cache} {geometry} {step}{' sparse' if sparse else ''}"
             yield from record(name, target, partial(_attend, asked, counts, limits))
+        yield from record(f"{dtype}/{cache} {geometry} prompts", target, partial(_prompts, config, 1 << 20, limits))
+    for dtype, output, geometry in itertools.product(MODEL_DTYPES, OUTPUTS, ("16x512+64", "128x512+64")):
+        heads, latent, rope = GEOMETRIES[geometry]
+        config = MLAConfig(heads, 128, rope, 128, latent, 0.07, dtype, dtype, 64, output_format=output)
+        for tokens in (2, 200):
+            name = f"{dtype} {output} {geometry} {tokens} tokens"
+            yield from record(name, target, partial(_project, config, tokens, limits))
+        yield from record(f"{dtype} {output} {geometry}", target, partial(_prompts, config, 1 << 30, limits))
+    small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
+    yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 1 << 20, limits))
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,3 +93,36 @@ def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits) -> None:
     })  # fmt: skip
     absorbed = _meta(tokens, config.num_heads, config.head_size, dtype=MODEL_DTYPES[config.dtype])
     mla_launch.attend_latents(absorbed, args, config, limits)
+
+
+def _outputs(config: MLAConfig, tokens: int) -> dict[str, Any]:
+    fmt, query = OUTPUT_FORMATS[config.output_format], _meta(tokens, config.num_heads, 1)
+    out, scales = fmt.allocate(query, config.v_head_dim, MODEL_DTYPES[config.dtype])
+    return {
+        "output": out, "output_block_scale": scales, "output_scale": _meta(1) if fmt.static_scale else None,
+        "query_start_loc": _meta(3, dtype=torch.int32), "seq_lens": _meta(2, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def _project(config: MLAConfig, tokens: int, limits: Limits) -> None:
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    args, dtype = MLAAttentionArgs(**{**none, **_outputs(config, tokens)}), MODEL_DTYPES[config.dtype]
+    latent = _meta(tokens, config.num_heads, config.kv_lora_rank, dtype=dtype)
+    weight = _meta(config.num_heads, config.v_head_dim, config.kv_lora_rank, dtype=dtype).transpose(1, 2)
+    mla_project.project_output(latent, weight, args, config, limits)
+
+
+def _prompts(config: MLAConfig, room: int, limits: Limits) -> None:
+    """Launch both halves of a step with prompts, with a workspace of `room` elements."""
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    dtype, tokens = MODEL_DTYPES[config.dtype], 300
+    room = max(room, config.block_size * elements_per_token(config))
+    args = MLAAttentionArgs(**{
+        **none, **_outputs(config, tokens), "query": _meta(tokens, config.num_heads, config.qk_head_dim, dtype=dtype),
+        "kv_cache": _cache(config), "block_table": _meta(2, 256, dtype=torch.int32),
+        "lse": _meta(tokens, config.num_heads) if config.lse else None,
+        "k_scale": None if config.kv_scale == "none" else _meta(1), "workspace": _meta(room, dtype=dtype), "plan": [],
+    })  # fmt: skip
+    wide = config.qk_nope_head_dim + config.v_head_dim
+    weight = _meta(config.num_heads, wide, config.kv_lora_rank, dtype=dtype)
+    mla_launch.attend_mixed(args, weight, config, limits)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.cache_update import slot_start, stored
-from vattn.ops.triton.codec import cast, decode, dot
+from vattn.ops.triton.cache_update import slot_start
+from vattn.ops.triton.codec import cast, dot
 from vattn.ops.triton.mask import LN2
+from vattn.ops.triton.mla_rows import load_latents, load_ropes, row_offset, store_row
 from vattn.ops.triton.reduce import merge_columns
 
 
@@ -19,7 +20,7 @@ from vattn.ops.triton.reduce import merge_columns
 def mla_update_kernel(
     kv_c, k_pe, cache, slot_mapping, k_scale, num_slots, stride_c, stride_p,
     L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    STRIDES: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Write one token's latent and rotated key. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
@@ -29,13 +30,12 @@ def mla_update_kernel(
     scale = tl.full((1,), 1.0, tl.float32)
     if k_scale is not None:
         scale = tl.load(k_scale + tl.zeros((1,), tl.int32))
-    row = cache + slot_start(slot, num_slots, BLOCK_SIZE, (BLOCK_SIZE * (L + R), L + R))
+    row = cache + slot_start(slot, num_slots, BLOCK_SIZE, STRIDES)
     column = tl.arange(0, L_TILE)
-    x = tl.load(kv_c + token * stride_c + column, mask=column < L, other=0)
-    tl.store(row + column, stored(x, scale, FORMAT, cache.dtype.element_ty, NATIVE_FP8), mask=column < L)
+    latent = tl.load(kv_c + token * stride_c + column, mask=column < L, other=0)
     column = tl.arange(0, R_TILE)
-    x = tl.load(k_pe + token * stride_p + column, mask=column < R, other=0)
-    tl.store(row + L + column, stored(x, scale, FORMAT, cache.dtype.element_ty, NATIVE_FP8), mask=column < R)
+    rope = tl.load(k_pe + token * stride_p + column, mask=column < R, other=0)
+    store_row(row, latent, rope, scale, L, R, L_TILE, R_TILE, FORMAT, NATIVE_FP8)
 
 
 @triton.jit
@@ -57,13 +57,6 @@ def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl
     return low
 
 
-@triton.jit
-def load_part(row, column, exists, width, FORMAT: tl.constexpr, TARGET: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return columns of stored rows as TARGET, zeros where a row does not exist."""
-    mask = exists[:, None] & (column < width)[None, :]
-    return decode(tl.load(row[:, None] + column[None, :], mask=mask, other=0), FORMAT, TARGET, NATIVE_FP8)
-
-
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "num_splits", "num_blocks", "table_width", "table_stride", "topk"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "k_scale"],
@@ -72,14 +65,16 @@ def mla_attention_kernel(
     query, cache, query_start_loc, seq_lens, block_table, topk_indices, k_scale, output, lse, partial, partial_log,
     num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr, SPARSE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr,
+    SPARSE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Attend BLOCK_M rows of one request (SPARSE: heads of one token) to a split of its keys.
 
     Grid: blocks of rows, splits. `query` is `[T, N, L + R]`, absorbed; `output` `[T, N, L]` in the model dtype; `scale`
     includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and base-2 logs of their denominators to
-    `partial_log`; of an empty split the log alone is written.
+    `partial_log`; of an empty split the log alone is written. LONGEST, unless 0: requests of more tokens and padding
+    are left out, every request has as many blocks as the longest may have, and partial results lie by request.
     """
     COLUMNS: tl.constexpr = L + R
     split = tl.program_id(1)
@@ -89,13 +84,23 @@ def mla_attention_kernel(
         request = find_request(query_start_loc, num_reqs, token_of_block, N, 0)
         row0 = token_of_block.to(tl.int64) * N + tl.program_id(0) % BLOCKS * BLOCK_M
         end_row = (token_of_block.to(tl.int64) + 1) * N
+    elif LONGEST:
+        BLOCKS_OF_REQUEST: tl.constexpr = (LONGEST * N + BLOCK_M - 1) // BLOCK_M
+        request = tl.program_id(0) // BLOCKS_OF_REQUEST
     else:
         request = find_request(query_start_loc, num_reqs, tl.program_id(0), N, BLOCK_M)
     is_real = request < num_reqs
     start = tl.load(query_start_loc + request)
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
     end = tl.where(is_real, end, num_tokens)
-    if not SPARSE:
+    first_partial = tl.zeros([], tl.int64)
+    if LONGEST:
+        if end - start > LONGEST:
+            return
+        row0 = start.to(tl.int64) * N + tl.program_id(0) % BLOCKS_OF_REQUEST * BLOCK_M
+        end_row = end.to(tl.int64) * N
+        first_partial = (request.to(tl.int64) * LONGEST - start) * N
+    elif not SPARSE:
         first_block = (start.to(tl.int64) * N // BLOCK_M) + request
         row0 = start.to(tl.int64) * N + (tl.program_id(0) - first_block) * BLOCK_M
         end_row = end.to(tl.int64) * N
@@ -139,10 +144,10 @@ def mla_attention_kernel(
         position = tl.where(exists, position, 0)
         block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=-1)
         exists = exists & (block >= 0) & (block < num_blocks)
-        place = tl.where(exists, block, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        key = cache + place * COLUMNS
-        latent = load_part(key, latent_column, exists, L, FORMAT, DTYPE, NATIVE_FP8)
-        rope = load_part(key + L, rope_column, exists, R, FORMAT, DTYPE, NATIVE_FP8)
+        place = row_offset(tl.where(exists, block, 0), position % BLOCK_SIZE, STRIDES)
+        key = cache + place
+        latent = load_latents(key, exists, 0, L_TILE, L, R, FORMAT, DTYPE, NATIVE_FP8)
+        rope = load_ropes(key, exists, R_TILE, L, R, FORMAT, DTYPE, NATIVE_FP8)
         scores = dot(q, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = dot(q_rope, tl.trans(rope), scores) * factor
         visible = exists[None, :] & (position[None, :] < limit[:, None])
@@ -159,7 +164,7 @@ def mla_attention_kernel(
     log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     inside = known[:, None] & (latent_column < L)[None, :]
     if SPLIT:
-        place = row * num_splits + split
+        place = (first_partial + row) * num_splits + split
         tl.store(partial_log + place, log, mask=known)
         tl.store(partial + place[:, None] * L + latent_column[None, :], acc, mask=inside & seen[:, None])
     else:
@@ -168,14 +173,23 @@ def mla_attention_kernel(
             tl.store(lse + row, log * LN2, mask=known)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_merge_kernel(
-    partial, partial_log, output, lse, num_splits, L: tl.constexpr, L_TILE: tl.constexpr, MODEL: tl.constexpr
-):
-    """Merge the splits of one row. Grid: rows."""
+    partial, partial_log, query_start_loc, output, lse, num_splits, N: tl.constexpr, L: tl.constexpr,
+    L_TILE: tl.constexpr, MODEL: tl.constexpr, LONGEST: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one row. Grid: rows; with LONGEST as many for every request, see `mla_attention_kernel`."""
     row = tl.program_id(0)
+    target = row.to(tl.int64)
+    if LONGEST:
+        request = row // (LONGEST * N)
+        start = tl.load(query_start_loc + request)
+        length = tl.load(query_start_loc + request + 1) - start
+        if (length > LONGEST) | (row % (LONGEST * N) >= length * N):
+            return
+        target = start.to(tl.int64) * N + row % (LONGEST * N)
     column = tl.arange(0, L_TILE)
     x, log = merge_columns(partial, partial_log, None, row, column, column < L, num_splits, 1, L)
-    tl.store(output + row.to(tl.int64) * L + column, cast(x, MODEL), mask=column < L)
+    tl.store(output + target * L + column, cast(x, MODEL), mask=column < L)
     if lse is not None:
-        tl.store(lse + row + column, log * LN2, mask=column == 0)
+        tl.store(lse + target + column, log * LN2, mask=column == 0)

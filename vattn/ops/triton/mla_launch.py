@@ -11,9 +11,14 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
+from vattn.ops.mla_absorb import absorb, project_values
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
 from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_update_kernel
+from vattn.ops.triton.mla_prefill import attend_prompts, has_prompts, longest_absorbed
+from vattn.ops.triton.mla_project import project_output, project_to, spans_heads
+from vattn.ops.triton.mla_rows import row_strides
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.quantization import quantise_output
 
@@ -21,17 +26,18 @@ _TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.
 
 
 def update_cache(args: MLACacheUpdateArgs, config: MLAConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::mla_kv_cache_update` for formats that are not packed."""
+    """Run `vattn::mla_kv_cache_update`."""
     if not args.slot_mapping.numel():
         return
     limits = limits or Limits.of(args.kv_c.device)
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    block_stride, row_stride = row_strides(config, args.kv_cache.stride(0))
     mla_update_kernel[(args.slot_mapping.shape[0],)](
         args.kv_c, args.k_pe, args.kv_cache, args.slot_mapping, args.k_scale,
         args.kv_cache.shape[0] * config.block_size, args.kv_c.stride(0), args.k_pe.stride(0),
         L=latent, R=rope, L_TILE=next_power_of_two(latent), R_TILE=next_power_of_two(rope),
-        BLOCK_SIZE=config.block_size, FORMAT=config.kv_cache_dtype, NATIVE_FP8=limits.native_fp8,
-        num_warps=1 if latent <= 512 else 4, enable_fp_fusion=False,
+        BLOCK_SIZE=config.block_size, STRIDES=(block_stride, row_stride), FORMAT=config.kv_cache_dtype,
+        NATIVE_FP8=limits.native_fp8, num_warps=1 if latent <= 512 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -74,31 +80,54 @@ def _row_blocks(config: MLAConfig, block_m: int, num_tokens: int, num_reqs: int)
     return num_tokens * config.num_heads // block_m + num_reqs + 1
 
 
-def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
-    """Return queries in the latent space, `[T, N, L + R]` in the model dtype."""
-    absorbed = query.new_empty((query.shape[0], config.num_heads, config.head_size))
-    nope = query[..., : config.qk_nope_head_dim].transpose(0, 1)
-    torch.bmm(nope, w_uk, out=absorbed[..., : config.kv_lora_rank].transpose(0, 1))
-    absorbed[..., config.kv_lora_rank :] = query[..., config.qk_nope_head_dim :]
-    return absorbed
-
-
 def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::mla_attention` with every row absorbed."""
+    """Run `vattn::mla_attention`: absorbed, and long requests of steps with prompts expanded."""
     if args.query.shape[0] == 0:
         _write(args.query.new_empty((0, config.num_heads, config.v_head_dim)), args, config)
         return
     weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, MODEL_DTYPES[config.dtype])
-    w_uk, w_uv = key_and_value_weights(weight, config)
+    known = limits or Limits.of(args.query.device)
+    clear_scales(args, config)
     # Autocast would change the dtype of the products.
     with torch.autocast(args.query.device.type, enabled=False):
-        absorbed = absorb(args.query, w_uk, config)
-        latent = _attend_absorbed(absorbed, args, config, limits)
-        plain = config.output_format == "none"
-        output = args.output if plain else args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
-        torch.bmm(latent.transpose(0, 1), w_uv, out=output.transpose(0, 1))
-        if not plain:
-            _write(output, args, config)
+        if has_prompts(config, args.query.shape[0], args.seq_lens.shape[0]):
+            attend_mixed(args, weight, config, known)
+        else:
+            _attend_short(args, weight, config, limits, known)
+
+
+def _attend_short(
+    args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits | None, known: Limits
+) -> None:
+    """Attend a step whose rows are all absorbed."""
+    w_uk, w_uv = key_and_value_weights(weight, config)
+    absorbed = absorb(args.query, w_uk, config)
+    latent = _attend_absorbed(absorbed, args, config, limits)
+    if config.output_format == "none":
+        project_values(latent, w_uv, args.output)
+    elif spans_heads(config):
+        rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
+        project_values(latent, w_uv, rows)
+        finish_rows(rows, args, config, known)
+    else:
+        project_output(latent, w_uv, args, config, known)
+
+
+def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits) -> None:
+    """Attend a step in which requests may be long: short ones are absorbed, the others expanded."""
+    longest, nope = longest_absorbed(config), config.qk_nope_head_dim
+    w_uk, w_uv = key_and_value_weights(weight, config)
+    rows = None
+    if kind_of(config) == "rows":
+        rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
+    absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
+    project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest)
+    absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
+    latent = attend_latents(absorbed, args, config, limits, longest)
+    project_output(latent, w_uv, args, config, limits, rows, longest)
+    attend_prompts(args, weight, rows, config, limits)
+    if rows is not None:
+        finish_rows(rows, args, config, limits)
 
 
 def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None) -> Tensor:
@@ -123,33 +152,47 @@ def _write(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> None:
     )
 
 
-def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None) -> Tensor:
-    """Attend absorbed queries to cached rows; return `[T, N, L]` in the model dtype and write the LSE."""
+def attend_latents(
+    absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None, longest: int = 0
+) -> Tensor:
+    """Attend absorbed queries to cached rows; return `[T, N, L]` in the model dtype and write the LSE.
+
+    With `longest`, rows of longer requests and of padding are left out: results and LSE of theirs stay as they are.
+    """
     limits = limits or Limits.of(absorbed.device)
     tokens, reqs = absorbed.shape[0], args.seq_lens.shape[0]
     topk = 0 if args.topk_indices is None else args.topk_indices.shape[1]
     most_keys = topk or args.block_table.shape[1] * config.block_size
-    tiles = choose_tiles(config, tokens, reqs, most_keys, limits)
+    attended = longest * reqs if longest else tokens
+    tiles = choose_tiles(config, attended, reqs, most_keys, limits)
     output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
-    rows, splits = tokens * config.num_heads, tiles.num_splits
+    rows, splits = attended * config.num_heads, tiles.num_splits
     partial = partial_log = None
     if splits > 1:
         partial = absorbed.new_empty((rows, splits, config.kv_lora_rank), dtype=torch.float32)
         partial_log = absorbed.new_empty((rows, splits), dtype=torch.float32)
-    sizes: dict[str, Any] = {"L": config.kv_lora_rank, "L_TILE": max(16, next_power_of_two(config.kv_lora_rank))}
+    sizes: dict[str, Any] = {
+        "N": config.num_heads, "L": config.kv_lora_rank, "L_TILE": max(16, next_power_of_two(config.kv_lora_rank)),
+        "LONGEST": longest,
+    }  # fmt: skip
     model = _TRITON_DTYPES[config.dtype]
-    mla_attention_kernel[(_row_blocks(config, tiles.block_m, tokens, reqs), splits)](
+    blocks = _row_blocks(config, tiles.block_m, tokens, reqs)
+    if longest:
+        blocks = reqs * -(-longest * config.num_heads // tiles.block_m)
+    mla_attention_kernel[(blocks, splits)](
         absorbed, args.kv_cache, args.query_start_loc, args.seq_lens, args.block_table, args.topk_indices, args.k_scale,
         output, args.lse, partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits,
         args.block_table.stride(0), args.block_table.shape[1],
         0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * 1.4426950408889634,
-        N=config.num_heads, R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
-        BLOCK_SIZE=config.block_size, FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse,
-        SPLIT=splits > 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
+        R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
+        BLOCK_SIZE=config.block_size, STRIDES=row_strides(config, args.kv_cache.stride(0)),
+        FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse, SPLIT=splits > 1,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         mla_merge_kernel[(rows,)](
-            partial, partial_log, output, args.lse, splits, MODEL=model, **sizes, num_warps=4, enable_fp_fusion=True
-        )
+            partial, partial_log, args.query_start_loc, output, args.lse, splits, MODEL=model, **sizes, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return output
