@@ -27,9 +27,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs Triton's interpreter")
     import triton.language as tl
 
-    from vattn.ops.triton import decode_fast, decode_fast_kernels, decode_packed, decode_packed_kernels
+    from vattn.ops.triton import (
+        decode_fast,
+        decode_fast_kernels,
+        decode_packed,
+        decode_packed_codes,
+        decode_packed_kernels,
+    )
 
-    for module in (decode_fast_kernels, decode_packed_kernels):
+    for module in (decode_fast_kernels, decode_packed_codes, decode_packed_kernels):
         for name, value in list(vars(module).items()):
             if isinstance(value, tl.constexpr):
                 monkeypatch.setattr(module, name, value.value)
@@ -40,7 +46,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
 
 
-def check(fmt: str, padding: int = 0, heads: int = 2, **changes: Any) -> None:
+def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:
     from vattn.ops.triton import decode_packed
     from vattn.ops.triton.decode_fast import Tuning
 
@@ -49,7 +55,10 @@ def check(fmt: str, padding: int = 0, heads: int = 2, **changes: Any) -> None:
     batch = random_paged_batch(
         config, [1] * len(LENGTHS), LENGTHS, num_padding_reqs=padding, num_padding_tokens=padding
     )
-    decode_packed.decode(batch.args, config, Tuning(heads, 3, 2))
+    # A row of zeros, and one whose columns are subnormal in fp16.
+    batch.args.query[0, 0] = 0.0
+    batch.args.query[1, 1] *= 2.0**-13
+    decode_packed.decode(batch.args, config, Tuning(heads, 3, 2, slots=slots))
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE
     assert relative_l2(batch.args.lse, lse) < 3e-4
@@ -57,13 +66,18 @@ def check(fmt: str, padding: int = 0, heads: int = 2, **changes: Any) -> None:
 
 @pytest.mark.parametrize("fmt", FAST)
 def test_ragged_requests(fmt: str) -> None:
-    check(fmt)
+    """One tile at a time, or two."""
+    check(fmt, slots=2 if "4" in fmt else 0)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc"])
 def test_masks_and_padding(fmt: str) -> None:
     masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}
-    check(fmt, padding=2, heads=1, **masks)
+    check(fmt, padding=2, heads=1, slots=2 if fmt.startswith("fp8") else 0, **masks)
+
+
+def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
+    check("turboquant_4bit_nc", num_heads=24, num_kv_heads=3)
 
 
 def test_which_formats_go_the_fast_way() -> None:

@@ -50,6 +50,44 @@ def test_ragged_requests(fmt: str, size: int) -> None:
     check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
 
 
+@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("fmt", FAST)
+def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.triton import decode_packed
+    from vattn.ops.triton.decode_fast import Tuning
+
+    tuning = Tuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
+    monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
+    check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
+
+
+def test_small_and_large_queries_keep_their_digits() -> None:
+    for factor in (2.0**-20, 2.0**14):
+        config = make_config(
+            num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, scale=0.09 / factor,
+            kv_cache_dtype="int4_per_token_head", backend="TRITON_ATTN",
+        )  # fmt: skip
+        batch = random_paged_batch(config, [1, 1], [70, 300], device="cuda")
+        batch.args.query.mul_(factor)
+        batch.run()
+        assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "codebook"])
+def test_assembly_equals_the_plain_twin(codec: str) -> None:
+    from tests.test_decode_packed_codes import unpack_kernel
+
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).cuda()
+    plain, assembly = torch.empty(2, 4, codes.numel(), dtype=torch.float16, device="cuda").view(torch.int16)
+    for part, of_assembly in ((plain, False), (assembly, True)):
+        unpack_kernel[(1,)](codes, part.view(torch.float16), COUNT=codes.numel(), CODEC=codec, ASSEMBLY=of_assembly)
+    if codec == "codebook":
+        # Result j of assembly has columns 2 j and 2 j + 1 of eight.
+        plain = plain.view(4, -1, 2).permute(1, 2, 0).reshape(-1, 4, 2).permute(1, 0, 2).reshape(4, -1)
+    assert torch.equal(plain, assembly)
+
+
 @pytest.mark.parametrize("fmt", FAST)
 def test_masks(fmt: str) -> None:
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}

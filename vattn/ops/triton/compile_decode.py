@@ -71,6 +71,7 @@ def configs() -> Iterator[AttentionConfig]:
         packed = base.replace(kv_cache_dtype=fmt.name) if fmt.packed and not fmt.quantised else base
         if not decode_packed.refusals(packed, HOPPER):
             yield packed
+            yield packed.replace(num_heads=64)
             yield packed.replace(**features, head_size=64, head_size_v=64, output_format="fp8_static")
 
 

@@ -5,6 +5,7 @@ Schedule, scratch and reduction are those of `decode_fast`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +22,22 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import packed_views
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK, LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
+from vattn.ops.triton.decode_fast_kernels import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
 from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
 
 KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4)}
 VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4)}
 """Codecs and bits that the kernel unpacks."""
+
+TUNINGS: dict[str, Tuning] = {
+    "int8_per_token_head": Tuning(2, 4, 4),
+    "fp8_per_token_head": Tuning(2, 4, 4),
+    "turboquant_k8v4": Tuning(2, 4, 4),
+    "int4_per_token_head": Tuning(2, 4, 6, slots=2, max_registers=168),
+    "turboquant_4bit_nc": Tuning(2, 4, 6, slots=2, max_registers=168),
+}
+"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one); `benchmarks/packed_decode.py`
+times others."""
 
 HEAD_SIZES = Sizes(values=(64, 128))
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout"})
@@ -70,9 +81,10 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 
 def choose_tuning(config: AttentionConfig) -> Tuning:
-    """Return how the kernel is cut: what was best, or within a percent of it, on an H200 for every codec."""
-    heads = decode_fast.heads_per_cta(config.num_kv_heads, 2)
-    return Tuning(heads, 4, 8 / heads)
+    """Return how the kernel is cut for a layer: its format's entry of `TUNINGS`, with heads that fill their CTAs."""
+    tuning = TUNINGS[config.kv_cache_dtype]
+    heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
+    return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
 
 
 def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig) -> None:
@@ -126,14 +138,17 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
         "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
+        "PAIR": tuning.slots == 2,
     }  # fmt: skip
+    width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):
         constants |= {
             f"{name}_CODEC": part.codec, f"{name}_COUNT": 16 // part.bits,
-            f"{name}_FACTOR": query_factor(config.head_size, part.rotation),
-            f"{name}_BLOCK": block_width(config.head_size, part.rotation),
+            # What rotated rows are held at is made up for here, once.
+            f"{name}_FACTOR": query_factor(width, part.rotation) * 2.0 ** -row_shift(width, part.rotation),
+            f"{name}_BLOCK": block_width(width, part.rotation),
             f"{name}_FLIP": part.rotation == "block_hadamard",
-            f"{name}_SHIFT": row_shift(config.head_size, part.rotation),
+            f"{name}_HALVES": part.scales if part.scale_dtype == torch.float16 else 0,
         }  # fmt: skip
     return constants
 
@@ -162,7 +177,7 @@ def _launch(
         partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
         query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
-        score_scale=score_scale / FP16_QUERY_SHRINK.value, soft_cap=soft_cap, num_warps=tuning.heads,
+        score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads,
         maxnreg=tuning.max_registers, KEY_STRIDES=strides(key.scales), VALUE_STRIDES=strides(value.scales),
         MODEL=common["MODEL"], OUTPUT=common["OUTPUT"], **{name: common[name] for name in names},
         **decode_constants(config, tuning),

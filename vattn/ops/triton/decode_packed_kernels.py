@@ -1,279 +1,251 @@
 """Device code of the fast decode path for packed KV formats on Hopper; see `decode_fast_kernels` for how it is cut.
 
-Codes are read as int16, two or four of them at a time, and unpacked to fp16 within a thread: the j-th result of n holds
-the columns `n * c + j`. Queries are split, and results put together, accordingly.
+`decode_packed_codes` turns codes into operands. Scales of a token stay out of the products. Keys' multiply scores.
+Values' move into the weights, whose range fp16 could not hold: with `u = score + L(scale)`, where L is a logarithm read
+off the bits of a float, never above the true one and less than 0.09 below, and with the running maximum m of u, the
+denominator adds `exp2(score - m)` and a value gets that times its scale as its weight, which is below 2^14.1. What zero
+points and least values add is the same for all columns of a row and joins the sums at the end.
 
-Scales of a token stay out of the products. Keys' multiply scores. Values' move into the weights, whose range fp16
-could not hold: with `u = score + log2(scale)` and its running maximum m, weights are `exp2(u - m)`, at most 1, and the
-denominator adds `exp2(u - m) / scale`, which is `exp2(score - m)`. Codes of four bits are multiplied as `code - 8`;
-what that and zero points leave out is the same for all columns of a row and is added to the sums at the end.
+The budget: an H200 reads about 4.6 TB/s, 20 bytes a clock and multiprocessor, so that a tile of 16 tokens of one head
+of 128 arrives every 207 clocks in FP8 and every 107 in four bits. A multiprocessor has 4 issue slots a clock, half as
+many for logic and permutes: 830 and 430 instructions of a warp, of which 24 are the products, 32 rescale the sums and
+about 100 are the softmax and the loop.
 """
 
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
-from vattn.kv_formats.turboquant import CENTROIDS
 from vattn.ops.triton.decode_fast_kernels import (
-    FP16_QUERY_SHRINK,
     ITEM_FIELDS,
     LOWEST_MAXIMUM,
     QUERY_ROWS,
     TILE_TOKENS,
-    decode_low_byte,
-    finish_scores,
     split_rows,
     visible_end,
 )
+from vattn.ops.triton.decode_packed_codes import INTEGER_UNIT, is_integer, join_columns, split_query, unpack
 from vattn.ops.triton.epilogue import load_scale, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
-from vattn.ops.triton.packed import level
 from vattn.ops.triton.rotation import rotate_back, rotate_query
 
 LEAST_STEP = tl.constexpr(2.0**-25)
 """Below every fp16 step but zero, whose codes are zeros."""
 
-UNPACK_FP8 = tl.constexpr(
-    """
-    {
-    .reg .b32 sorted;
-    .reg .b16 even, odd;
-    prmt.b32 sorted, $2, 0, 0x3120;
-    mov.b32 {even, odd}, sorted;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-    }
-    """
-)
-"""PTX: the e4m3 codes of even and of odd columns as fp16."""
+LARGEST_QUERY = tl.constexpr(2.0**14)
+"""Query rows are multiplied by a power of two that brings their largest magnitude to this or up to twice as much."""
 
-UNPACK_INT8 = tl.constexpr(
-    """
-    {
-    .reg .b32 raised, even, odd, bias;
-    xor.b32 raised, $2, 0x80808080;
-    prmt.b32 even, raised, 0x64646464, 0x4240;
-    prmt.b32 odd, raised, 0x64646464, 0x4341;
-    mov.b32 bias, 0x64806480;
-    sub.rn.f16x2 $0, even, bias;
-    sub.rn.f16x2 $1, odd, bias;
-    }
-    """
-)
-"""PTX: int8 codes, raised by 128 into the low byte of 1024 as fp16, less 1152."""
-
-
-def _four(body: str) -> str:
-    return "{\n.reg .b32 x, bias;\nmov.b32 bias, 0x64086408;\n" + body + "}"
-
-
-UNPACK_INT4 = tl.constexpr(
-    _four(
-        "".join(
-            f"shr.u32 x, $4, {4 * j};\nlop3.b32 x, x, 0x000F000F, 0x64006400, 0xEA;\nsub.rn.f16x2 ${j}, x, bias;\n"
-            for j in range(4)
-        )
-    )
-)
-"""PTX: codes of four bits less 8: put into the low bits of 1024 as fp16, less 1032."""
-
-
-def _codebook_ptx() -> str:
-    halves = [struct.unpack("<H", struct.pack("<e", value))[0] for value in CENTROIDS[4][8:]]
-    low, high = ([(half >> shift) & 255 for half in halves] for shift in (0, 8))
-    tables = [
-        sum(byte << (8 * place) for place, byte in enumerate(table[first : first + 4]))
-        for table in (low, high)
-        for first in (0, 4)
-    ]
-    names = ("low_a", "low_b", "high_a", "high_b")
-    lines = [".reg .b32 " + ", ".join((*names, "upper", "place", "l", "h", "a", "b", "c", "d", "sign")) + ";"]
-    lines += [f"mov.b32 {name}, {value:#010x};" for name, value in zip(names, tables, strict=True)]
-    lines += [
-        # The upper half of the codes counts places up from 0, the lower half down from 7.
-        "and.b32 upper, $4, 0x88888888;",
-        "shr.u32 place, upper, 3;",
-        "sub.u32 upper, upper, place;",
-        "and.b32 place, $4, 0x77777777;",
-        "xor.b32 place, place, upper;",
-        "xor.b32 place, place, 0x77777777;",
-    ]
-    for first, second in (("a", "b"), ("c", "d")):
-        lines += [
-            "prmt.b32 l, low_a, low_b, place;",
-            "prmt.b32 h, high_a, high_b, place;",
-            f"prmt.b32 {first}, l, h, 0x5140;",
-            f"prmt.b32 {second}, l, h, 0x7362;",
-        ]
-        lines += ["shr.u32 place, place, 16;"] if first == "a" else []
-    for j, (x, y) in enumerate((("a", "c"), ("a", "c"), ("b", "d"), ("b", "d"))):
-        lines += [
-            f"prmt.b32 l, {x}, {y}, {'0x7632' if j % 2 else '0x5410'};",
-            f"shl.b32 sign, $4, {12 - 4 * j};",
-            # l | (~sign & 0x80008000)
-            f"lop3.b32 ${j}, l, sign, 0x80008000, 0xF2;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx())
-"""PTX: centroids of codes of four bits: bytes of the upper half looked up by place, and a sign."""
+LOG_OFFSET = tl.constexpr(127.0 + 14.0)
+"""Of `L`: the exponent's bias, and the power of two that the largest weights may have."""
 
 
 @triton.jit
-def nibble(pairs, j: tl.constexpr):
-    """Return the j-th code of four bits of each int16."""
-    return (pairs >> (4 * j)).to(tl.int32) & 15
+def fit_rows(rows):
+    """Bring fp32 rows `[n, D]` into the range of fp16 by powers of two; return them and what undoes that, `[n]`."""
+    bits = tl.max(tl.abs(rows), axis=1).to(tl.uint32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x01000000), 0x7E000000)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    rows = rows * inverse[:, None] * LARGEST_QUERY
+    return rows.to(tl.float16), bits.to(tl.float32, bitcast=True) * (1.0 / LARGEST_QUERY)
 
 
 @triton.jit
-def unpack_bytes(pairs, CODEC: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Turn int16 pairs of codes of eight bits into fp16 tensors of the even and of the odd columns."""
-    if ASSEMBLY:
-        if CODEC == "int8":
-            return tl.inline_asm_elementwise(
-                UNPACK_INT8, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                UNPACK_FP8, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-    elif CODEC == "int8":
-        return (pairs & 0xFF).to(tl.int8).to(tl.float16), (pairs >> 8).to(tl.float16)
-    else:
-        return decode_low_byte(pairs), decode_low_byte(pairs >> 8)
-
-
-@triton.jit
-def unpack_nibbles(quads, CODEC: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Turn int16 quadruples of codes of four bits into four fp16 tensors of every fourth column."""
-    if ASSEMBLY:
-        if CODEC == "codebook":
-            return tl.inline_asm_elementwise(
-                UNPACK_CODEBOOK, "=r,=r,=r,=r,r", [quads],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                UNPACK_INT4, "=r,=r,=r,=r,r", [quads],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-    elif CODEC == "codebook":
-        return (
-            level(nibble(quads, 0), 4).to(tl.float16), level(nibble(quads, 1), 4).to(tl.float16),
-            level(nibble(quads, 2), 4).to(tl.float16), level(nibble(quads, 3), 4).to(tl.float16),
-        )  # fmt: skip
-    else:
-        return (
-            (nibble(quads, 0) - 8).to(tl.float16), (nibble(quads, 1) - 8).to(tl.float16),
-            (nibble(quads, 2) - 8).to(tl.float16), (nibble(quads, 3) - 8).to(tl.float16),
-        )  # fmt: skip
-
-
-@triton.jit
-def split_query(query, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Return every COUNT-th column of rows `[heads * 16, D]`, as `[heads, 16, D / COUNT]`, COUNT (2 or 4) times."""
-    if COUNT == 2:
-        even, odd = tl.split(tl.reshape(query, [HEADS, 16, HEAD_SIZE // 2, 2]))
-        return even, odd, even, odd
-    else:
-        # Columns 4 c + 2 i + k.
-        k0, k1 = tl.split(tl.reshape(query, [HEADS, 16, HEAD_SIZE // 4, 2, 2]))
-        a, c = tl.split(k0)
-        b, d = tl.split(k1)
-        return a, b, c, d
-
-
-@triton.jit
-def join_columns(a, b, c, d, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Put transposed sums `[heads, D / COUNT, 8]` of every COUNT-th column together as rows `[heads * 8, D]`."""
-    if COUNT == 2:
-        rows = tl.permute(tl.join(a, b), (0, 2, 1, 3))
-    else:
-        rows = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 1, 3, 4))
-    return tl.reshape(rows, [HEADS * 8, HEAD_SIZE])
-
-
-@triton.jit
-def load_tokens(scales, page, num_blocks, inside, first, begin, end, kv_head, known, offset: tl.constexpr,
-                other: tl.constexpr, STRIDES: tl.constexpr):  # fmt: skip
-    """Return one number of every token of a tile, fp32 `[heads, 16]`; `other` for hidden tokens."""
-    token = tl.arange(0, TILE_TOKENS)
-    seen = (first + token >= begin) & (first + token < visible_end(page, num_blocks, end))
-    place = scales + page.to(tl.int64) * STRIDES[0] + offset
-    place = place + (inside + token)[None, :] * STRIDES[1] + kv_head[:, None] * STRIDES[2]
-    return tl.load(place, mask=known[:, None] & seen[None, :], other=other).to(tl.float32)
-
-
-@triton.jit
-def key_scores(
-    keys, a, b, c, d, query_sum, scale, CODEC: tl.constexpr, COUNT: tl.constexpr, SHIFT: tl.constexpr,
-    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """Return scores `[heads, 8, 16]` of one tile in units of the query."""
-    if COUNT == 2:
-        k0, k1 = unpack_bytes(keys, CODEC, ASSEMBLY)
-        scores = tl.dot(a, k0.permute(0, 2, 1))
-        scores = tl.dot(b, k1.permute(0, 2, 1), scores)
-    else:
-        k0, k1, k2, k3 = unpack_nibbles(keys, CODEC, ASSEMBLY)
-        scores = tl.dot(a, k0.permute(0, 2, 1))
-        scores = tl.dot(b, k1.permute(0, 2, 1), scores)
-        scores = tl.dot(c, k2.permute(0, 2, 1), scores)
-        scores = tl.dot(d, k3.permute(0, 2, 1), scores)
-    low, _ = split_rows(scores, HEADS)
-    if CODEC == "int4":
-        bits = scale.to(tl.int32, bitcast=True)
-        missing = ((bits & 15) - 8).to(tl.float32)
-        step = (bits & -16).to(tl.float32, bitcast=True) * (2.0**-SHIFT)
-        low = (low - query_sum[:, :, None] * missing[:, None, :]) * step[:, None, :]
-    elif CODEC != "e4m3":
-        low = low * (scale * (2.0**-SHIFT))[:, None, :]
+def low_rows(x, HEADS: tl.constexpr):
+    """Return rows 0 to 7 of each head of `[heads * 16]`, as `[heads, 8]`."""
+    low, _ = tl.split(tl.permute(tl.reshape(x, [HEADS, 2, QUERY_ROWS]), (0, 2, 1)))
     return low
 
 
 @triton.jit
-def add_weighted(
-    values, weights, a, b, c, d, hidden, visible, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr
-):
-    """Return the transposed sums plus `V^T P^T` of one tile."""
-    weights = weights.to(tl.float16).permute(0, 2, 1)
-    if COUNT == 2:
-        v0, v1 = unpack_bytes(values, CODEC, ASSEMBLY)
-        a = tl.dot(v0.permute(0, 2, 1), weights, a)
-        b = tl.dot(v1.permute(0, 2, 1), weights, b)
+def word_offsets(token, kv_head, HALVES: tl.constexpr, STRIDES: tl.constexpr):
+    """Return where in a block the scales of a token are, in words of 32 bits.
+
+    HALVES: 0 for one fp32, else the number of fp16 in a token's scales.
+    """
+    offset = token * STRIDES[1] + kv_head * STRIDES[2]
+    if HALVES:
+        offset = offset >> 1
+    return offset
+
+
+@triton.jit
+def load_words(
+    key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr,
+    VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of keys and of values of a tile as int32 `[heads, 16]`; some or other for a bad block id.
+
+    One load for both: as many words as there are threads, it becomes one asynchronous copy of each.
+    """
+    which = tl.arange(0, 2)[None, :, None]
+    token = (inside + tl.arange(0, TILE_TOKENS))[None, None, :]
+    head = kv_head[:, None, None]
+    block = tl.where((page >= 0) & (page < num_blocks), page, 0).to(tl.int64)
+    value_block: tl.constexpr = VALUE_STRIDES[0] // 2 if VALUE_HALVES else VALUE_STRIDES[0]
+    words = value_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    offsets = word_offsets(token, head, VALUE_HALVES, VALUE_STRIDES) + tl.zeros([1, 2, 1], tl.int32)
+    places = words + offsets
+    if key_scales is not None:
+        keys = key_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        places = tl.where(which == 0, keys + word_offsets(token, head, KEY_HALVES, KEY_STRIDES), places)
+    # Blocks are as far apart for both.
+    both = tl.load(places + block * value_block)
+    return tl.split(tl.permute(both, (0, 2, 1)))
+
+
+@triton.jit
+def low_half(words):
+    """Return the lower 16 bits as fp16, in fp32."""
+    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def key_scores(
+    keys, a, b, c, d, query_sum, row_factor, words, shift, CODEC: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return scores `[heads, 8, 16]` of one tile.
+
+    words: its scales, to be shifted if they are halves of words. `row_factor` undoes all that queries carry.
+    """
+    k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
+    scores = tl.dot(a, k0.permute(0, 2, 1))
+    scores = tl.dot(b, k1.permute(0, 2, 1), scores)
+    if COUNT == 4:
+        scores = tl.dot(c, k2.permute(0, 2, 1), scores)
+        scores = tl.dot(d, k3.permute(0, 2, 1), scores)
+    low, _ = split_rows(scores, HEADS)
+    if CODEC == "int8":
+        low = low - query_sum[:, :, None] * 128.0
+    if CODEC == "int4":
+        low = low - query_sum[:, :, None] * (words & 15).to(tl.float32)[:, None, :]
+    factor = row_factor[:, :, None]
+    if CODEC == "codebook":
+        factor = factor * low_half(words >> shift)[:, None, :]
+    elif CODEC != "e4m3":
+        # A zero point in the lowest bits of a scale changes it by 2e-6 of itself at most.
+        factor = factor * words.to(tl.float32, bitcast=True)[:, None, :]
+    return low * factor
+
+
+@triton.jit
+def value_step(words, CODEC: tl.constexpr):
+    """Return what codes of values are multiplied by, fp32 `[heads, 16]`."""
+    if CODEC == "uniform":
+        step = low_half(words)
+        return tl.where(step < LEAST_STEP, LEAST_STEP, step)
     else:
-        v0, v1, v2, v3 = unpack_nibbles(values, CODEC, ASSEMBLY)
-        a = tl.dot(v0.permute(0, 2, 1), weights, a)
-        b = tl.dot(v1.permute(0, 2, 1), weights, b)
+        return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def logarithm(step):
+    """Return what `L` of the module says."""
+    return step.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - LOG_OFFSET
+
+
+@triton.jit
+def add_offset(offset, words, plain, weights, CODEC: tl.constexpr):
+    """Add what a tile's values hold beside codes times steps, weighted, to `[heads, 8, 16]`."""
+    if CODEC == "uniform":
+        offset += plain * low_half(words >> 16)[:, None, :]
+    # Otherwise with the weights as they are rounded for the product, so that rounding does not meet a raise.
+    if CODEC == "int8":
+        offset -= weights.to(tl.float32) * 128.0
+    if CODEC == "int4":
+        offset -= weights.to(tl.float32) * (words & 15).to(tl.float32)[:, None, :]
+    return offset
+
+
+@triton.jit
+def multiply_values(values, weights, a, b, c, d, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the transposed sums plus `V^T P^T` of one tile."""
+    weights = weights.permute(0, 2, 1)
+    v0, v1, v2, v3 = unpack(values, CODEC, False, ASSEMBLY)
+    a = tl.dot(v0.permute(0, 2, 1), weights, a)
+    b = tl.dot(v1.permute(0, 2, 1), weights, b)
+    if COUNT == 4:
         c = tl.dot(v2.permute(0, 2, 1), weights, c)
         d = tl.dot(v3.permute(0, 2, 1), weights, d)
     return a, b, c, d
 
 
 @triton.jit
-def add_values(
-    values, weights, a, b, c, d, first, begin, end, visible, CODEC: tl.constexpr, COUNT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+def is_partly_hidden(tile, begin, tile_end):
+    """Return whether a row may not see some tokens of a tile."""
+    return (tile * TILE_TOKENS < begin) | (tile * TILE_TOKENS + TILE_TOKENS > tile_end)
+
+
+@triton.jit
+def visible_tokens(tile, begin, tile_end):
+    """Return which tokens of a tile a row sees, `[16]`."""
+    token = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    return (token >= begin) & (token < tile_end)
+
+
+@triton.jit
+def mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP: tl.constexpr, VALUE_CODEC: tl.constexpr):
+    """Cap scores, hide tokens, and give hidden ones harmless scales: theirs may be NaN."""
+    if SOFT_CAP:
+        # What they are multiplied by makes them score / cap * 2 log2(e): tanh(x) = 1 - 2 / (exp(2x) + 1).
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    if is_partly_hidden(tile, begin, tile_end):
+        visible = visible_tokens(tile, begin, tile_end)
+        HARMLESS: tl.constexpr = 0x3C00 if VALUE_CODEC == "uniform" else 0x3F800000
+        scores = tl.where(visible[None, None, :], scores, float("-inf"))
+        value_words = tl.where(visible[None, :], value_words, HARMLESS)
+    return scores, value_words
+
+
+@triton.jit
+def score_tile(
+    q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page, num_blocks, head0,
+    kv_head, shift, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
+    KEY_COUNT: tl.constexpr, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
+    VALUE_COUNT: tl.constexpr, VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile to the transposed sums. Only e4m3 has codes that are NaN: those of hidden tokens count as zero."""
+    """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
+    inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
+    keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // KEY_COUNT)
+    values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // VALUE_COUNT)
+    key_words, value_words = load_words(
+        key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_HALVES, KEY_STRIDES, VALUE_HALVES,
+        VALUE_STRIDES,
+    )  # fmt: skip
+    scores = key_scores(
+        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
+    )
+    scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
+    return scores, value_step(value_words, VALUE_CODEC), value_words, values
+
+
+@triton.jit
+def add_tile(
+    scores, step, words, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end, CODEC: tl.constexpr,
+    COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of one tile to the totals and its weighted values to the transposed sums."""
+    plain = tl.exp2(scores - maximum[:, :, None])
+    weights = (plain * step[:, None, :]).to(tl.float16)
+    total += plain
+    offset = add_offset(offset, words, plain, weights, CODEC)
     if CODEC == "fp8":
-        if (first < begin) | (first + TILE_TOKENS > end):
-            kept = tl.where(visible[None, :, None], values, 0)
-            a, b, c, d = add_weighted(kept, weights, a, b, c, d, True, visible, CODEC, COUNT, ASSEMBLY)
+        # Codes alone that are NaN; those of hidden tokens count as zero.
+        if is_partly_hidden(tile, begin, tile_end):
+            kept = tl.where(visible_tokens(tile, begin, tile_end)[None, :, None], values, 0)
+            a, b, c, d = multiply_values(kept, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
         else:
-            a, b, c, d = add_weighted(values, weights, a, b, c, d, False, visible, CODEC, COUNT, ASSEMBLY)
+            a, b, c, d = multiply_values(values, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
     else:
-        a, b, c, d = add_weighted(values, weights, a, b, c, d, False, visible, CODEC, COUNT, ASSEMBLY)
-    return a, b, c, d
+        a, b, c, d = multiply_values(values, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+    return total, offset, a, b, c, d
 
 
 @triton.jit
 def finish_item(
-    maximum, total, same, x, row, slot, is_padding, head0, sinks, scale, output, lse, partial_output, partial_stats,
+    maximum, total, x, row, slot, is_padding, head0, sinks, scale, output, lse, partial_output, partial_stats,
     output_stride, HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr,
     MODEL: tl.constexpr, OUTPUT: tl.constexpr,
@@ -287,7 +259,6 @@ def finish_item(
     mask = (kv_head < NUM_KV_HEADS) & (in_group < GROUP)
     maximum = tl.reshape(maximum, [ROWS])
     total = tl.reshape(tl.sum(total, 2), [ROWS])
-    x = x + tl.reshape(tl.sum(same, 2), [ROWS])[:, None]
     if VALUE_BLOCK > 1:
         x = rotate_back(x, VALUE_FACTOR, VALUE_BLOCK, VALUE_FLIP)
     columns = head[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
@@ -318,30 +289,35 @@ def decode_packed_kernel(
     partial_stats, sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width,
     num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ASSEMBLY: tl.constexpr,
-    SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr, PAIR: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    KEY_FLIP: tl.constexpr, KEY_SHIFT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
+    KEY_FLIP: tl.constexpr, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
     VALUE_COUNT: tl.constexpr, VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr,
-    VALUE_SHIFT: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
-    COUNT: codes of an int16. FACTOR, BLOCK, FLIP, SHIFT: the rotation. STRIDES: of scales, by block, token and head.
+    PAIR: two tiles at a time. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. HALVES, STRIDES: of scales,
+    as `load_words` takes them.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    KEY_WIDTH: tl.constexpr = HEAD_SIZE // KEY_COUNT
     VALUE_WIDTH: tl.constexpr = HEAD_SIZE // VALUE_COUNT
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
+    KEY_UNIT: tl.constexpr = INTEGER_UNIT if is_integer(KEY_CODEC) else 1.0
+    HAS_OFFSET: tl.constexpr = is_integer(VALUE_CODEC)
+    TILES: tl.constexpr = 2 if PAIR else 1
     head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
-    kv_head = head0 + tl.arange(0, HEADS)
-    known = kv_head < NUM_KV_HEADS
+    # Heads that fill up the last CTA read what its last head reads.
+    kv_head = tl.minimum(head0 + tl.arange(0, HEADS), NUM_KV_HEADS - 1)
     index = tl.arange(0, HEADS * 16)
     query_head = (head0 + index // 16) * GROUP + index % 16
     query_mask = (head0 + index // 16 < NUM_KV_HEADS) & (index % 16 < GROUP)
     column = tl.arange(0, HEAD_SIZE)
     scale = load_scale(output_scale)
+    # Where two tokens' scales share a word.
+    shift = 16 * ((tl.arange(0, TILE_TOKENS)[None, :] * KEY_STRIDES[1] + kv_head[:, None] * KEY_STRIDES[2]) & 1)
 
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
@@ -372,87 +348,74 @@ def decode_packed_kernel(
             page = tl.load(table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1)
             rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
             wide = tl.load(query + rows[:, None] + column[None, :], mask=query_mask[:, None], other=0.0)
-            wide = wide.to(tl.float32) * FP16_QUERY_SHRINK
+            wide = wide.to(tl.float32)
             if KEY_BLOCK > 1:
                 wide = rotate_query(wide, KEY_FACTOR, KEY_BLOCK, KEY_FLIP)
-            turned = wide.to(tl.float16)
-            query_sum = tl.zeros([HEADS, QUERY_ROWS], tl.float32)
-            if KEY_CODEC == "int4":
-                sums = tl.reshape(tl.sum(turned.to(tl.float32), 1), [HEADS, 2, QUERY_ROWS])
-                query_sum, _ = tl.split(tl.permute(sums, (0, 2, 1)))
-            q0, q1, q2, q3 = split_query(turned, HEADS, HEAD_SIZE, KEY_COUNT)
+            turned, row_factor = fit_rows(wide)
+            row_factor = low_rows(row_factor, HEADS) * (score_scale * KEY_UNIT)
+            query_sum = row_factor
+            if is_integer(KEY_CODEC):
+                query_sum = low_rows(tl.sum(turned.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
+            q0, q1, q2, q3 = split_query(turned, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
 
             maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
             total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
-            same = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
+            offset = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
             a = tl.zeros([HEADS, VALUE_WIDTH, QUERY_ROWS], tl.float32)
             b = a
             c = a
             d = a
-            first = (first_tile % TILES_PER_BLOCK) * TILE_TOKENS
-            key_scale = tl.full([HEADS, TILE_TOKENS], 1.0, tl.float32)
-            least = key_scale
-            if KEY_CODEC != "e4m3":
-                key_scale = load_tokens(key_scales, page, num_blocks, first, first_tile * TILE_TOKENS, begin, end,
-                                        kv_head, known, 0, 1.0, KEY_STRIDES)  # fmt: skip
-            value_scale = load_tokens(value_scales, page, num_blocks, first, first_tile * TILE_TOKENS, begin, end,
-                                      kv_head, known, 0, 1.0, VALUE_STRIDES)  # fmt: skip
-            if VALUE_CODEC == "uniform":
-                least = load_tokens(value_scales, page, num_blocks, first, first_tile * TILE_TOKENS, begin, end,
-                                    kv_head, known, 1, 0.0, VALUE_STRIDES)  # fmt: skip
-            for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-                next_page = tl.load(table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK)
-                token0 = tile * TILE_TOKENS
-                inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
-                keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, KEY_WIDTH)
-                values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, VALUE_WIDTH)
+            if PAIR:
+                after_first = tl.minimum(first_tile + 1, last_tile - 1) // TILES_PER_BLOCK
+                second_page = tl.load(table + after_first, mask=first_tile < last_tile, other=-1)
+            for tile in tl.range(first_tile, last_tile, TILES, num_stages=STAGES):
+                next_page = tl.load(table + tl.minimum(tile + TILES, last_tile - 1) // TILES_PER_BLOCK)
                 tile_end = visible_end(page, num_blocks, end)
+                scores, step, words, values = score_tile(
+                    q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page,
+                    num_blocks, head0, kv_head, shift, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
+                    TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_HALVES, KEY_STRIDES, VALUE_CODEC,
+                    VALUE_COUNT, VALUE_HALVES, VALUE_STRIDES,
+                )  # fmt: skip
                 page = next_page
-                token = token0 + tl.arange(0, TILE_TOKENS)
-                visible = (token >= begin) & (token < tile_end)
-                scores = key_scores(
-                    keys, q0, q1, q2, q3, query_sum, key_scale, KEY_CODEC, KEY_COUNT, KEY_SHIFT, HEADS, ASSEMBLY
-                )
-                scores = finish_scores(scores, score_scale, soft_cap, visible, SOFT_CAP)
-                step = value_scale
-                if VALUE_CODEC == "int4":
-                    bits = value_scale.to(tl.int32, bitcast=True)
-                    step = (bits & -16).to(tl.float32, bitcast=True) * (2.0**-VALUE_SHIFT)
-                if VALUE_CODEC == "uniform":
-                    step = tl.where(step < LEAST_STEP, LEAST_STEP, step)
-                raised = scores + tl.log2(step)[:, None, :]
-                new_maximum = tl.maximum(maximum, tl.max(raised, 2))
+                new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
+                if PAIR:
+                    # The second tile shares the rescaling of the sums with the first.
+                    next_second = tl.load(table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK)
+                    second_end = visible_end(second_page, num_blocks, tl.where(tile + 1 < last_tile, end, 0))
+                    second_scores, second_step, second_words, second_values = score_tile(
+                        q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales,
+                        second_page, num_blocks, head0, kv_head, shift, tile + 1, begin, second_end, soft_cap, HEADS,
+                        HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_HALVES, KEY_STRIDES,
+                        VALUE_CODEC, VALUE_COUNT, VALUE_HALVES, VALUE_STRIDES,
+                    )  # fmt: skip
+                    second_page = next_second
+                    raised = second_scores + logarithm(second_step)[:, None, :]
+                    new_maximum = tl.maximum(new_maximum, tl.max(raised, 2))
                 decay = tl.exp2(maximum - new_maximum)
-                weights = tl.exp2(raised - new_maximum[:, :, None])
-                plain = weights * (1.0 / step)[:, None, :]
-                total = total * decay[:, :, None] + plain
-                if VALUE_CODEC == "int4":
-                    same = same * decay[:, :, None] + weights * (8 - (bits & 15)).to(tl.float32)[:, None, :]
-                if VALUE_CODEC == "uniform":
-                    same = same * decay[:, :, None] + (weights * 8.0 + plain * least[:, None, :])
                 maximum = new_maximum
+                total = total * decay[:, :, None]
+                if HAS_OFFSET:
+                    offset = offset * decay[:, :, None]
                 a = a * decay[:, None, :]
                 b = b * decay[:, None, :]
                 if VALUE_COUNT == 4:
                     c = c * decay[:, None, :]
                     d = d * decay[:, None, :]
-                a, b, c, d = add_values(
-                    values, weights, a, b, c, d, token0, begin, tile_end, visible, VALUE_CODEC, VALUE_COUNT, ASSEMBLY
-                )
-                # Scales of the next tile are under way while it is waited for.
-                ahead = token0 + TILE_TOKENS
-                after = ((tile + 1) % TILES_PER_BLOCK) * TILE_TOKENS
-                if KEY_CODEC != "e4m3":
-                    key_scale = load_tokens(key_scales, page, num_blocks, after, ahead, begin, end, kv_head, known, 0,
-                                            1.0, KEY_STRIDES)  # fmt: skip
-                value_scale = load_tokens(value_scales, page, num_blocks, after, ahead, begin, end, kv_head, known, 0,
-                                          1.0, VALUE_STRIDES)  # fmt: skip
-                if VALUE_CODEC == "uniform":
-                    least = load_tokens(value_scales, page, num_blocks, after, ahead, begin, end, kv_head, known, 1,
-                                        0.0, VALUE_STRIDES)  # fmt: skip
-            x = join_columns(a, b, c, d, HEADS, HEAD_SIZE, VALUE_COUNT)
+                total, offset, a, b, c, d = add_tile(
+                    scores, step, words, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
+                    VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                )  # fmt: skip
+                if PAIR:
+                    total, offset, a, b, c, d = add_tile(
+                        second_scores, second_step, second_words, second_values, maximum, total, offset, a, b, c, d,
+                        tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                    )  # fmt: skip
+            x = join_columns(a, b, c, d, HEADS, HEAD_SIZE, VALUE_COUNT, VALUE_CODEC)
+            if HAS_OFFSET:
+                x = x + tl.reshape(tl.sum(offset, 2), [HEADS * 8])[:, None]
             finish_item(
-                maximum, total, same, x, row, slot, request < 0, head0, sinks, scale, output, lse, partial_output,
+                maximum, total, x, row, slot, request < 0, head0, sinks, scale, output, lse, partial_output,
                 partial_stats, output_stride, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, VALUE_FACTOR,
                 VALUE_BLOCK, VALUE_FLIP, MODEL, OUTPUT,
             )  # fmt: skip
