@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "wide_tiles": (False, True),
+    "general_prefill": ("plain", "folded", "wide"),
     "fp8_decode": ("heads", "slots", "slots_of_2", "deep"),
     "fp8_narrow_groups": (2, 3),
     "wide_head_stages": (2, 3),
@@ -37,7 +37,8 @@ class Variants:
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
-        wide_tiles: whether the general kernel's long prefills take 128 keys a step where no mask is needed.
+        general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
+            "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
         fp8_decode: how decode over an FP8 cache is cut for batches of 16 requests and more: "heads", a CTA works on one
             tile of some heads; "slots" and "slots_of_2", on four or two tiles side by side; "deep", one tile, more of
             them under way.
@@ -48,7 +49,7 @@ class Variants:
     speculative: str = "general"
     mixed: str = "general"
     mixed_below: int = 64
-    wide_tiles: bool = False
+    general_prefill: str = "plain"
     fp8_decode: str = "heads"
     fp8_narrow_groups: int = 2
     wide_head_stages: int = 2

@@ -194,6 +194,18 @@ def softmax_step(s, v, acc, m, total):
     return acc, m_new, total
 
 
+@triton.jit
+def softmax_step_of_products(s, factor, v, acc, m, total):
+    """Do the same with products whose scores are `factor` times as large, which is not negative."""
+    m_new = tl.maximum(m, tl.max(s, axis=1) * factor)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * factor[:, None] - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
+    return acc, m_new, total
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_reqs", "num_blocks", "table_width", "table_stride", "num_trees", "bias_size", "num_ranges",
@@ -218,6 +230,7 @@ def attention_kernel(
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
+    MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     CONTEXT_ONLY: tl.constexpr,
@@ -309,6 +322,14 @@ def attention_kernel(
     MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
     if not MODIFIED:
         row_factor = row_factor * LOG2E
+    # The exponent's argument takes the scale where nothing lies between, and block ids are looked up a tile ahead, for
+    # which wide tiles leave the pipeline no room.
+    PRODUCTS: tl.constexpr = FOLDED and not MODIFIED and D_STEP == BLOCK_D
+    AHEAD: tl.constexpr = FOLDED and PAGED
+    if PRODUCTS:
+        # The largest score is that of the largest product only where none is multiplied by a negative number.
+        q = tl.where(row_factor[:, None] < 0.0, -q, q)
+        row_factor = tl.abs(row_factor)
     slope = 0.0
     if ALIBI != "none":
         slope = tl.load(alibi_slopes + head, mask=row_valid, other=0.0)[:, None]
@@ -355,28 +376,46 @@ def attention_kernel(
             usable = usable & (bad == 0)
         full_begin = tl.where(usable, begin, last_tile)
         full_end = tl.where(usable, end, last_tile)
+        next_block = n
+        if AHEAD:
+            any_full = n < (full_end - full_begin) * TILE
+            next_block = tl.load(table + (full_begin * TILE + n) // BLOCK_SIZE, mask=any_full, other=0)
         for j in tl.range(full_begin, full_end, num_stages=STAGES):
             k = j * TILE + n
             # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
-            block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
+            if AHEAD:
+                block = next_block
+                next_block = tl.load(table + (tl.minimum(j + 1, full_end - 1) * TILE + n) // BLOCK_SIZE)
+            else:
+                block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
             s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE,
                            PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
                            NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
             v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
                                 BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
                                 LOAD_VALUE, MODEL)  # fmt: skip
-            s = s * row_factor[:, None]
-            if MODIFIED:
-                s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
-                                  query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
-            acc, m, total = softmax_step(s, v_tile, acc, m, total)
+            if PRODUCTS:
+                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
+            else:
+                s = s * row_factor[:, None]
+                if MODIFIED:
+                    s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
+                                      query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
+                acc, m, total = softmax_step(s, v_tile, acc, m, total)
 
-    # The tiles before and after the full ones, as one loop.
+    # The tiles before and after the full ones, as one loop; masks take registers, so these may be narrower.
+    RATIO: tl.constexpr = TILE // MASKED_TILE
+    if RATIO > 1:
+        first_tile *= RATIO
+        full_begin *= RATIO
+        full_end *= RATIO
+        last_tile = tl.minimum(last_tile * RATIO, tl.cdiv(high, MASKED_TILE))
+        n = tl.arange(0, MASKED_TILE)
     before = full_begin - first_tile
     gap = full_end - full_begin
     steps = tl.maximum(last_tile - first_tile - gap, 0)
     for j in tl.range(0, steps, num_stages=STAGES):
-        k = (first_tile + j + tl.where(j >= before, gap, 0)) * TILE + n
+        k = (first_tile + j + tl.where(j >= before, gap, 0)) * MASKED_TILE + n
         block = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         readable = block >= 0
         sees = visible(q_pos[:, None], k[None, :], key_end, causal, ranges, num_ranges,
@@ -384,8 +423,8 @@ def attention_kernel(
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
-        s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, readable, BLOCK_M, TILE, BLOCK_SIZE,
-                       PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
+        s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, readable, BLOCK_M, MASKED_TILE,
+                       BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
                        NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
         v_tile = value_tile(value, value_scales, block, k, dv, readable, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
                             BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,

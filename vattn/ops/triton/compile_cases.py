@@ -30,6 +30,7 @@ from vattn.ops.triton import (
     round_query,
 )
 from vattn.ops.triton.tiles import Limits
+from vattn.ops.variants import using
 from vattn.rope_config import RopeConfig
 
 TARGETS: dict[str, Limits] = {
@@ -267,6 +268,7 @@ def all_launches() -> Iterator[Launch]:
         yield from mla_cases.mla_launches(record, target, TARGETS[target])
     for target, dtype, cache in itertools.product(TARGETS, MODEL_DTYPES, CACHES):
         yield from _formats(target, dtype, cache)
+        yield from _long_prefills(target, dtype, cache)
     for target, dtype, cache, shape in itertools.product(TARGETS, MODEL_DTYPES, CACHES, SHAPES):
         # fp16 and bf16 differ in little: one of them meets every shape, both the most common one.
         if dtype != "float16" or shape == "32x128":
@@ -372,6 +374,17 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         load = "divide" if dtype == "bfloat16" else "multiply"
         rounded = quantised.replace(query_load=load)
         yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
+
+
+def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
+    """Yield the general kernel's other ways through tiles that need no mask."""
+    packed = {**SHAPES["32x128"], "block_size": 0}
+    shapes = {"32x128": SHAPES["32x128"], "8x64": SHAPES["8x64"], "packed-32x128": packed}
+    for way, shape, feature in itertools.product(("folded", "wide"), shapes, ("plain", "window-sinks-lse")):
+        config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
+        with using(general_prefill=way):
+            found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))
+        yield from found
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -164,6 +164,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "WINDOW": config.sliding_window or 0, "CHUNK": config.chunk_size or 0,
         "LOOKBACK": config.chunk_lookback or 0, "MM": config.mm_prefix, "SOFT_CAP": config.logits_soft_cap is not None,
         "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
+        "MASKED_TILE": tiles.masked_tile or tiles.tile, "FOLDED": tiles.folded,
         "CONTEXT_ONLY": config.context_only, **packed_constants(config),
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS
+from vattn.ops.variants import current
 
 
 def next_power_of_two(n: int) -> int:
@@ -80,6 +81,9 @@ class Tiles:
         num_splits: programs that share the keys of a tile of rows.
         full_loop: run tiles that need no mask in a loop of their own.
         num_warps, num_stages: launch options.
+        masked_tile: keys of one step where a mask is needed, a part of `tile`; 0 for all of it.
+        folded: whether that loop multiplies by the scale inside the exponent's argument, and looks up block ids a
+            tile ahead.
     """
 
     block_m: int
@@ -90,6 +94,8 @@ class Tiles:
     full_loop: bool
     num_warps: int
     num_stages: int
+    masked_tile: int = 0
+    folded: bool = False
 
     @property
     def block_q(self) -> int:
@@ -133,7 +139,13 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none" and not config.batch_invariant
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
-    return Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
+    chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
+    way = current().general_prefill
+    if way == "plain" or not full_loop or block_m < 128:
+        return chosen
+    if way == "wide" and _fits_wide_tiles(config, wide, item, limits):
+        return replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
+    return replace(chosen, folded=True)
 
 
 def _is_padded(config: AttentionConfig, wide: int) -> bool:
@@ -168,6 +180,12 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
         tile //= 2
     return tile
+
+
+def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
+    """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
+    plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
+    return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
 
 
 def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: int, limits: Limits) -> int:

@@ -1,0 +1,67 @@
+"""The general kernel's ways through tiles that need no mask: the same results, whichever `vattn.ops.variants` names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.conformance.compare import compare
+from tests.support import make_config, random_packed_batch, random_paged_batch
+from vattn.ops import variants
+from vattn.ops.triton import launch
+from vattn.ops.triton.compile_cases import TARGETS
+from vattn.ops.triton.tiles import Tiles, choose_tiles
+
+FULL = Tiles(block_m=32, group_tile=2, tile=64, d_step=16, num_splits=1, full_loop=True, num_warps=4, num_stages=1)
+WAYS = {
+    "folded": replace(FULL, folded=True),
+    "narrower masks": replace(FULL, masked_tile=16),
+    "both": replace(FULL, masked_tile=32, folded=True),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window, sinks": {"sliding_window": 150, "sinks": True},
+    "negative scale": {"scale": -0.7},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "bidirectional": {"causality": "bidirectional"},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_reference(way: str, features: str) -> None:
+    config = make_config(lse=True, block_size=8, **FEATURES[features])
+    batch = random_paged_batch(config, [20, 3], [203, 150])
+    launch.paged_attention(batch.args, batch.config, WAYS[way])
+    compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_keys_and_invalid_blocks(way: str) -> None:
+    batch = random_packed_batch(make_config(block_size=0, lse=True), [70, 20], [70, 20])
+    launch.packed_attention(batch.args, batch.config, WAYS[way])
+    compare(batch, *batch.expected())
+    batch = random_paged_batch(make_config(block_size=8, lse=True), [10, 7], [140, 130])
+    batch.args.block_table[0, 2] = 2**31 - 1
+    launch.paged_attention(batch.args, batch.config, WAYS[way])
+    compare(batch, *batch.expected())
+
+
+def test_wide_tiles_are_taken_where_they_fit() -> None:
+    long: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+    def tiles_of(target: str = "sm_90", **changes: Any) -> Tiles:
+        return choose_tiles(make_config(**{**long, **changes}), 8192, 1, 8192, TARGETS[target])
+
+    plain = tiles_of()
+    assert (plain.tile, plain.masked_tile, plain.folded) == (64, 0, False)
+    with variants.using(general_prefill="folded"):
+        assert tiles_of() == replace(plain, folded=True)
+        assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
+    with variants.using(general_prefill="wide"):
+        assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
+        for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
+            assert narrow.tile <= 64 and narrow.masked_tile == 0
+        assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded
