@@ -269,10 +269,8 @@ class CUDAGraphRunner:
             GraphContractError: no capture holds the step (ask `key_for` first), or it contradicts the capture.
             MetadataError: as `AttentionMetadataBuilder.build`.
         """
-        num_reqs, num_tokens = (
-            len(query_lens),
-            int(sum(query_lens) if isinstance(query_lens, Sequence) else query_lens.sum()),
-        )
+        num_reqs = len(query_lens)
+        num_tokens = int(query_lens.sum() if isinstance(query_lens, Tensor) else sum(query_lens))
         key = self.key_for(num_reqs, num_tokens)
         if key is None:
             sizes = ", ".join(f"{key.num_reqs} requests and {key.num_tokens} tokens" for key in self._entries)

@@ -76,6 +76,9 @@ class CacheBlocks:
             table.num_tokens = request.cached
             table.append(count)
             request.room = len(_rows(table)[0]) * self.block_size
+            if self.cache.groups and count > self.block_size:
+                # What this chunk leaves behind its windows is given back by the next step, not by the next block.
+                request.room = request.cached + count
             self._note(request, before)
 
     def close(self, request: Request) -> None:

@@ -162,6 +162,8 @@ class Launcher:
 
 def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     """Return ids on the device: `ids`, and where `sources` has no -1 a token that the step before chooses."""
+    if max(sources) < 0:
+        return on_device(ids, before.tokens.device)
     both = on_device(ids + sources, before.tokens.device).view(2, -1)
     return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
 

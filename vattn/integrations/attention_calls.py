@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.errors import UnsupportedRequestError, VattnError
+from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.integrations.replaced_forwards import alibi_slopes, replace_forwards, replaced_modules, restore_forwards
 from vattn.layers.fp8_linear import exact_inputs
 
@@ -265,6 +265,12 @@ def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
 
 def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
     """Refuse a model in which the middle token's logits depend on its neighbours although attention gives zeros."""
+    if not bool(first.isfinite().all()):
+        raise ConfigError(
+            "a model whose logits are not finite for a few tokens",
+            "finite weights",
+            "check the checkpoint and its dtype",
+        )
     difference = float((first[1] - other[1]).abs().max())
     # Products of other rows may be summed in another order where experts take different numbers of tokens.
     if not difference <= 1e-2 * float(first[1].abs().max()):

@@ -1,0 +1,189 @@
+"""Run random traffic through generators for a while, and count what is wrong.
+
+    nice -n 10 python benchmarks/soak.py --minutes 10
+
+Requests arrive at random and end in every way: at their length, at stop strings, cancelled in any state, refused, with
+logits that are not finite, with logits processors that raise, in steps in which the model raises. Small models take
+turns: without and with groups in the cache, without and with guesses, on CUDA with graphs. Greedy requests that end at
+their length must have the tokens of one-by-one generation; where the two best logits nearly tie, products of other
+shapes may part them. Wrong: another token, a request that ends in a way it cannot, a block or row that is lost, memory
+that grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vattn
+from tests.generator_support import Characters, Faulty
+from tests.hf_families import make_model
+from vattn import errors
+from vattn.integrations.transformers import PackedModel, enable
+
+KINDS = ["run"] * 6 + ["sampled", "cancel", "early", "nan", "processor", "stop", "huge", "late"]
+VARIANTS = [("llama", False), ("llama", True), ("gemma2", False), ("gemma2", True)]
+
+
+class Watcher:
+    """One generator under traffic, and what is found."""
+
+    def __init__(self, name: str, speculate: bool, device: str, rng: random.Random) -> None:
+        self.rng, self.name = rng, name
+        changes = {"sliding_window": 20} if name == "gemma2" else {}
+        # Heads of 16 columns are too small for some CUDA kernels.
+        changes |= {"head_dim": 64} if device == "cuda" else {}
+        self.plain = make_model(name, **changes).to(device)
+        self.packed: PackedModel = enable(make_model(name, **changes).to(device))
+        self.packed.allocate(num_blocks=rng.randint(14, 40), hybrid=name == "gemma2")
+        self.faulty = Faulty(self.packed)
+        self.speculate = speculate
+        self.generator = vattn.Generator(
+            self.faulty, Characters(), token_budget=rng.randint(5, 64), max_num_reqs=rng.randint(1, 8), max_queue=12,
+            reuse_prefixes=rng.random() < 0.8, speculation=vattn.PromptLookup(shortest=1) if speculate else None,
+        )  # fmt: skip
+        self.alive: list[tuple[vattn.Request, str]] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+
+    def arrive(self) -> None:
+        """Add a request of some kind."""
+        rng, kind = self.rng, self.rng.choice(KINDS)
+        most = self.generator.scheduler.max_seq_len
+        length = rng.randint(most, 2 * most) if kind == "huge" else rng.randint(1, max(1, most - 24))
+        start = rng.choice([3, 5, 11])
+        prompt = [3 + (i * start) % 80 for i in range(length)] + [90] * (kind == "nan")
+        options: dict[str, Any] = {"stop_token_ids": ()}
+        options |= {"sampled": {"temperature": 0.9, "seed": length}, "stop": {"stop_strings": ("a", "bc")},
+                    "processor": {"logits_processors": (_raises,)}}.get(kind, {})  # fmt: skip
+        try:
+            request = self.generator.add(prompt, vattn.Sampling(rng.randint(1, 20), **options))
+        except errors.VattnError as error:
+            self.counts[f"refused: {type(error).__name__}"] += 1
+            if kind == "huge" and not isinstance(error, errors.RequestError):
+                self.wrong.append(f"too long a prompt raised {error}")
+            return
+        self.alive.append((request, kind))
+        if kind == "early":
+            self.generator.cancel(request)
+
+    def step(self) -> None:
+        """Run a step, in which the model may raise, and cancel some requests."""
+        if self.rng.random() < 0.02:
+            self.faulty.raise_in = 1
+        try:
+            self.generator.step()
+        except ZeroDivisionError:
+            self.counts["steps in which the model raised"] += 1
+        self.faulty.raise_in = 0
+        for request, kind in self.alive:
+            if kind in ("cancel", "late") and self.rng.random() < 0.2:
+                self.generator.cancel(request)
+        ended = [(request, kind) for request, kind in self.alive if request.done]
+        self.alive = [(request, kind) for request, kind in self.alive if not request.done]
+        for request, kind in ended:
+            self.check(request, kind)
+
+    def check(self, request: vattn.Request, kind: str) -> None:
+        """Note how a request ended, and whether it may."""
+        self.counts[f"{request.state}: {request.reason}"] += 1
+        whole = len(request.output) == request.sampling.max_new_tokens
+        bad = 90 in [request.prompt[-1], *request.output]
+        right = {"finished": whole or kind == "stop", "cancelled": kind in ("cancel", "late", "early"),
+                 "failed": kind in ("nan", "processor") or bad}  # fmt: skip
+        if not right[request.state]:
+            self.wrong.append(f"{kind} {request!r} {request.error}")
+        if kind == "run" and request.state == "finished" and self.rng.random() < 0.2:
+            self.compare(request)
+
+    @torch.no_grad()
+    def compare(self, request: vattn.Request) -> None:
+        """Compare greedy tokens with those of the model alone, up to a near tie."""
+        ids = list(request.prompt)
+        for token in request.output:
+            best = self.plain(torch.tensor([ids], device=self.plain.device)).logits[0, -1].float().topk(2)
+            if token != int(best.indices[0]):
+                if best.values[0] - best.values[1] > 1e-3 * best.values[0].abs():
+                    self.wrong.append(f"{request!r}: token {token} instead of {int(best.indices[0])}")
+                return
+            ids.append(token)
+        self.counts["compared with one-by-one generation"] += 1
+
+    def finish(self) -> None:
+        """Run to the end and count blocks and rows."""
+        while self.generator.busy:
+            self.step()
+        blocks = self.generator.scheduler.blocks
+        try:
+            blocks.pool.check()
+        except errors.BlockError as error:
+            self.wrong.append(str(error))
+        lost = blocks.pool.num_used + self.generator.scheduler.max_num_reqs - blocks.num_free_rows
+        if lost:
+            self.wrong.append(f"{lost} blocks or rows were lost")
+        now = self.generator.statistics()
+        self.counts.update(
+            steps=now.steps, tokens=now.generated_tokens, preemptions=now.preemptions, accepted=now.accepted_tokens,
+            reused=now.reused_tokens,
+        )  # fmt: skip
+
+
+def _raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise ValueError("of the user")
+
+
+def main() -> int:
+    """Run for as long as asked; returns 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=150, help="of each generator")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    end, rng = time.monotonic() + 60 * args.minutes, random.Random(args.seed)
+    counts: collections.Counter[str] = collections.Counter()
+    wrong, memory = [], []
+    while time.monotonic() < end:
+        name, speculate = VARIANTS[len(memory) % len(VARIANTS)]
+        watcher = Watcher(name, speculate, device, rng)
+        for _ in range(args.requests):
+            for _ in range(rng.randint(0, 3)):
+                watcher.arrive()
+            for _ in range(rng.randint(0, 6)):
+                watcher.step()
+            if time.monotonic() > end:
+                break
+        watcher.finish()
+        counts += watcher.counts
+        wrong += [f"{name}, guesses {speculate}: {what}" for what in watcher.wrong]
+        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(
+            f"{len(memory):4d} {name:7s} {memory[-1]:7.0f} MiB at most, {len(wrong)} wrong, {dict(counts)}", flush=True
+        )
+    settled = memory[min(len(memory) - 1, 2 * len(VARIANTS))]
+    growth = memory[-1] / settled - 1
+    if growth > 0.1:
+        wrong.append(f"memory grew by {growth:.0%}")
+    result = {"minutes": args.minutes, "device": device, "generators": len(memory), "wrong": wrong,
+              "memory_growth": growth, "counts": dict(counts)}  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
