@@ -17,7 +17,7 @@ from vattn.bench.cell import Cell
 from vattn.bench.peers import ON_CPU, NotThisCellError, Peer
 from vattn.errors import ConfigError, UnknownOptionError
 
-CPU = attention.Settings(caches=("bf16",), replays=1, device="cpu")
+CPU = attention.Settings(replays=1, device="cpu")
 CEILINGS: dict[str, Any] = {"hbm_tb_s": 2.0, "bf16_tflops": 100.0, "fp8_tflops": "failed: no"}
 
 
@@ -133,6 +133,53 @@ def test_a_run_ends_in_time(tmp_path: Path, capsys) -> None:
     assert main(["bench", "attention", *options]) == 0
     assert len(report.read_result(path)["rows"]) == 1
     assert "1 of 14 rows" in capsys.readouterr().err
+
+
+def test_rows_run_in_the_order_that_is_asked_for() -> None:
+    def names(*only: str, caches: tuple[str, ...] = ("bf16", "fp8")) -> list[str]:
+        rows = shapes.choose_rows(shapes.every_cell(), caches, only)
+        return [f"{layer.name}/{work.name}/{cache}" for layer, work, cache in rows]
+
+    assert len(names()) == 2 * len(shapes.LAYERS) * len(shapes.WORKS) == len(set(names()))
+    assert names("gemma3-12b/prefill 1x8k/fp8", "llama3-8b/decode 1x/bf16", "/decode 1x1k/bf16")[:4] == [
+        "gemma3-12b/prefill 1x8k/fp8",
+        "llama3-8b/decode 1x1k/bf16",
+        "llama3-8b/decode 1x8k/bf16",
+        "llama3-8b-tp8/decode 1x1k/bf16",
+    ]
+    assert len(names("llama3-8b/speculative 64x4k, 8")) == 2
+    for wrong in ("llama9", "llama3-8b/dance", "llama3-8b//int4", "a/b/c/d"):
+        with pytest.raises(UnknownOptionError, match="--only"):
+            names("llama3-8b", wrong)
+
+
+def test_a_run_goes_on_where_another_stopped(tmp_path: Path, capsys, monkeypatch) -> None:
+    path = tmp_path / "o.json"
+    options = ["--device", "cpu", "--only", "llama3-8b/decode 1x;/prefill 1x8k/bf16", "--json", str(path)]
+    count = 4 + len(shapes.LAYERS)
+    assert main(["bench", "attention", *options, "--resume", "--seconds", "0"]) == 0
+    assert f"1 of {count} rows" in capsys.readouterr().err
+    before = report.read_result(path)
+    before["rows"].append({**before["rows"][0], "work": "decode 1x8k (tiny)", "failed": "out of memory"})
+    path.write_text(json.dumps(before))
+    ran: list[str] = []
+    run_cell = attention.run_cell
+    monkeypatch.setattr(attention, "run_cell", lambda *a: (ran.append(a[1].name), run_cell(*a))[1])
+    assert main(["bench", "attention", *options, "--resume"]) == 0
+    assert len(ran) == count - 1 and ran[0] == "decode 1x1k (tiny)", "the first row is kept, the failed one runs again"
+    result = report.read_result(path)
+    assert len({report.name_of(row) for row in result["rows"]}) == len(result["rows"]) == count
+    assert result["rows"][0] == before["rows"][0] and result["resumed"][0]["first_row"] == 1
+    assert "rows from 2 on" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.part"))
+    assert main(["bench", "attention", *options, "--resume"]) == 0 and len(ran) == count - 1
+    assert main(["bench", "attention", *options, "--resume", "--block-size", "32"]) == 2
+    assert "block_size is 16" in capsys.readouterr().err
+    assert main(["bench", "attention", *options[:-2], "--resume"]) == 2
+    assert "--resume without --json" in capsys.readouterr().err
+    path.write_text(json.dumps({**result, "device": "another GPU"}))
+    assert main(["bench", "attention", *options, "--resume"]) == 2
+    assert "another GPU" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:

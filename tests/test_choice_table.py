@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +154,40 @@ def test_the_command_shows_a_table_and_refuses_what_it_cannot_do(tmp_path: Path,
     assert "without a usable GPU" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="choose from these"):
         tune._picked("--steps", "decode 9x9", ";", list(tune.STEPS))
+
+
+def test_measuring_with_a_clock_that_is_given(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Backends that are missing, wrong or fail have no times; a cell that fails as a whole is left out."""
+    from vattn.bench import attention
+
+    clock = {"TRITON_ATTN": 10.0, "TORCH_SDPA": 4.0}
+    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
+    monkeypatch.setattr(tune, "BACKENDS", ("TRITON_ATTN", "TORCH_SDPA", "XFORMERS"))
+    monkeypatch.setattr(selector.get_backend("XFORMERS"), "problem", lambda: "not installed")
+    steps = ("decode 1x8k", "chunk 4x512 of 8k")
+    made = tune.measure(("head 128 group 4", "head 128 window"), steps, ("fp8",), 3, "cpu")
+    assert [cell.kind for cell in made.cells] == [Kind(128, 4, "fp8_e4m3", False), Kind(128, 4, "fp8_e4m3", True)]
+    assert all(cell.us == dict.fromkeys(steps, clock) for cell in made.cells)
+    assert made.cells[0].speed("TORCH_SDPA", "TRITON_ATTN") == 2.5
+    told = capsys.readouterr().out
+    assert "XFORMERS: not installed" in told and "[4/4] head 128 window, fp8, chunk 4x512 of 8k" in told
+    path = tmp_path / "t.json"
+    tune._write(path, made)
+    assert replace(choice_table.read_table(path), source="") == made
+
+    run_cell = attention.run_cell
+
+    def partly(layer: Any, work: Any, *rest: Any) -> dict[str, Any]:
+        if work.name.startswith("chunk"):
+            return {"model": layer.name, "work": work.name, "cache": "fp8", "kernels": {}, "failed": "out of memory"}
+        row = run_cell(layer, work, *rest)
+        row["kernels"]["TORCH_SDPA"] = {"error": 0.5, "wrong": "relative error"}
+        return row
+
+    monkeypatch.setattr(attention, "run_cell", partly)
+    made = tune.measure(("head 128 group 4",), steps, ("fp8",), 3, "cpu")
+    assert made.cells[0].us == {"decode 1x8k": {"TRITON_ATTN": 10.0}}
+    assert "out of memory" in capsys.readouterr().out
 
 
 def test_a_table_of_bench_results(tmp_path: Path, capsys) -> None:

@@ -100,19 +100,22 @@ def _write(path: Path, table: ChoiceTable) -> None:
     os.replace(part, path)
 
 
-def measure(shapes: Sequence[str], steps: Sequence[str], caches: Sequence[str], replays: int) -> ChoiceTable:
+def measure(
+    shapes: Sequence[str], steps: Sequence[str], caches: Sequence[str], replays: int, device_type: str = "cuda"
+) -> ChoiceTable:
     """Time the usable backends on every kind; each result is compared with fp32 before it counts.
 
     Args:
         shapes, steps: names in `SHAPES` and `STEPS`.
         caches: `"bf16"` and `"fp8"`.
         replays: interleaved rounds; the median counts.
+        device_type: `"cuda"`, or `"cpu"` for tiny cells whose times mean nothing.
     """
-    device = DeviceInfo.of("cuda")
+    device = DeviceInfo.of(device_type)
     names = [name for name in BACKENDS if selector.get_backend(name).problem() is None]
     for name in BACKENDS:
         print(f"{name}: {selector.get_backend(name).problem() or 'found'}", flush=True)
-    cells = tuple(_cells(shapes, steps, caches, names, replays))
+    cells = tuple(_cells(shapes, steps, caches, names, replays, device_type))
     versions: dict[str, str] = {"torch": str(torch.__version__)}
     for name in names:
         running = selector.get_backend(name).running()
@@ -122,12 +125,16 @@ def measure(shapes: Sequence[str], steps: Sequence[str], caches: Sequence[str], 
 
 
 def _cells(
-    shapes: Sequence[str], steps: Sequence[str], caches: Sequence[str], names: Sequence[str], replays: int
+    shapes: Sequence[str],
+    steps: Sequence[str],
+    caches: Sequence[str],
+    names: Sequence[str],
+    replays: int,
+    device_type: str,
 ) -> Iterator[Measured]:
     from vattn.bench.attention import Settings, run_cell
-    from vattn.bench.cell import Cell
     from vattn.bench.peers import backend_peer
-    from vattn.bench.shapes import WORKS, LayerShape
+    from vattn.bench.shapes import WORKS, LayerShape, tiny
 
     peers = [backend_peer(name) for name in names]
     total, done = len(shapes) * len(caches) * len(steps), 0
@@ -138,15 +145,20 @@ def _cells(
             us: dict[str, dict[str, float]] = {}
             for step in steps:
                 done += 1
-                settings = Settings(caches=(cache,), replays=replays, target_ms=5.0)
-                row = run_cell(layer, WORKS[step], cache, peers, settings, {})
+                settings = Settings(replays=replays, target_ms=5.0, device=device_type)
+                cell = (layer, WORKS[step]) if device_type == "cuda" else tiny(layer, WORKS[step])
+                row = run_cell(*cell, cache, peers, settings, {})
+                if "failed" in row:
+                    print(f"[{done}/{total}] {shape}, {cache}, {step}: failed: {row['failed']}", flush=True)
+                    continue
                 kernels = row["kernels"]
                 us[step] = {peer.name: kernels[peer.name]["us"] for peer in peers if "us" in kernels.get(peer.name, {})}
                 others = {name: entry for name, entry in kernels.items() if "us" not in entry}
                 print(f"[{done}/{total}] {shape}, {cache}, {step}: {us[step]} {others or ''}", flush=True)
-                torch.cuda.empty_cache()
-            kind = Kind.of(Cell(layer, WORKS["decode 1x1k"], cache, 16, 0).config())
-            yield Measured(kind, us)
+                if device_type == "cuda":
+                    torch.cuda.empty_cache()
+            stored = "fp8_e4m3" if cache == "fp8" else "bfloat16"
+            yield Measured(Kind(head_size, heads // kv_heads, stored, window is not None), us)
 
 
 NAMES_IN_BENCH = {"vattn": "TRITON_ATTN", "vattn FLASHINFER": "FLASHINFER", "vattn FLASH_ATTN": "FLASH_ATTN"}

@@ -27,29 +27,29 @@ class Settings:
     """How cells are run.
 
     Attributes:
-        caches: `"bf16"`, `"fp8"` or both.
         block_size: tokens per block.
         replays: rounds of interleaved replays.
         target_ms: work of one captured graph, at least.
         device: `"cuda"`, or `"cpu"` for small cells by the clock.
     """
 
-    caches: tuple[str, ...] = ("bf16", "fp8")
     block_size: int = 16
     replays: int = 7
     target_ms: float = 10.0
     device: str = "cuda"
 
 
-def run_cells(
-    cells: Sequence[tuple[LayerShape, Work]], peers: Sequence[Peer], settings: Settings, ceilings: dict[str, Any]
+def run_rows(
+    rows: Sequence[tuple[LayerShape, Work, str]],
+    peers: Sequence[Peer],
+    settings: Settings,
+    ceilings: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per cell and cache; see `run_cell`."""
-    for layer, work in cells:
-        for cache in settings.caches:
-            yield run_cell(layer, work, cache, peers, settings, ceilings)
-            if settings.device == "cuda":
-                torch.cuda.empty_cache()
+    """Yield the results of a cell and a cache each; see `run_cell`."""
+    for layer, work, cache in rows:
+        yield run_cell(layer, work, cache, peers, settings, ceilings)
+        if settings.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def run_cell(

@@ -37,6 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="", help="layers by the beginnings of their names, by commas")
     parser.add_argument("--work", default="", help="kinds of steps by the beginnings of their names, by semicolons")
     parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="ROWS",
+        help="rows as model/work/cache, each the beginning of a name or empty, by semicolons; run in this order",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that the file of --json has, and run those that it lacks"
+    )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument("--replays", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
     parser.add_argument("--seconds", type=float, metavar="N", help="begin no further cell after so long (default: all)")
@@ -117,39 +126,48 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         from vattn.ops.flash_attention import load_flash_attn
 
         load_flash_attn(options.fa3)
+    if options.resume and options.json is None:
+        raise ConfigError("--resume without --json", "--json FILE", "name the file to go on with")
     forbid_builds(options.build_peers or cpu)
-    cells = shapes.choose_cells(_names(options.models), _names(options.work, ";"))
+    only = _names(options.only, ";")
+    asked = _names(options.models), _names(options.work, ";")
+    # Rows may be named that are none of the default ones.
+    cells = shapes.every_cell() if only and not any(asked) else shapes.choose_cells(*asked)
+    rows = shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
     chosen = [peers.ON_CPU] if cpu else [*peers.OWN, *peers.choose_peers(_names(options.peers))]
     states = {peer.name: peer.problem() or "found" for peer in chosen}
     settings = attention.Settings(
-        caches=("bf16", "fp8") if options.cache == "both" else (options.cache,),
         block_size=options.block_size,
         replays=options.replays,
         device=options.device,
     )
     if cpu:
-        cells = [shapes.tiny(*cell) for cell in cells]
-    result: dict[str, Any] = {
+        rows = [(*shapes.tiny(layer, work), cache) for layer, work, cache in rows]
+    run: dict[str, Any] = {
         "format": report.FORMAT,
         "command": " ".join(["python -m vattn", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": platform.processor() or "CPU" if cpu else torch.cuda.get_device_name(),
         "capability": [0, 0] if cpu else list(torch.cuda.get_device_capability()),
         "versions": _versions(),
+        "block_size": options.block_size,
         "peers": {name: state if state == "found" else f"missing: {state}" for name, state in states.items()},
         "ceilings": {} if cpu else ceilings.measure(),
         "rows": [],
     }
+    result = report.resumed(options.json, run) if options.resume and options.json.exists() else run
+    done = {report.name_of(row) for row in result["rows"]}
+    left = [row for row in rows if (row[0].name, row[1].name, row[2]) not in done]
     found = [peer for peer in chosen if states[peer.name] == "found"]
-    start = time.monotonic()
-    for row in attention.run_cells(cells, found, settings, result["ceilings"]):
+    start, count = time.monotonic(), len(rows) - len(left)
+    for row in attention.run_rows(left, found, settings, run["ceilings"]):
         result["rows"].append(row)
+        count += 1
         print(" | ".join(report.cells_of(row)), file=sys.stderr, flush=True)
         if options.json:
-            options.json.write_text(json.dumps(result, indent=1))
-        if options.seconds is not None and time.monotonic() - start > options.seconds:
-            total = len(cells) * len(settings.caches)
-            print(f"stopped after {options.seconds} s: {len(result['rows'])} of {total} rows", file=sys.stderr)
+            report.write_result(options.json, result)
+        if options.seconds is not None and time.monotonic() - start > options.seconds and count < len(rows):
+            print(f"stopped after {options.seconds} s: {count} of {len(rows)} rows", file=sys.stderr)
             break
     return result
 

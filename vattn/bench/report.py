@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ def heading(result: dict[str, Any]) -> list[str]:
     ceilings = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items()) or "not measured"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [f"{result['device']}, {result['date']}; {versions}", f"ceilings of this run: {ceilings}"]
+    for part in result.get("resumed", ()):
+        told = ", ".join(f"{name} {value}" for name, value in part["ceilings"].items()) or "not measured"
+        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {told}")
     return lines + [f"{name}: {state}" for name, state in result["peers"].items()]
 
 
@@ -95,6 +99,40 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(cells_of(row)) + " |" for row in result["rows"]]
     notes = [note for row in result["rows"] for note in notes_of(row)]
     return "\n".join(lines + ([""] + [f"- {note}" for note in notes] if notes else [])) + "\n"
+
+
+def name_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what tells a row from others: model, work and cache."""
+    return row["model"], row["work"], row["cache"]
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a file that is whole, whenever the run ends."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1))
+    os.replace(part, path)
+
+
+def resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Return earlier results, less cells that failed as a whole, for a run to add its rows to.
+
+    Raises:
+        ConfigError: a torn file, or results that were measured in another way than `run`.
+    """
+    result = read_result(path)
+    for key in ("device", "capability", "versions", "peers", "block_size"):
+        # Files from before it was written have blocks of 16.
+        before = result.get(key, 16 if key == "block_size" else None)
+        if before != run[key]:
+            raise ConfigError(
+                f"--resume of {path}, whose {key} is {before}, in a run whose {key} is {run[key]}",
+                "the same machine, versions, peers and block size",
+                "give another --json, or run as before",
+            )
+    result["rows"] = [row for row in result["rows"] if "failed" not in row]
+    part = {name: run[name] for name in ("date", "command", "ceilings")}
+    result.setdefault("resumed", []).append({"first_row": len(result["rows"]), **part})
+    return result
 
 
 def read_result(path: Path) -> dict[str, Any]:

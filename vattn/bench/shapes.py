@@ -122,6 +122,11 @@ def default_cells() -> list[tuple[LayerShape, Work]]:
     return first + [(LAYERS[layer], WORKS[name]) for layer in _OTHERS for name in _SHORT]
 
 
+def every_cell() -> list[tuple[LayerShape, Work]]:
+    """Return every work on every layer."""
+    return [(layer, work) for layer in _LAYERS for work in _WORKS]
+
+
 def choose_cells(layers: Sequence[str], works: Sequence[str]) -> list[tuple[LayerShape, Work]]:
     """Return the cells that names pick: all of a model or a kind of work by its beginning; none given: the default.
 
@@ -141,6 +146,44 @@ def _picked(option: str, asked: Sequence[str], names: list[str]) -> list[str]:
             raise UnknownOptionError(f"{option} {name!r}", "; ".join(names), "give the beginning of one of them")
     # A name that is one of them exactly stands for itself, not for those that it begins.
     return [known for known in names if known in asked or any(known.startswith(n) for n in asked if n not in names)]
+
+
+def choose_rows(
+    cells: Sequence[tuple[LayerShape, Work]], caches: Sequence[str], only: Sequence[str]
+) -> list[tuple[LayerShape, Work, str]]:
+    """Return the rows of a table, a cell and a cache each, in the order in which they run.
+
+    Args:
+        cells, caches: what there is.
+        only: `model/work/cache`, each part the beginning of a name or empty for all; earlier ones run first. None
+            given: every row, in the order of the cells.
+
+    Raises:
+        UnknownOptionError: a name that picks nothing.
+    """
+    rows = [(layer, work, cache) for layer, work in cells for cache in caches]
+    if not only:
+        return rows
+    names = [(layer.name, work.name, cache) for layer, work, cache in rows]
+    picked: dict[int, None] = {}
+    for name in only:
+        parts = [part.strip() for part in name.split("/")]
+        found = [i for i in range(len(rows)) if len(parts) <= 3 and _begins(names[i], parts, names)]
+        if not found:
+            raise UnknownOptionError(
+                f"--only {name!r}", "model/work/cache of a row that is run", "see bench attention --list for names"
+            )
+        picked.update(dict.fromkeys(found))
+    return [rows[index] for index in picked]
+
+
+def _begins(row: tuple[str, str, str], parts: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> bool:
+    for index, part in enumerate(parts):
+        # A name that is one of them exactly stands for itself.
+        whole = any(other[index] == part for other in rows)
+        if row[index] != part if whole else not row[index].startswith(part):
+            return False
+    return True
 
 
 def tiny(layer: LayerShape, work: Work) -> tuple[LayerShape, Work]:

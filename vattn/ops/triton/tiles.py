@@ -185,6 +185,8 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
 def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
     """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
+    # Windows over packed keys leave too few registers: matrix instructions would be serialised.
+    plain = plain and (config.block_size > 0 or config.sliding_window is None)
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
 
 
