@@ -96,6 +96,16 @@ def test_hugging_face_model() -> None:
     assert "def add(a, b):" in printed and "tokens in" in printed
 
 
+def test_fp8_end_to_end() -> None:
+    pytest.importorskip("transformers")
+    printed = run("17_fp8_end_to_end.py")
+    assert "all layers" in printed and "linear layers: 56 fp8_static, 1 left: the head" in printed
+    assert printed.count("attention 1/1: fused, writes fp8_static; query FP8") == 1, "layers share one graph"
+    assert abs(float(re.search(r"in FP8 \S+ \((\S+)%\)", printed)[1])) < 2
+    same, of = map(int, re.search(r"as it was: (\d+) of (\d+)", printed).groups())
+    assert of == 72 and same > 24, "what is rounded otherwise may choose another token, and then another text"
+
+
 def test_differential_attention() -> None:
     printed = run("11_differential_attention.py", "2")
     assert "0 of 144 tokens differ from the written-out formula" in printed
@@ -116,7 +126,7 @@ def test_latent_attention() -> None:
 
 
 def test_all_examples_are_tested_and_short() -> None:
-    source = Path(__file__).read_text()
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert EXAMPLES
     for name in EXAMPLES:
         assert f'"{name}"' in source
