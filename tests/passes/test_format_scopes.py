@@ -131,12 +131,11 @@ def test_exported(tmp_path: Any) -> None:
     sample = builder.build([2, 1], [2, 1], [[1], [2]])
     with torch.no_grad():
         exported = vattn.export_step(model, (inputs_of(3)[0],), sample)
+    plain = exported.compile(str(tmp_path / "plain.pt2"))
     with vattn.enable(strict=True):
-        package = exported.compile(str(tmp_path / "model.pt2"))
+        fused = exported.compile(str(tmp_path / "fused.pt2"))
     assert written() == list(FORMATS)
     for query_lens in ([2, 1], [3, 4]):
         step_ = builder.build(query_lens, query_lens, [[1], [2]])
-        got = package(*exported.inputs((inputs_of(sum(query_lens))[0],), step_))
-        want = run(model, model, query_lens).float()
-        # The compiled residual rounds to bf16 at other places, which moves codes; NVFP4 has steps of a quarter.
-        assert (got.float() - want).norm() < 0.05 * want.norm()
+        inputs = exported.inputs((inputs_of(sum(query_lens))[0],), step_)
+        assert torch.equal(fused(*inputs), plain(*inputs))

@@ -171,7 +171,7 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
     packed = any(_covers(node, output, (torch.uint8,), 2) for node in reached)
     if not ends and not packed:
         reached, ends = _reach(output, whole=False)
-    again = {node for end in ends for node in _rounded_again(end, output)}
+    again = {node for end in ends for node in _rounded_again(end)}
     after: set[Node] = set()
     nodes = []
     for node in sorted((reached | again) - {output}, key=order.__getitem__):
@@ -203,15 +203,20 @@ def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
     return reached, ends
 
 
-def _rounded_again(end: Node, output: Node) -> list[Node]:
+def _rounded_again(end: Node) -> list[Node]:
     """Return what casts FP8 codes to a wider dtype and back, which may be all that is done to them."""
     found = []
     for wide in end.users:
         if op_name(wide.target) == "convert_element_type":
-            narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _covers(u, output, FP8_DTYPES, 1)]
+            narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _are_codes(u, end)]
             if narrow and len(narrow) == len(wide.users):
                 found += [wide, *narrow]
     return found
+
+
+def _are_codes(node: Node, end: Node) -> bool:
+    """Return whether a node holds FP8 codes as many as another."""
+    return _holds(node, FP8_DTYPES) and same_size(value(node).numel(), value(end).numel())
 
 
 def _holds(node: Node, dtypes: tuple[torch.dtype, ...]) -> bool:
