@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from vattn.formats import OUTPUT_FORMATS
 from vattn.passes.pipeline import fuse_graph
 from vattn.passes.region import attention_calls
 from vattn.passes.report import NodeReport
@@ -31,12 +32,14 @@ class Capture:
         before, after: the post-grad graph without and with the passes.
         report: what the passes said.
         fused: which of the two runs.
+        formats: output formats that may be used.
     """
 
     before: list[torch.fx.GraphModule] = field(default_factory=list)
     after: list[torch.fx.GraphModule] = field(default_factory=list)
     report: list[NodeReport] = field(default_factory=list)
     fused: bool = True
+    formats: Sequence[str] = tuple(OUTPUT_FORMATS)
 
     def backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -52,7 +55,7 @@ class Capture:
         copied = torch.fx.Graph()
         copied.output(copied.graph_copy(gm.graph, {}))
         before = torch.fx.GraphModule(gm, copied)
-        self.report += fuse_graph(gm.graph)
+        self.report += fuse_graph(gm.graph, self.formats)
         gm.graph.lint()
         gm.recompile()
         self.before.append(before)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from forms import escaping, static, unquantised
 from forms import plain as plain_output
-from harness import Attend, inputs_of, step
+from harness import Attend, Capture, inputs_of, step
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import vattn
@@ -236,8 +236,21 @@ def test_formats_can_be_left_out() -> None:
     model = Attend(static)
     target = torch.compile(model, options=vattn.options(output_formats=["fp8_per_token"]))
     _, (code,) = run_and_get_codes(target, model, [3, 4])
-    assert "output_format" not in code.replace('"output_format"', "")
-    assert vattn.fusion_report().count("near miss") == 1
+    assert "output_format=" not in code
+    (node,) = vattn.fusion_report()
+    assert (node.outcome, node.reason) == ("near miss", "it is fp8_static, which is not among output_formats")
+
+
+@pytest.mark.parametrize("listed", ["fp8_group64", "fp8_group64_col"])
+def test_scales_are_written_in_a_listed_layout_alone(listed: str) -> None:
+    def columns(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.vattn.quant_fp8_group(o, 64, False, True)
+
+    model, capture = Attend(columns), Capture(formats=(listed,))
+    with step(model, [3, 4]):
+        vattn.compile(model, backend=capture.backend)(*inputs_of(7))
+    (node,) = capture.report
+    assert node.output_format == ("fp8_group64_col" if listed.endswith("col") else "none")
 
 
 def test_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,10 +349,13 @@ def test_a_slot_taken_by_something_that_is_no_pass(taken: Any) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match="fp9"):
         vattn.enable(output_formats=["fp9"])
-    with pytest.raises(ConfigError, match="fp8_static"):
-        vattn.options(output_formats="fp8_static")
+    for listed in ("fp8_static", 3):
+        with pytest.raises(ConfigError, match=f"output_formats={listed!r}"):
+            vattn.options(output_formats=listed)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="mode='fastest'"):
         vattn.options(mode="fastest")
+    with pytest.raises(ConfigError, match="name a mode as mode="):
+        vattn.options("max-autotune")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="strict='yes'"):
         vattn.options(strict="yes")  # type: ignore[arg-type]
     assert getattr(torch._inductor.config, SLOT) is None

@@ -36,6 +36,9 @@ def token(change: Callable[[Tensor], Tensor], floor: float = 1e-10) -> Callable[
     return function
 
 
+OTHER = torch.tensor([0.07])
+"""Another scale that is known only when the graph runs."""
+
 ODD: dict[str, Callable[..., Any]] = {
     "one value": static(lambda x, s: torch.where(x == 1.0078125, x * 1.5, x)),
     "one small value": static(lambda x, s: torch.where(x == 2.0**-100, 500.0, x)),
@@ -53,6 +56,16 @@ ODD: dict[str, Callable[..., Any]] = {
     "maxima at powers of two": token(lambda scale: torch.where(scale == 1.0, 1.0009765625, scale)),
     "great maxima": token(lambda scale: scale.clamp(max=60.0)),
     "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
+    "fp16, divided": lambda o, s: cast(o.half().float() / s),
+    "fp16, times the scale": lambda o, s: cast(o.half().float() * s),
+    "fp16, times its reciprocal": lambda o, s: cast(o.half() * (1 / s)),
+    "beyond fp16": static(lambda x, s: x.clamp(-65504, 65504)),
+    "below fp16": static(lambda x, s: torch.where(x.abs() < 2.0**-24, 0.0, x)),
+    "beyond fp16, times the scale": lambda o, s: cast(o.float().clamp(-65504, 65504) * s),
+    "below fp16, times the scale": lambda o, s: cast(torch.where(o.abs() < 2.0**-24, 0.0, o.float()) * s),
+    "the smaller of two quotients": lambda o, s: cast(torch.minimum(o.float() / s, o.float() / OTHER)),
+    "by a scale and a ratio": lambda o, s: cast(o.float() / s * OTHER / s),
+    "clamped under another scale": static(lambda x, s: x.clamp(-448 * OTHER, 448 * OTHER)),
 }
 
 
@@ -67,6 +80,9 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "static": static(lambda x, s: x),
     "token": token(lambda scale: scale),
     "floor": token(lambda scale: scale, 3e-5),
+    "scale in fp16": lambda o, s: cast(o.float() / s.half()),
+    "clamped first": static(lambda x, s: x.clamp(-448 * s, 448 * s)),
+    "clamped first, times the scale": lambda o, s: cast(o.float().clamp(-448 / s, 448 / s) * s),
 }
 
 
@@ -87,28 +103,43 @@ def test_regions_that_differ_in_places() -> None:
     assert {name for name in PLAIN if outcomes[name] != FUSED} == set()
 
 
-def test_as_many_tokens_as_a_number_says() -> None:
-    """`output[:n]`, where n is an argument that varies."""
-    bundle = Bundle([token(lambda scale: scale)])
+def with_a_number(change: Callable[[Tensor, int], Any]) -> tuple[Capture, Callable[..., Any]]:
+    """Compile something that is done to the output with an argument that varies; returns what to call with it."""
+    bundle = Bundle([])
+    config = Bundle([change]).configs[0]
 
-    def first(n: int, *inputs: Tensor) -> Any:
-        form = bundle.forms[0]
-        query, key, value, starts, s = inputs
+    def target(n: int, *inputs: Tensor) -> Any:
+        query, key, value, starts, _ = inputs
         query, key, value = (x.view(x.shape[0], -1, WIDTH) for x in (query, key, value))
         out = torch.empty_like(query)
-        args = (query, key, value, starts, starts, out, None, None, *[None] * 10, [], None, bundle.configs[0])
+        args = (query, key, value, starts, starts, out, None, None, *[None] * 10, [], None, config)
         torch.ops.vattn.varlen_attention(*args)
-        return form(out.flatten(1)[:n], s)
+        return change(out.flatten(1), n)
 
     torch._dynamo.reset()
     capture = Capture()
-    target = vattn.compile(first, backend=capture.backend)
+    compiled = vattn.compile(target, backend=capture.backend)
+    return capture, lambda n, query_lens: bundle.run(functools.partial(compiled, n), query_lens)
+
+
+def test_as_many_tokens_as_a_number_says() -> None:
+    """`output[:n]`, where n is an argument that varies."""
+    form = token(lambda scale: scale)
+    capture, run = with_a_number(lambda o, n: form(o[:n], None))
     for n in (3, 5, 7):
         results = []
         for capture.fused in (True, False):
-            results.append(bundle.run(functools.partial(target, n), [4, 4]))
+            results.append(run(n, [4, 4]))
         assert all(torch.equal(a.float(), b.float()) and len(a) == n for a, b in zip(*results, strict=True))
     assert {node.outcome for node in capture.report} == {FUSED}
+
+
+def test_divided_by_a_number_that_varies() -> None:
+    """A step of one token says nothing about it."""
+    capture, run = with_a_number(lambda o, n: cast(o.float() / n))
+    for n in (3, 5):
+        run(n, [1])
+    assert "size or a number that varies" in capture.report[-1].reason
 
 
 def test_a_near_miss_names_the_first_node_that_differs() -> None:

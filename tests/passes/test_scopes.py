@@ -150,6 +150,16 @@ def test_a_scale_made_of_the_attentions_own_result_is_refused() -> None:
     assert capture.report[0].outcome == "near miss"
 
 
+def test_a_default_device() -> None:
+    """A mode that sees every function of torch: the layer is one graph under it all the same."""
+    torch.set_default_device("cpu")
+    try:
+        capture, _ = captured(Attend(static))
+    finally:
+        torch.set_default_device(None)
+    assert [node.outcome for node in capture.report] == ["fused"]
+
+
 def test_fp32_and_fp16_models() -> None:
     for dtype in (torch.float32, torch.float16):
         capture, _ = captured(Attend(static, dtype), dtype=dtype)

@@ -38,7 +38,7 @@ def _mpt(
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    heads = qkv.unflatten(2, (3, module.n_heads, module.head_dim))
+    heads = qkv.view(*qkv.shape[:2], 3, module.n_heads, module.head_dim)
     query, key, value = (t.transpose(1, 2) for t in heads.unbind(2))
     out, _ = attend(module, query, key, value, attention_mask, scaling=module.softmax_scale)
     return module.out_proj(out.flatten(2)), None
@@ -52,7 +52,7 @@ def _falcon(
     qkv = module.query_key_value(hidden_states)
     if module.new_decoder_architecture:
         # Groups of queries with their key and value, which are not spread over the heads here.
-        groups = qkv.unflatten(2, (module.num_kv_heads, -1, module.head_dim))
+        groups = qkv.view(*qkv.shape[:2], module.num_kv_heads, -1, module.head_dim)
         query, key, value = groups[:, :, :, :-2].flatten(2, 3), groups[:, :, :, -2], groups[:, :, :, -1]
     else:
         query, key, value = module._split_heads(qkv)

@@ -186,7 +186,7 @@ class MMEncoderAttention(PackedAttention):
         if not (wide or split) or tensor.shape[0] != batch or tensor.shape[1] != tokens:
             raise self._shape_error(name, tensor, heads, f"{batch}, {tokens}")
         if wide:
-            tensor = tensor.unflatten(2, (heads, self.head_size))
+            tensor = tensor.view(batch, tokens, heads, self.head_size)
         return tensor.flatten(0, 1)
 
     def _shape_error(self, name: str, tensor: Tensor, heads: int, rows: str = "b, s") -> ShapeError:

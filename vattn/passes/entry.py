@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -44,9 +44,10 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, 
     from vattn.passes.pipeline import FusionPass
     from vattn.passes.rope_kv_cache import check_choice
 
-    names = tuple(OUTPUT_FORMATS) if output_formats is None else tuple(output_formats)
+    is_listed = isinstance(output_formats, Collection) and not isinstance(output_formats, str)
+    names = tuple(output_formats) if output_formats is not None and is_listed else tuple(OUTPUT_FORMATS)
     unknown = [name for name in names if name not in OUTPUT_FORMATS]
-    if unknown or isinstance(output_formats, str):
+    if unknown or not (is_listed or output_formats is None):
         raise ConfigError(
             f"output_formats={output_formats!r}", f"a sequence of {', '.join(OUTPUT_FORMATS)}", "check the spelling"
         )
@@ -140,7 +141,8 @@ def options(
         strict, output_formats, rope: as in `enable`.
 
     Raises:
-        ConfigError: an unknown mode or format, or something in the slot of the pass that is no pass.
+        ConfigError: an unknown mode or format, options that are no dict, or something in the slot of the pass that is
+            no pass.
 
     Example:
         >>> import torch, vattn
@@ -148,6 +150,8 @@ def options(
     """
     from torch._inductor import config
 
+    if base is not None and not isinstance(base, Mapping):
+        raise ConfigError(f"options {base!r}", "a dict of Inductor's options", "name a mode as mode=...")
     merged = {**_mode_options(mode), **(base or {})}
     merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), strict, output_formats, rope)
     return merged

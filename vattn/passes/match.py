@@ -88,14 +88,11 @@ class Asked:
     Args:
         nodes: the part of the region to run, `quantised` included.
         dtype: name of the model dtype.
-        names: formats that may be used.
     """
 
-    def __init__(
-        self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str, names: Sequence[str]
-    ) -> None:
+    def __init__(self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str) -> None:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
-        self.dtype, self.names = dtype, names
+        self.dtype = dtype
         self.stirs = any(op_name(node.target) in _STIRRING for node in nodes)
         self.same_as_codes = [n for n in nodes if value(n) is not None and _dtype(n) == _dtype(quantised)]
         self.packed = _dtype(quantised) == torch.uint8
@@ -149,7 +146,7 @@ class Asked:
                 factors += [number, 1 / number]
         columns = sample.rows.shape[1]
         floors = self._floors(sample, constants)
-        for way in quantisers(columns, self.names, self.quantised, floors):
+        for way in quantisers(columns, self.quantised, floors):
             if not way.fmt.static_scale:
                 if not self.inputs.roots:
                     yield _Candidate(way, None)
@@ -289,9 +286,7 @@ def _holds(got: Tensor, scales: Tensor) -> bool:
     return same_bits(got, scales)
 
 
-def quantisers(
-    columns: int, names: Sequence[str], quantised: Node, floors: Sequence[float | None]
-) -> Iterator[Quantiser]:
+def quantisers(columns: int, quantised: Node, floors: Sequence[float | None]) -> Iterator[Quantiser]:
     """Yield what could have made the quantised tensor of rows of so many columns, the op's defaults first.
 
     Args:
@@ -299,8 +294,7 @@ def quantisers(
     """
     container = value(quantised).dtype
     for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
-        for name in names:
-            fmt = OUTPUT_FORMATS[name]
+        for fmt in OUTPUT_FORMATS.values():
             fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
             if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
                 for floor in [None] if fmt.static_scale else floors:

@@ -90,20 +90,20 @@ def _find_one(
 ) -> Found:
     with probe.isolated():
         inputs, nodes = _probed(region, quantised)
-        match = _classified(attention, region, quantised, nodes, inputs, names)
+        match = _classified(attention, region, quantised, nodes, inputs)
     match = division.as_generated(match, nodes, value(region.output).device)
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
     made = {node for node in scales if not scales.keys().isdisjoint(_before(node, region))}
     scales = {node: layout for node, layout in scales.items() if node not in made or not _is_spread(node)}
     try:
-        dead, read, name = _replaced(region, codes, scales, match.output_format)
+        dead, read, name = _replaced(region, codes, scales, match.output_format, names)
     except Refusal:
         # What is made of other scales is left to the graph, which has them from the call then.
         first = {node: layout for node, layout in scales.items() if node not in made}
         if len(first) == len(scales):
             raise
-        dead, read, name = _replaced(region, codes, first, match.output_format)
+        dead, read, name = _replaced(region, codes, first, match.output_format, names)
     config = attention.config.replace(
         output_format=name,
         output_arithmetic=match.arithmetic,
@@ -119,12 +119,12 @@ def _find_one(
 
 
 def _replaced(
-    region: Region, codes: Sequence[Node], scales: dict[Node, str], name: str
+    region: Region, codes: Sequence[Node], scales: dict[Node, str], name: str, names: Sequence[str]
 ) -> tuple[set[Node], dict[Node, str], str]:
     """Return what is dead, which scales are read and the format that has them, if codes and scales are replaced."""
     dead = _dead_nodes(region, {*codes, *scales})
     read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
-    return dead, read, _with_layout(region.output, name, read)
+    return dead, read, _with_layout(region.output, name, read, names)
 
 
 def _is_spread(node: Node) -> bool:
@@ -168,12 +168,14 @@ def _classified(
     quantised: Node,
     nodes: list[Node],
     inputs: probe.Inputs,
-    names: Sequence[str],
 ) -> Match:
-    key = _fingerprint(region, quantised, nodes, inputs, (attention.config.dtype, *names))
+    from torch._inductor import config
+
+    extra = (attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}")
+    key = _fingerprint(region, quantised, nodes, inputs, extra)
     if key not in _known:
         try:
-            _known[key] = match.Asked(region, quantised, nodes, inputs, attention.config.dtype, names).classify()
+            _known[key] = match.Asked(region, quantised, nodes, inputs, attention.config.dtype).classify()
         except Refusal as refusal:
             position = nodes.index(refusal.node) if refusal.node in nodes else None
             _known[key] = Refused(refusal.reason, position)
@@ -217,33 +219,45 @@ def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
         for user in node.users:
             if user in dead or is_check(user):
                 continue
-            if user.op == "output":
-                what = "the attention output" if node is region.output else "a value made of the attention output"
-                raise Refusal(f"the graph also returns {what} unquantised", node, near=True)
             if user not in inside:
-                what = "the attention output" if node is region.output else node.name
-                raise Refusal(f"{user.name} reads {what}, which is not quantised yet", user, near=True)
+                raise Refusal(_why_read(user, node, region), node if user.op == "output" else user, near=True)
             dead.add(user)
             stack.append(user)
     return dead
 
 
-def _with_layout(output: Node, name: str, read: dict[Node, str]) -> str:
+def _why_read(user: Node, node: Node, region: Region) -> str:
+    """Say why something that reads a node of a region, or returns it, keeps the region alive."""
+    if node in region.quantised:
+        return "the output is quantised in more than one way"
+    if user.op == "output":
+        what = "the attention output" if node is region.output else "a value made of the attention output"
+        return f"the graph also returns {what} unquantised"
+    what = "the attention output" if node is region.output else node.name
+    return f"{user.name} reads {what}, which is not quantised yet"
+
+
+def _layouts(name: str) -> list[OutputFormat]:
+    """Return the formats that hold what one does, with its scales in whatever layout."""
+
+    def held(fmt: OutputFormat) -> tuple[object, ...]:
+        return fmt.container, fmt.group_size, fmt.power_of_two, fmt.static_scale
+
+    return [fmt for fmt in OUTPUT_FORMATS.values() if held(fmt) == held(OUTPUT_FORMATS[name])]
+
+
+def _with_layout(output: Node, name: str, read: dict[Node, str], names: Sequence[str]) -> str:
     """Return the variant of a format whose scales lie as the readers expect them.
 
     Raises:
-        Refusal: no variant has that layout.
+        Refusal: no variant has that layout, or none that may be used.
     """
-    fmt = OUTPUT_FORMATS[name]
-    variants = [
-        other
-        for other in OUTPUT_FORMATS.values()
-        if (other.container, other.group_size, other.power_of_two, other.static_scale)
-        == (fmt.container, fmt.group_size, fmt.power_of_two, fmt.static_scale)
-    ]
-    for variant in variants:
-        if all(_fits(output, variant, node, layout) for node, layout in read.items()):
+    fitting = [fmt for fmt in _layouts(name) if all(_fits(output, fmt, node, way) for node, way in read.items())]
+    for variant in fitting:
+        if variant.name in names:
             return variant.name
+    if fitting:
+        raise Refusal(f"it is {fitting[0].name}, which is not among output_formats", output, near=True)
     node = next(iter(read))
     raise Refusal(f"the scales lie in no layout that {name} can be written with", node, near=True)
 

@@ -135,7 +135,7 @@ def fuse_graph(
     nodes = []
     for index, (call, op) in enumerate(calls):
         turned = _fuse_rope(call, graph, rope)
-        query = (IN_ROPE, FUSED, "") if _makes_query(call) else _fuse_query(call, op)
+        query = _fuse_query(call, op)
         output = _fuse_call(call, op, graph, output_formats)
         nodes.append(NodeReport(name, index, len(calls), op, *output, *query, *turned))
     for (call, _), node in zip(calls, nodes, strict=True):
@@ -195,7 +195,10 @@ def _fuse_rope(call: Node, graph: Graph, choice: str) -> tuple[str, str, str]:
 
 def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:
     """Let one attention call quantise its query where that saves a kernel; returns text, outcome and source line."""
+    text = "unknown"
     try:
+        if _makes_query(call):
+            return IN_ROPE, FUSED, ""
         text = describe_query(call)
         if text.startswith(OWN_KERNEL):
             attention = describe(call, op)

@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.formats import MODEL_DTYPES
 from vattn.passes.moves import MOVES
 from vattn.passes.precision import LOW, in_fp32, is_low
-from vattn.passes.probe_inputs import EXTREME_SCALES, PROBE_SCALES, every_output, probe_outputs
+from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
+from vattn.passes.probe_inputs import probe_scales as probe_scales
 from vattn.passes.probe_inputs import probe_values as probe_values
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
 
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
+_MOST_ROOTS = 4
 _TURNS = 4
 """How many times the rows are shown at least, each time to other tokens."""
 
@@ -79,7 +82,25 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
                 val = value(source)
                 shape = tuple(val.shape) if isinstance(val, Tensor) else type(val).__name__
                 raise Refusal(f"the region reads {source.name} of shape {shape}, which is no scale", node, near=True)
-    return finder.inputs()
+    found = finder.inputs()
+    if len(found.roots) > _MOST_ROOTS:
+        raise Refusal(f"the region reads {len(found.roots)} unknown values; a quantiser has one scale", node, near=True)
+    check_sizes((*found.derived, *nodes), found.sizes)
+    return found
+
+
+def check_sizes(nodes: Sequence[Node], sizes: Sequence[Node]) -> None:
+    """Refuse nodes that make values of sizes: those that a graph leaves open are run with a few numbers alone.
+
+    Raises:
+        Refusal: there is such a node.
+    """
+    for node in nodes:
+        fills = node.args[1:2] if op_name(node.target) in ("full", "full_like") else ()
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        for source in node.all_input_nodes:
+            if source in sizes and (pointwise or source in fills):
+                raise Refusal(f"it computes with {source.name}, a size or a number that varies", node, near=True)
 
 
 class _InputFinder:
@@ -207,11 +228,16 @@ def unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
     """Return the value of every size when the graph runs on `tokens` tokens."""
-    return {node: size_at(value(node), output, tokens) for node in sizes}
+    symbols = {symbol for node in sizes for symbol in expression(value(node)).free_symbols}
+    others = sorted(symbols - {expression(value(output).shape[0])}, key=str)
+    return {node: size_at(value(node), output, tokens, others) for node in sizes}
 
 
-def size_at(size: Any, output: Node, tokens: int) -> int:
+def size_at(size: Any, output: Node, tokens: int, others: Sequence[Any] = ()) -> int:
     """Return a size when the graph runs on `tokens` tokens, the first size of `output`; other sizes follow from it.
+
+    Args:
+        others: further unknowns, each of which is taken for another number.
 
     Raises:
         Refusal: no number comes out.
@@ -220,7 +246,8 @@ def size_at(size: Any, output: Node, tokens: int) -> int:
     if symbol.is_Symbol:
         found = found.subs(symbol, tokens)
     # How many of the tokens are taken, say: any number will do, so long as it is everywhere the same.
-    found = found.subs(dict.fromkeys(found.free_symbols, tokens // 2 + 1))
+    numbers = {other: tokens // 2 + 1 + index for index, other in enumerate(others)}
+    found = found.subs({other: numbers.get(other, tokens // 2 + 1) for other in found.free_symbols})
     if not found.is_Integer:
         raise Refusal(f"the region depends on the size {size}, which varies with no token count", output)
     return int(found)
@@ -231,16 +258,17 @@ def run(
     output: Node,
     inputs: Inputs,
     x: Tensor,
-    scale: float,
+    scales: Sequence[float],
     wide: frozenset[Node] = frozenset(),
 ) -> dict[Node, Any]:
-    """Run a region on one attention output `[T, H, V]` and one scale; returns the value of every node.
+    """Run a region on one attention output `[T, H, V]`; returns the value of every node.
 
     Args:
+        scales: the values of `inputs.roots`, one at least.
         wide: nodes in bf16 or fp16 that stay in fp32.
     """
     env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
-    for node in inputs.roots:
+    for node, scale in zip(inputs.roots, scales, strict=False):
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
     for node in (*inputs.derived, *nodes):
         if node.target is operator.getitem:
@@ -296,19 +324,35 @@ def samples(
         thorough: show it every value of the model dtype under every scale.
         few: show it those a few tokens at a time.
     """
-    scales = (
-        (*PROBE_SCALES, *EXTREME_SCALES) if inputs.roots else (PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3])
-    )
-    exact = [min((float(torch.tensor(s).to(value(n).dtype)) for n in inputs.roots), default=s) for s in scales]
-    exact = [scale for scale in exact if math.isfinite(scale)]
+    exact, roots = _exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
 
-    def sample(x: Tensor, scale: float) -> Sample:
-        return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scale, wide))
+    def sample(x: Tensor, scales: Sequence[float]) -> Sample:
+        return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scales, wide))
 
-    for turn, scale in enumerate((exact * _TURNS)[: max(_TURNS, len(exact))]):
-        yield from (sample(x, scale) for x in probe_outputs(region.output, dtype, scale, turn))
-    for scale in exact if thorough else exact[1:2] or exact:
-        yield from (sample(x, scale) for x in every_output(region.output, dtype, few))
+    def scales_of(turn: int) -> list[float]:
+        """Return a value for each root, no two alike: what agrees only where some are equal is no quantiser."""
+        return [exact[(turn + index) % len(exact)] for index in range(roots)]
+
+    for turn in range(max(_TURNS, len(exact) * roots)):
+        scales = scales_of(turn)
+        # A graph may divide by a value or multiply by it.
+        tried = scales[turn // len(exact) % roots]
+        steps = (tried, 1 / tried) if inputs.roots else (tried,)
+        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, turn))
+    for turn in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
+        yield from (sample(x, scales_of(turn)) for x in every_output(region.output, dtype, few))
+
+
+def _exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:
+    """Return the static scales to run a region under: such that all its roots can hold."""
+    if not inputs.roots:
+        return [PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3]]
+    seen = [value(node) for node in (*inputs.roots, *inputs.derived, *nodes)]
+    dtypes = {MODEL_DTYPES[dtype], *(val.dtype for val in seen if isinstance(val, Tensor))}
+    rounded = [
+        min(float(torch.tensor(scale).to(value(node).dtype)) for node in inputs.roots) for scale in probe_scales(dtypes)
+    ]
+    return [scale for scale in dict.fromkeys(rounded) if 0 < scale < math.inf]
 
 
 def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:

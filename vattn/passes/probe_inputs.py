@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,22 +17,40 @@ PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
 them rounds otherwise when multiplied by the reciprocal (3 and 5 show no difference). Scales of eight bits, all that
 bf16 has, tell fp32 math from bf16 math; reciprocals of odd numbers tell it from fp64."""
 
-EXTREME_SCALES = (3e3, 1e-7, 1e7)
-"""Under these every value is small, or beyond the range: they show what happens to them on the way. Both ways, since a
-graph may get the reciprocal of a scale."""
+_EDGE = 157 / 128
+_EXTREME_SCALES = {
+    torch.float32: (_EDGE * 2.0**80, _EDGE * 2.0**-80),
+    torch.bfloat16: (_EDGE * 2.0**80, _EDGE * 2.0**-80),
+    torch.float16: (_EDGE * 2.0**14, _EDGE * 2.0**-20),
+}
+"""By dtype, scales that are great and small for it. Codes tell apart what lies between a 512th of a scale and 448 times
+it, or its reciprocal: under these, that lies beyond everything that a narrower dtype holds, so whatever overflows or
+vanishes in one on the way shows. fp32 holds 1e11 times more still: there no factor of a supported quantiser makes it
+overflow, and bounds as wide as 1e30, which some write, bound nothing."""
+
+
+def probe_scales(dtypes: Collection[torch.dtype]) -> tuple[float, ...]:
+    """Return static scales under which a region that computes in some dtypes is run."""
+    extreme = (scale for dtype, pair in _EXTREME_SCALES.items() if dtype in dtypes for scale in pair)
+    return tuple(dict.fromkeys((*PROBE_SCALES, *extreme)))
+
 
 TOKEN_COUNTS = (31, 5)
 _SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
 _POWERS = range(-30, 11)
 
 
-def probe_values(columns: int, scale: float) -> Tensor:
-    """Return fp32 rows `[R, columns]` that tell quantisers apart; the first is all zeros."""
+def probe_values(columns: int, *scales: float) -> Tensor:
+    """Return fp32 rows `[R, columns]` that tell quantisers apart; the first is all zeros.
+
+    Args:
+        scales: static scales under which some of the values are midpoints of codes; one at least.
+    """
     rng = torch.Generator().manual_seed(1)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = torch.cat(((codes[1:] + codes[:-1]) / 2, codes))
     ties = torch.cat((ties, -ties, torch.tensor([449.0, 463.0, 465.0, 480.0, 1000.0, -460.0, -1e4])))
-    static = _rows(ties * scale, columns)
+    static = [_rows(ties * scale, columns) for scale in scales]
     ramp = torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 17 - 8.0)
     noise = torch.randn(6, columns, generator=rng)
     dynamic = []
@@ -47,8 +65,10 @@ def probe_values(columns: int, scale: float) -> Tensor:
     outlier, infinite, nan = noise[5].clone(), noise[5].clone(), noise[5].clone()
     outlier[columns // 3], infinite[columns // 2], nan[columns // 5] = 3e4, torch.inf, torch.nan
     special = torch.stack((outlier, -outlier, infinite, nan))
-    scaled = torch.stack((noise[0], noise[1] * 200 * scale, noise[2] * ramp, noise[3] * ramp.flip(0), noise[4] * 1e-3))
-    return torch.cat((tiny[:1], scaled, *dynamic, special, tiny[1:], static))
+    scaled = torch.stack(
+        (noise[0], noise[1] * 200 * scales[0], noise[2] * ramp, noise[3] * ramp.flip(0), noise[4] * 1e-3)
+    )
+    return torch.cat((tiny[:1], scaled, *dynamic, special, tiny[1:], *static))
 
 
 def _rows(values: Tensor, columns: int) -> Tensor:
@@ -56,14 +76,15 @@ def _rows(values: Tensor, columns: int) -> Tensor:
     return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
 
 
-def probe_outputs(output: Node, config_dtype: str, scale: float, turn: int) -> Iterator[Tensor]:
+def probe_outputs(output: Node, config_dtype: str, scales: Sequence[float], turn: int) -> Iterator[Tensor]:
     """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open.
 
     Args:
+        scales: as in `probe_values`.
         turn: which row comes first: no token is to see rows of one kind alone.
     """
     tokens, heads, width = value(output).shape
-    rows = probe_values(int(heads) * int(width), scale).to(MODEL_DTYPES[config_dtype]).roll(-7 * turn, 0)
+    rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(-7 * turn, 0)
     counts = (tokens,) if isinstance(tokens, int) else TOKEN_COUNTS
     for count in counts:
         needed = -(-len(rows) // count) if count == counts[0] else 1

@@ -95,6 +95,7 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
     roots -= constants.keys()
     if len(roots) > 1:
         raise Refusal("its scale, or the op's q_scale, is made of more than one unknown value", codes, near=True)
+    probe.check_sizes(inner, sizes)
     return QueryRegion(source, codes, scale, tuple(inner), tuple(sizes), constants, next(iter(roots), None))
 
 
@@ -174,7 +175,10 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> Verdict:
     Raises:
         Refusal: it cannot be run.
     """
-    trials = 1 if region.root is None else len(probe.PROBE_SCALES) + 1
+    trials = 1
+    if region.root is not None:
+        _check_root(region.root)
+        trials += len(_chosen_scales(region, region.root))
     runs = [run for trial in range(trials) for run in _runs(region, config, trial)]
 
     def codes_are(quantise: Any) -> bool:
@@ -234,7 +238,7 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
     """Yield runs of a region on all probe values, under the scales of one trial."""
     known: dict[Node, Any] = dict(region.constants)
     if region.root is not None:
-        known[region.root] = _scales_of_trial(region.root, trial)
+        known[region.root] = _scales_of_trial(region, region.root, trial)
     of_scale = _ancestors([region.scale], {region.source, *known})
     _run_nodes([node for node in region.nodes if node in of_scale], known)
     scale = known[region.scale].float().reshape(-1)
@@ -262,13 +266,24 @@ def _run_nodes(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
         env[node] = env[node.args[0]][node.args[1]] if is_item else probe.run_node(node, env)  # type: ignore[index]
 
 
-def _scales_of_trial(root: Node, trial: int) -> Tensor:
-    """Return scales like a node's value: the chosen ones in turn, then random ones that all differ."""
+def _check_root(root: Node) -> None:
     val = value(root)
     is_float = isinstance(val, Tensor) and val.is_floating_point()
     if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
         raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
-    chosen = torch.tensor(probe.PROBE_SCALES)
+
+
+def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
+    """Return the scales to run a region under: those that its root can hold."""
+    seen = [value(node) for node in (region.source, root, *region.nodes)]
+    chosen = probe.probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
+    rounded = torch.tensor(chosen).to(value(root).dtype).float()
+    return rounded[(rounded > 0) & rounded.isfinite()].tolist()
+
+
+def _scales_of_trial(region: QueryRegion, root: Node, trial: int) -> Tensor:
+    """Return scales like the root's value: the chosen ones in turn, then random ones that all differ."""
+    val, chosen = value(root), torch.tensor(_chosen_scales(region, root))
     if trial == len(chosen):
         scales = 0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3))
     else:
