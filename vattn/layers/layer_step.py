@@ -171,7 +171,8 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
             f"pass {name}",
         )
     if tensor.dim() == 2 and tensor.shape[1] == heads * width:
-        return tensor.unflatten(1, (heads, width))
+        # No unflatten: where a default device is set, Dynamo breaks the graph at it.
+        return tensor.view(tensor.shape[0], heads, width)
     if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:
         return tensor
     raise ShapeError(
