@@ -19,13 +19,13 @@ import vattn
 from vattn.generation.command import load_model
 from vattn.integrations.transformers import enable
 
-app, jobs = FastAPI(), SimpleQueue()
+app, jobs, generators = FastAPI(), SimpleQueue(), []
 
 
 def serve() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(Path(__file__).parent / "demo_model", device, None)
-    generator = vattn.Generator(enable(model, memory="64MiB"), tokenizer, max_queue=64)
+    generators.append(generator := vattn.Generator(enable(model, memory="64MiB"), tokenizer, max_queue=64))
     outputs: dict[vattn.Request, Any] = {}
     while True:
         try:
@@ -57,7 +57,7 @@ async def generate(prompt: str, max_new_tokens: int = 64, temperature: float = 0
     jobs.put((prompt, sampling, lambda item: loop.call_soon_threadsafe(texts.put_nowait, item), None))
     request = await texts.get()
     if isinstance(request, Exception):
-        raise HTTPException(422, str(request))
+        raise HTTPException(503 if isinstance(request, vattn.errors.QueueFullError) else 422, str(request))
 
     async def stream() -> Any:
         try:

@@ -106,6 +106,16 @@ def test_fp8_end_to_end() -> None:
     assert of == 72 and same > 24, "what is rounded otherwise may choose another token, and then another text"
 
 
+def test_prompt_lookup() -> None:
+    pytest.importorskip("transformers")
+    printed = run("18_prompt_lookup.py")
+    assert printed.count("equal to greedy decoding: True") == 3
+    plain, guessed = map(int, re.search(r"(\d+) steps without guesses, (\d+) with", printed).groups())
+    assert plain == 96 and guessed < plain * 0.8
+    right, guesses = map(int, re.search(r"(\d+) of (\d+) guesses were right", printed).groups())
+    assert 0 < right <= guesses
+
+
 def test_differential_attention() -> None:
     printed = run("11_differential_attention.py", "2")
     assert "0 of 144 tokens differ from the written-out formula" in printed

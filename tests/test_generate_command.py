@@ -28,6 +28,14 @@ def test_one_prompt_is_streamed(capsys: Any) -> None:
     assert "8 tokens in" in err and "tokens/s" in err
 
 
+def test_guesses_and_groups_change_no_text(capsys: Any) -> None:
+    _, plain, _ = run(capsys, "--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24")
+    status, out, err = run(
+        capsys, "--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24", "--drafts", "3", "--hybrid"
+    )
+    assert status == 0 and out == plain and "guesses right" in err
+
+
 def test_a_file_of_prompts_as_json(capsys: Any, tmp_path: Path) -> None:
     lines = [
         {"prompt": "def "}, {"prompt": "import ", "max_new_tokens": 3}, {"prompt": "x" * 9000},
@@ -57,6 +65,7 @@ WRONG = {
     "greedy cut": (["--prompt", "x", "--top-k", "3"], "temperature"),
     "scales": (["--prompt", "x", "--kv-scales", "unit"], "--kv-scales with --kv-cache-dtype auto"),
     "scales file": (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "none.json"], "calibration file"),
+    "drafts": (["--prompt", "x", "--drafts", "-2"], "num_drafts=-2"),
     "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
 }
 

@@ -14,6 +14,7 @@ from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.formats import MODEL_DTYPES, kv_cache_dtypes
 from vattn.generation.generator import Generator
+from vattn.generation.lookup import PromptLookup
 from vattn.generation.request import Request
 from vattn.generation.sampling import Sampling
 from vattn.layers import QuantConfig
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", default=None, help="bytes of the cache, such as 2GiB; default 40%% of what is free")
     parser.add_argument("--max-num-reqs", type=int, default=32)
+    parser.add_argument("--drafts", type=int, default=0, help="guess up to this many tokens a step by prompt lookup")
+    parser.add_argument("--hybrid", action="store_true", help="a cache with groups: windows give their blocks back")
     parser.add_argument("--backend", default=None, help="attention backend; default the first that accepts")
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
@@ -89,9 +92,10 @@ def make_generator(options: argparse.Namespace) -> Generator:
         quant_config=quant,
         calibration=calibration,
         attn_backend=options.backend,
-        memory=options.memory or _free_memory(options.device),
     )
-    return Generator(packed, tokenizer, max_num_reqs=options.max_num_reqs, compile=options.compile)
+    packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
+    lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
+    return Generator(packed, tokenizer, max_num_reqs=options.max_num_reqs, speculation=lookup, compile=options.compile)
 
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
@@ -206,7 +210,8 @@ def _show_text(generator: Generator, requests: list[Request | VattnError]) -> No
     now = generator.statistics()
     print(
         f"{now.generated_tokens} tokens in {now.seconds:.2f} s, {now.tokens_per_second:.0f} tokens/s; cache of "
-        f"{now.num_blocks} blocks, {now.preemptions} preemptions, {now.reused_tokens} prompt tokens reused",
+        f"{now.num_blocks} blocks, {now.preemptions} preemptions, {now.reused_tokens} prompt tokens reused"
+        + (f", {now.accepted_tokens} of {now.drafted_tokens} guesses right" if now.drafted_tokens else ""),
         file=sys.stderr,
     )
 
