@@ -20,6 +20,8 @@ from vattn.ops import arguments, schemas
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_indexer import IndexerSelectArgs, IndexerUpdateArgs
+from vattn.ops.mla_rope import MLARopeUpdateArgs
 from vattn.rope_config import RopeConfig
 
 ARGUMENTS: dict[str, Any] = {
@@ -30,6 +32,9 @@ ARGUMENTS: dict[str, Any] = {
     "plan": PlanArgs,
     "merge_attn_states": MergeArgs,
     "mla_kv_cache_update": MLACacheUpdateArgs,
+    "mla_rope_kv_cache_update": MLARopeUpdateArgs,
+    "mla_indexer_update": IndexerUpdateArgs,
+    "mla_indexer_select": IndexerSelectArgs,
     "mla_attention": MLAAttentionArgs,
 }
 WRITTEN = {
@@ -40,6 +45,9 @@ WRITTEN = {
     "plan": {"schedule"},
     "merge_attn_states": {"output", "output_lse"},
     "mla_kv_cache_update": {"kv_cache"},
+    "mla_rope_kv_cache_update": {"kv_cache"},
+    "mla_indexer_update": {"index_cache"},
+    "mla_indexer_select": {"topk_indices"},
     "mla_attention": {"output", "output_block_scale", "lse", "workspace"},
 }
 KINDS = {"Tensor": Tensor, "Optional[Tensor]": Tensor | None, "List[Tensor]": list[Tensor], "str": str}

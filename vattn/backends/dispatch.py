@@ -19,7 +19,7 @@ from vattn.config import AttentionConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.mla_config import MLAConfig
-from vattn.ops import checks, mla_checks
+from vattn.ops import checks, mla_checks, mla_indexer
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -29,6 +29,7 @@ from vattn.ops.arguments import (
     VarlenAttentionArgs,
 )
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 from vattn.passes.report import read_note
 from vattn.rope_config import RopeConfig
 
@@ -93,6 +94,35 @@ def mla_kv_cache_update(*arguments: Any) -> None:
     backend, config = _resolve_latent(args.config, args.kv_c.device)
     mla_checks.check_mla_kv_cache_update(args, config)
     backend.mla_kv_cache_update(args, config)
+
+
+def mla_rope_kv_cache_update(*arguments: Any) -> None:
+    args = MLARopeUpdateArgs(*arguments)
+    backend, config = _resolve_latent(args.config, args.kv_c.device)
+    rope = RopeConfig.parse(args.rope)
+    check_mla_rope_update(args, rope, config)
+    backend.mla_rope_kv_cache_update(args, rope, config)
+
+
+def mla_indexer_update(*arguments: Any) -> None:
+    args = mla_indexer.IndexerUpdateArgs(*arguments)
+    mla_indexer.check_indexer_update(args)
+    _indexer(args.key).mla_indexer_update(args)
+
+
+def mla_indexer_select(*arguments: Any) -> None:
+    args = mla_indexer.IndexerSelectArgs(*arguments)
+    mla_indexer.check_indexer_select(args)
+    _indexer(args.query).mla_indexer_select(args)
+
+
+def _indexer(tensor: Tensor) -> Any:
+    """Return the module that runs the indexer's ops for a tensor."""
+    if tensor.is_cuda and _has_triton():
+        from vattn.ops.triton import mla_indexer as kernels
+
+        return kernels
+    return mla_indexer
 
 
 def mla_attention(*arguments: Any) -> None:

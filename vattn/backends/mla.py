@@ -10,6 +10,8 @@ from vattn.backends.base import Backend, Capabilities, Sizes
 from vattn.formats import OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_rope import MLARopeUpdateArgs, turned_rows
+from vattn.rope_config import RopeConfig
 
 MLA_FEATURES: tuple[str, ...] = ("lse", "sparse", "context_parallel")
 """What a latent attention can ask for beyond the plain one, one name each."""
@@ -92,6 +94,26 @@ class MLABackend(Backend):
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError
+
+    def mla_rope_kv_cache_update(self, args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> None:
+        """Run `vattn::mla_rope_kv_cache_update`, by default in two steps. Arguments are checked already."""
+        self.mla_kv_cache_update(turned_rows(args, rope, config), config)
+
+
+class TritonMLAUpdate:
+    """Write the cache by our own kernels, which every format has."""
+
+    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_kv_cache_update`."""
+        from vattn.ops.triton.mla_launch import update_cache
+
+        update_cache(args, config)
+
+    def mla_rope_kv_cache_update(self, args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> None:
+        """Run `vattn::mla_rope_kv_cache_update` in one launch."""
+        from vattn.ops.triton.mla_rope import update_turned
+
+        update_turned(args, rope, config)
 
 
 MLA_PRIORITY: dict[str, tuple[str, ...]] = {

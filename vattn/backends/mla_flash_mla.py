@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import DeviceInfo, Package, Sizes
-from vattn.backends.mla import MLABackend, MLACapabilities
+from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
 from vattn.errors import ConfigError, GraphContractError
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.binary_rows import put_right
 from vattn.ops.mla_absorb import absorb, project_values, weights_of
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
 
 CAPABILITIES_OF_GPUS = ((9, 0),)
 """Compute capabilities that its dense kernel is made for."""
@@ -51,7 +51,7 @@ def load_flash_mla(path: str | Path) -> None:
         )
 
 
-class FlashMLABackend(MLABackend):
+class FlashMLABackend(TritonMLAUpdate, MLABackend):
     """Run what FlashMLA's dense decode kernel can run."""
 
     name = "FLASHMLA"
@@ -113,12 +113,6 @@ class FlashMLABackend(MLABackend):
             out, logs = _attend(absorbed, args.kv_cache, lengths.clamp(min=1), table, config)
             project_values(out, w_uv, args.output)
         put_right(args.output, args.lse, logs, (lengths > 0).unsqueeze(1) & logs.isfinite())
-
-    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_kv_cache_update`."""
-        from vattn.ops.triton.mla_launch import update_cache
-
-        update_cache(args, config)
 
 
 def _rows_as_requests(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor]:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Package, Sizes
-from vattn.backends.mla import MLABackend, MLACapabilities
+from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
 from vattn.errors import GraphContractError
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.binary_rows import put_right, rows_that_ask
 from vattn.ops.mla_absorb import absorb, project_values, weights_of
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
 
 _WORKSPACE_BYTES = 128 << 20
 
 
-class FlashInferMLABackend(MLABackend):
+class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
     """Run what FlashInfer's MLA kernels can run."""
 
     name = "FLASHINFER_MLA"
@@ -74,12 +74,6 @@ class FlashInferMLABackend(MLABackend):
             project_values(latent, w_uv, args.output[:tokens])
         asked = rows_that_ask(args.query_start_loc, args.seq_lens, tokens, config)  # type: ignore[arg-type]
         put_right(args.output[:tokens], None if args.lse is None else args.lse[:tokens], logs, asked & logs.isfinite())
-
-    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_kv_cache_update`."""
-        from vattn.ops.triton.mla_launch import update_cache
-
-        update_cache(args, config)
 
 
 def _attend(

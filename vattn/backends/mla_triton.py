@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from vattn.backends.base import Package, Sizes
-from vattn.backends.mla import MLABackend, MLACapabilities
+from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.arguments import PlanArgs
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
 
 
-class TritonMLABackend(MLABackend):
+class TritonMLABackend(TritonMLAUpdate, MLABackend):
     """Run latent attention in the latent space, in a few launches."""
 
     name = "TRITON_MLA"
@@ -67,9 +67,3 @@ class TritonMLABackend(MLABackend):
         from vattn.ops.triton.mla_launch import attend
 
         attend(args, config)
-
-    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_kv_cache_update`."""
-        from vattn.ops.triton.mla_launch import update_cache
-
-        update_cache(args, config)

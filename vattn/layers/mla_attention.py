@@ -25,6 +25,7 @@ from vattn.errors import (
 from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.layers.kv_b_weights import projection_weight
+from vattn.layers.latent_rotary import LatentRotary
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.request import check_configs, check_extra, named_arguments
@@ -331,6 +332,7 @@ class MLAAttention(OwnBuffers):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
+        rotary: LatentRotary | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new latents and rotated keys to the cache and attend.
 
@@ -342,6 +344,8 @@ class MLAAttention(OwnBuffers):
             output_shape: shape of the result; default `[T, num_heads * V]`.
             metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
                 result is zero and no cache is needed.
+            rotary: norm and rotation that the store itself does, in one launch: `kv_c_normed` then comes ahead of its
+                norm and `k_pe` ahead of its rotation. Queries come finished all the same.
 
         Returns:
             The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
@@ -369,7 +373,13 @@ class MLAAttention(OwnBuffers):
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
-        torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
+        if rotary is None:
+            torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
+        else:
+            torch.ops.vattn.mla_rope_kv_cache_update(
+                kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
+                self.k_scale, rotary.rope, config,
+            )  # fmt: skip
         torch.ops.vattn.mla_attention(*arguments)
         return result.returned()
 

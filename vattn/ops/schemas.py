@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -46,6 +46,15 @@ MUTATING_OPS: dict[str, str] = {
     ),
     "mla_kv_cache_update": (
         "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? k_scale, str config) -> ()"
+    ),
+    "mla_rope_kv_cache_update": (
+        "(Tensor kv_c, Tensor k_pe, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) kv_cache, "
+        "Tensor slot_mapping, Tensor? norm_weight, Tensor? k_scale, str rope, str config) -> ()"
+    ),
+    "mla_indexer_update": "(Tensor key, Tensor(a!) index_cache, Tensor slot_mapping) -> ()",
+    "mla_indexer_select": (
+        "(Tensor query, Tensor weights, Tensor index_cache, Tensor query_start_loc, Tensor seq_lens, "
+        "Tensor block_table, Tensor(a!) topk_indices) -> ()"
     ),
     "mla_attention": (
         "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "

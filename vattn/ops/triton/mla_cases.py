@@ -16,8 +16,11 @@ from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
-from vattn.ops.triton import mla_epilogue, mla_launch, mla_prefill, mla_project
+from vattn.ops.mla_indexer import SCALE_BYTES, IndexerSelectArgs, IndexerUpdateArgs
+from vattn.ops.mla_rope import MLARopeUpdateArgs
+from vattn.ops.triton import mla_epilogue, mla_indexer, mla_launch, mla_prefill, mla_project, mla_rope
 from vattn.ops.triton.tiles import Limits
+from vattn.rope_config import ROPE_STYLES, RopeConfig
 
 KERNELS = (
     (mla_launch, "mla_attention_kernel"),
@@ -28,6 +31,10 @@ KERNELS = (
     (mla_prefill, "mla_expand_kernel"),
     (mla_prefill, "mla_prefill_kernel"),
     (mla_epilogue, "finish_kernel"),
+    (mla_rope, "mla_rope_update_kernel"),
+    (mla_indexer, "mla_indexer_update_kernel"),
+    (mla_indexer, "mla_indexer_score_kernel"),
+    (mla_indexer, "mla_indexer_choose_kernel"),
 )
 """Modules that launch kernels, and their names."""
 
@@ -51,6 +58,9 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
             continue
         config = MLAConfig(heads, 128, rope, 128, latent, 0.07, dtype, stored, 16, scale, lse=True)
         yield from record(f"{dtype}/{cache} {geometry}", target, partial(_update, config, limits))
+        for style in ROPE_STYLES:
+            turned = partial(_turn, config, RopeConfig(rope, style, "rms", 1e-6), limits)
+            yield from record(f"{dtype}/{cache} {geometry} {style}", target, turned)
         for (step, counts), sparse in itertools.product(STEPS.items(), (False, True)):
             asked = config.replace(sparse=sparse)
             name = f"{dtype}/{cache} {geometry} {step}{' sparse' if sparse else ''}"
@@ -63,6 +73,8 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
             name = f"{dtype} {output} {geometry} {tokens} tokens"
             yield from record(name, target, partial(_project, config, tokens, limits))
         yield from record(f"{dtype} {output} {geometry}", target, partial(_prompts, config, 1 << 30, limits))
+    for dtype, (heads, columns) in itertools.product(MODEL_DTYPES, ((64, 128), (5, 24))):
+        yield from record(f"{dtype} {heads}x{columns}", target, partial(_index, dtype, heads, columns, limits))
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 1 << 20, limits))
 
@@ -126,3 +138,21 @@ def _prompts(config: MLAConfig, room: int, limits: Limits) -> None:
     wide = config.qk_nope_head_dim + config.v_head_dim
     weight = _meta(config.num_heads, wide, config.kv_lora_rank, dtype=dtype)
     mla_launch.attend_mixed(args, weight, config, limits)
+
+
+def _turn(config: MLAConfig, rope: RopeConfig, limits: Limits) -> None:
+    dtype, columns = MODEL_DTYPES[config.dtype], config.qk_rope_head_dim
+    rows = _meta(64, config.kv_lora_rank, dtype=dtype), _meta(64, columns, dtype=dtype)
+    table, slots = _meta(4096, columns // 2), _meta(64, dtype=torch.int64)
+    weight, scale = _meta(config.kv_lora_rank, dtype=dtype), None if config.kv_scale == "none" else _meta(1)
+    args = MLARopeUpdateArgs(*rows, table, table, slots, _cache(config), slots, weight, scale, rope.encode(), "")
+    mla_rope.update_turned(args, rope, config, limits)
+
+
+def _index(dtype: str, heads: int, columns: int, limits: Limits) -> None:
+    cache = _meta(64, 64, columns + SCALE_BYTES, dtype=torch.uint8)
+    key, slots = _meta(64, columns, dtype=MODEL_DTYPES[dtype]), _meta(64, dtype=torch.int64)
+    mla_indexer.mla_indexer_update(IndexerUpdateArgs(key, cache, slots), limits)
+    query, weights = _meta(64, heads, columns, dtype=torch.float8_e4m3fn), _meta(64, heads)
+    starts, lengths, table, listed = (_meta(*shape, dtype=torch.int32) for shape in ((5,), (4,), (4, 1024), (64, 2048)))
+    mla_indexer.mla_indexer_select(IndexerSelectArgs(query, weights, cache, starts, lengths, table, listed), limits)

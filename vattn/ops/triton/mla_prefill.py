@@ -87,7 +87,7 @@ def plan(
     """Write the line of a step's keys into int32 `line` `[B + 1]`."""
     mla_line_kernel[(1,)](
         query_start_loc, seq_lens, line, seq_lens.shape[0], most_keys, LONGEST=longest_absorbed(config), ALIGN=align,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
