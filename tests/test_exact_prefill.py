@@ -32,7 +32,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_layer(fmt: str, backend: str = "TORCH_SDPA", *, exact: bool = True, **changes: Any) -> vattn.Attention:
+def make_layer(
+    fmt: str, backend: str = "TORCH_SDPA", *, exact: bool = True, device: str = "cpu", **changes: Any
+) -> vattn.Attention:
     """Return a layer in fp32 with a bound cache; scales are no powers of two."""
     cache = {"block_size": BLOCK, "cache_dtype": fmt, "exact_prefill": exact, **changes.pop("cache", {})}
     scales = {"k_scale": 0.013, "v_scale": 0.009} if KV_FORMATS.get(fmt) and KV_FORMATS[fmt].quantised else {}
@@ -43,7 +45,7 @@ def make_layer(fmt: str, backend: str = "TORCH_SDPA", *, exact: bool = True, **c
         **changes,
     }  # fmt: skip
     layer = vattn.Attention(**settings)
-    vattn.allocate_kv_cache(layer, num_blocks=16, dtype=torch.float32)
+    vattn.allocate_kv_cache(layer, num_blocks=16, dtype=torch.float32, device=device)
     return layer
 
 
@@ -55,20 +57,22 @@ def make_inputs(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Te
 
 def run(layer: vattn.Attention, inputs: Sequence[Tensor], cuts: Sequence[int]) -> Tensor:
     """Return `[T, H, V]` of one request whose tokens come in steps of these sizes."""
-    builder = vattn.AttentionMetadataBuilder(2, 64, 64, BLOCK, layers=layer)
+    device = layer.kv_cache.device
+    builder = vattn.AttentionMetadataBuilder(2, 64, 64, BLOCK, device, layers=layer)
     outputs, end = [], 0
     for size in cuts:
         part = slice(end, end + size)
         end += size
         step = builder.build([size], [end], [[3, 7, 1, 12, 5]])
         with torch.no_grad():
-            outputs.append(layer(*(rows[part] for rows in inputs), metadata=step).clone())
+            outputs.append(layer(*(rows[part].to(device) for rows in inputs), metadata=step).cpu())
     return torch.cat(outputs).view(-1, HEADS, SIZE)
 
 
 def stored(rows: Tensor, layer: vattn.Attention, of_values: bool) -> Tensor:
     """Return what the format makes of rows."""
     fmt, scale = layer.config.kv_cache_dtype, layer.v_scale if of_values else layer.k_scale
+    scale = None if scale is None else scale.cpu()
     if not KV_FORMATS[fmt].packed:
         return decode_kv(encode_kv(rows, fmt, scale), fmt, scale)
     codes, scales = encode_rows(rows, fmt, of_values, scale)
@@ -92,9 +96,9 @@ def mixed(layer: vattn.Attention, inputs: Sequence[Tensor], cuts: Sequence[int])
             if config.logits_soft_cap is not None:
                 scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
             if layer.alibi_slopes is not None:
-                scores = scores + layer.alibi_slopes[head].double() * (torch.arange(low, row + 1) - row)
+                scores = scores + layer.alibi_slopes[head].double().cpu() * (torch.arange(low, row + 1) - row)
             if layer.sinks is not None:
-                scores = torch.cat([scores, layer.sinks[head, None].double()])
+                scores = torch.cat([scores, layer.sinks[head, None].double().cpu()])
             weights = scores.softmax(0)[: row + 1 - low]
             out[row, head] = weights @ values[low:, kv_head]
     return out

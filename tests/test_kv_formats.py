@@ -464,3 +464,14 @@ def test_kernels_store_the_bytes_of_the_reference(name: str, size: int) -> None:
         torch.ops.vattn.kv_cache_update(key, value, storage, slots, *scales, one.encode())
         caches.append(storage)
     assert torch.equal(*caches)
+
+
+def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for every format, each compared with the reference first; peers that are missing say what is missing."""
+    from benchmarks import kv_formats
+
+    monkeypatch.setattr("sys.argv", ["kv_formats.py", "--tiny", "--replays", "1", "--peers", "xqa"])
+    kv_formats.main()
+    shown = capsys.readouterr()
+    lines = [line.split(" | ")[0].strip("| ") for line in shown.out.splitlines()[2:]]
+    assert lines == ["fp8_e4m3", *PACKED] and "XQA, FP8 cache: " in shown.err
