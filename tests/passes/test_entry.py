@@ -280,6 +280,20 @@ def test_a_matcher_that_throws_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert node.outcome == "refused" and node.reason == "the matcher failed: ZeroDivisionError: for the test"
 
 
+def test_passes_that_throw_as_a_whole_break_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(graph: torch.fx.Graph) -> None:
+        raise ZeroDivisionError("for the test")
+
+    monkeypatch.setattr("vattn.passes.pipeline.attention_calls", broken)
+    graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
+    vattn.options()[SLOT](graph)
+    assert "this graph has no report" in caplog.text and len(graph.nodes) == 3
+    with pytest.raises(ZeroDivisionError):
+        vattn.options(strict=True)[SLOT](graph)
+
+
 def test_threads_compile_for_themselves() -> None:
     models = [Attend(static) for _ in range(2)]
     expected = []

@@ -69,7 +69,13 @@ class FusionPass(CustomGraphPass):
         """
         for other in self.inner:
             other(graph)
-        nodes = fuse_graph(graph, self.output_formats, self.rope)
+        try:
+            nodes = fuse_graph(graph, self.output_formats, self.rope)
+        except Exception:
+            if self.strict:
+                raise
+            logger.warning("the fusion passes failed; this graph has no report", exc_info=True)
+            return
         report.record(nodes)
         report.log(nodes)
         misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
