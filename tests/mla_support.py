@@ -54,7 +54,8 @@ def random_mla_batch(
     rng = torch.Generator().manual_seed(seed)
     dtype = MODEL_DTYPES[config.dtype]
     size, reqs = config.block_size, len(query_lens) + padding_reqs
-    needed = [-(-length // size) for length in seq_lens]
+    held = seq_lens if config.stripe is None else [config.stripe.count(length) for length in seq_lens]
+    needed = [-(-length // size) for length in held]
     blocks = sum(needed) + 3
     table = torch.randint(-9, 3 * blocks, (reqs, max([1, *needed]) + 1), generator=rng, dtype=torch.int32)
     free = torch.randperm(blocks, generator=rng).tolist()
@@ -62,7 +63,9 @@ def random_mla_batch(
     for request, count in enumerate(needed):
         own, free = free[:count], free[count:]
         table[request, :count] = torch.tensor(own, dtype=torch.int32)
-        slots += [own[at // size] * size + at % size for at in range(seq_lens[request])]
+        places = {at if config.stripe is None else config.stripe.position(at): at for at in range(held[request])}
+        local = [places.get(position, -1) for position in range(seq_lens[request])]
+        slots += [-1 if at < 0 else own[at // size] * size + at % size for at in local]
     cache = poisoned_empty(mla_cache_shape(config, blocks), mla_cache_dtype(config))
     k_scale = torch.tensor([0.017]) if config.kv_scale == "tensor" else None
     latent = torch.randn(len(slots), config.kv_lora_rank, generator=rng)
@@ -93,7 +96,7 @@ def random_mla_batch(
         output_scale=torch.tensor([0.013]) if fmt.static_scale else None,
         k_scale=k_scale,
         topk_indices=random_topk(query_lens, seq_lens, tokens, topk, rng) if config.sparse else None,
-        local_seq_lens=None,
+        local_seq_lens=None if config.stripe is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
         plan=[],
         workspace=None,
         config=config.encode(),

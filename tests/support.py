@@ -15,6 +15,7 @@ from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.mask_reference import visible_mask
+from vattn.ops.reference import held_positions
 from vattn.ops.stored_rows import decode_stored, encode_stored
 from vattn.quantization import dequantise_output, encode_kv, encode_query, load_query
 
@@ -136,7 +137,8 @@ def random_paged_batch(
     rng = torch.Generator().manual_seed(seed)
     keys, values, scales = _keys_and_values(config, seq_lens, rng)
     masks = _mask_inputs(config, seq_lens, num_padding_reqs, rng)
-    needed = [-(-length // config.block_size) for length in seq_lens]
+    held = seq_lens if config.stripe is None else [config.stripe.count(length) for length in seq_lens]
+    needed = [-(-length // config.block_size) for length in held]
     num_blocks = sum(needed) + 3
     width = max([1, *needed]) + 1 if table_width is None else table_width
     kv_cache = torch.zeros(kv_cache_shape(config, num_blocks), dtype=kv_cache_dtype(config))
@@ -147,7 +149,9 @@ def random_paged_batch(
     for request, count in enumerate(needed):
         blocks, free = torch.tensor(free[:count], dtype=torch.long), free[count:]
         table[request, :count] = blocks[:width].int()
-        _store(kv_cache, blocks, keys[request], values[request], scales, config)
+        places = held_positions(config.stripe, held[request], torch.device("cpu"))
+        own = slice(None) if places is None else places
+        _store(kv_cache, blocks, keys[request][own], values[request][own], scales, config)
         if poison:
             hidden = _hidden_blocks(config, masks, request, query_lens[request], seq_lens[request])
             kv_cache.view(torch.uint8)[(blocks[hidden],) if kv_cache.ndim == 2 else (slice(None), blocks[hidden])] = (
@@ -165,7 +169,9 @@ def random_paged_batch(
         k_scale=scales[0],
         v_scale=scales[1],
         **masks,
-        local_seq_lens=None,
+        local_seq_lens=None
+        if config.stripe is None
+        else torch.tensor([*held, *[0] * num_padding_reqs], dtype=torch.int32),
         plan=[],
         workspace=None,
         config=config.encode(),
@@ -282,8 +288,10 @@ def _hidden_blocks(
         causal=None if flags is None else bool(flags[request] != 0),
         mm_ranges=None if ranges is None else ranges[request],
     )
-    seen = torch.zeros(-(-seq_len // config.block_size) * config.block_size, dtype=torch.bool)
-    seen[:seq_len] = visible.any(dim=0)
+    count = seq_len if config.stripe is None else config.stripe.count(seq_len)
+    places = held_positions(config.stripe, count, torch.device("cpu"))
+    seen = torch.zeros(-(-count // config.block_size) * config.block_size, dtype=torch.bool)
+    seen[:count] = visible.any(dim=0)[slice(None) if places is None else places]
     return (~seen.view(-1, config.block_size).any(dim=1)).nonzero().flatten()
 
 

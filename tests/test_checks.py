@@ -239,7 +239,9 @@ def test_a_tensor_that_the_config_does_not_ask_for_is_refused(name: str) -> None
 def test_reserved_and_foreign_arguments_are_refused() -> None:
     args, config = paged({})
     local = args._replace(local_seq_lens=args.seq_lens)
-    refuses(lambda: checks.check_attention(local, config), errors.UnsupportedRequestError, "local_seq_lens.*reserved")
+    refuses(lambda: checks.check_attention(local, config), errors.ConfigError, "local_seq_lens.*context_parallel=True")
+    striped = config.replace(context_parallel=True)
+    refuses(lambda: checks.check_attention(args, striped), errors.ConfigError, "local_seq_lens is missing")
     plan = args._replace(plan=[torch.zeros(3)])
     refuses(lambda: checks.check_attention(plan, config), errors.DtypeError, "plan has dtype float32.*int32")
     workspace = args._replace(workspace=torch.zeros(4, device="meta"))

@@ -229,7 +229,7 @@ def bad_calls() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
             {"workspace": torch.zeros(8 * elements_per_token(config) - 1)},
         ),
         "a workspace of another dtype": (DtypeError, {"workspace": torch.zeros(10**5).half()}),
-        "context parallelism": (UnsupportedRequestError, {"local_seq_lens": args.seq_lens}),
+        "context parallelism": (ConfigError, {"local_seq_lens": args.seq_lens}),
         "gradients": (GradientError, {"query": args.query.clone().requires_grad_()}),
     }
 
@@ -288,5 +288,6 @@ def test_opcheck() -> None:
 
 def test_no_backend_is_named_for_what_none_runs() -> None:
     args = random_mla_batch(make_mla_config(), [1], [4])
-    with pytest.raises(UnsupportedRequestError, match=r"TORCH_MLA +: context_parallel is not implemented"):
-        torch.ops.vattn.mla_attention(*args._replace(config=make_mla_config(context_parallel=True).encode()))
+    config = make_mla_config(output_format="fp8_static", output_arithmetic="approximate_divide")
+    with pytest.raises(UnsupportedRequestError, match=r"TORCH_MLA +: output_arithmetic approximate_divide"):
+        torch.ops.vattn.mla_attention(*args._replace(config=config.encode()))

@@ -298,7 +298,7 @@ def test_builtin_defaults_by_device():
     assert selector.explain(PLAIN, HOPPER).chosen == ("TORCH_SDPA" if without_triton else "TRITON_ATTN")
 
 
-@pytest.mark.parametrize("feature", ["context_parallel", "batch_invariant"])
+@pytest.mark.parametrize("feature", ["batch_invariant"])
 def test_what_nobody_implements_is_refused_by_name(feature):
     with pytest.raises(UnsupportedRequestError, match=f"{feature} is not implemented"):
         selector.choose(PLAIN.replace(**{feature: True}), CPU)

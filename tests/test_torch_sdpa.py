@@ -79,6 +79,13 @@ SHAPES = {
     "narrow_value": {"head_size": 40, "head_size_v": 8},
     "narrow_value_hnd": {"head_size": 40, "head_size_v": 8, "kv_cache_layout": "HND", "dtype": "bfloat16"},
     "hnd": {"kv_cache_layout": "HND"},
+    "stripe": {
+        "context_parallel": True,
+        "context_rank": 1,
+        "context_world": 2,
+        "context_interleave": 3,
+        "sliding_window": 20,
+    },
     "block_8": {"block_size": 8},
     "block_24": {"block_size": 24, "kv_cache_layout": "HND"},
     "block_256": {"block_size": 256},
@@ -248,7 +255,6 @@ def test_cross_attention_rows_have_no_position(block_size):
 def test_capabilities_refuse_what_is_not_implemented():
     cpu = DeviceInfo("cpu")
     for changes, reason in (
-        ({"context_parallel": True}, "context_parallel"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"head_size": 12}, "head_size 12"),
         ({"block_size": 512}, "block_size 512"),

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from vattn import canonical
 from vattn.canonical import check as _check
+from vattn.context_parallel.stripe import Stripe, check_stripe, stripe_of
 from vattn.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
@@ -97,7 +98,9 @@ class AttentionConfig:
         tree_bias: `bias` and `tree_id` arguments apply.
         mm_prefix: `"none"`, `"full"` (bidirectional ranges ignore the window) or `"clamped"`.
         lse: the op also writes the log-sum-exp.
-        context_parallel: `local_seq_lens` applies.
+        context_parallel: the cache holds one rank's share of each request's tokens, and `local_seq_lens` applies.
+        context_rank, context_world, context_interleave: which share: token i lies on rank
+            `i // context_interleave % context_world` (`vattn.context_parallel.Stripe`).
         context_only: rows see keys before their request's first row alone, `k < seq_len - query_len`; those of the step
             are attended apart, as they are given, and the two results merged (`CacheConfig.exact_prefill`).
         batch_invariant: results must not depend, bitwise, on the other requests of the batch.
@@ -132,6 +135,9 @@ class AttentionConfig:
     mm_prefix: str = "none"
     lse: bool = False
     context_parallel: bool = False
+    context_rank: int = 0
+    context_world: int = 1
+    context_interleave: int = 1
     context_only: bool = False
     batch_invariant: bool = False
     backend: str = "auto"
@@ -141,6 +147,7 @@ class AttentionConfig:
         self._check_sizes()
         self._check_names()
         self._check_mask()
+        check_stripe(self)
 
     def _check_sizes(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
@@ -296,6 +303,11 @@ class AttentionConfig:
             "a tree over causal attention",
             "use causality='causal'",
         )
+
+    @property
+    def stripe(self) -> Stripe | None:
+        """The share of each request's tokens that the cache holds; `None`: all."""
+        return stripe_of(self)
 
     @property
     def chunk_size(self) -> int | None:

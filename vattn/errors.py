@@ -109,6 +109,10 @@ class GraphContractError(VattnError, RuntimeError):
     """A step contradicts what a captured CUDA graph has baked in."""
 
 
+class RankError(VattnError, RuntimeError):
+    """Ranks of a process group that contradict each other, or one that does not come."""
+
+
 class GradientError(VattnError, RuntimeError):
     """An op without a backward was called with gradients enabled on an input that requires them."""
 

@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--logits-soft-cap", None, "cap * tanh(score / cap)", float)
     choice("--alibi", config.ALIBI_KINDS, "none")
     choice("--mm-prefix", config.MM_PREFIX_KINDS, "none", "multimodal ranges that see each other both ways")
+    number("--context-rank", 0, "with --context-parallel: the rank whose share of the keys is attended (default: 0)")
+    number("--context-world", 1, "ranks that share the cache (default: 1)")
+    number("--context-interleave", 1, "neighbouring tokens on one rank (default: 1)")
     for name in FLAGS:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true")
     parser.add_argument("--backend", default="auto", help="a backend by name (default: auto)")

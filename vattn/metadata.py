@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vattn.context_parallel.stripe import Stripe
 from vattn.errors import MetadataError
 
 OPTIONAL_STEP_FIELDS = (
@@ -25,8 +26,10 @@ OPTIONAL_STEP_FIELDS = (
     "prefix_start_loc",
     "suffix_lens",
     "suffix_block_table",
+    "local_seq_lens",
 )
-"""Fields of `AttentionMetadata` for cross attention, fast prefill and shared prefixes: tensors, or `None`."""
+"""Fields of `AttentionMetadata` for cross attention, fast prefill, shared prefixes and context parallelism: tensors, or
+`None`."""
 
 TENSOR_FIELDS = (
     "query_start_loc",
@@ -100,6 +103,8 @@ class AttentionMetadata:
             apart.
         prefix_start_loc: int32 `[3]`, the rows of the step as one request's, and a request without rows.
         suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request behind the prefix.
+        local_seq_lens: int32 `[B]`, how many of each request's tokens this rank holds, under context parallelism:
+            table and slots are of those alone, slots of other ranks' tokens -1, all else of the whole request.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
@@ -107,6 +112,7 @@ class AttentionMetadata:
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
             to the builder's `decode_threshold`) and some cached ones.
         block_size: tokens per block that tables and slots count in; 0: not told. Eager layers compare it with theirs.
+        stripe: which share of the tokens that is; eager layers compare it with theirs.
     """
 
     query_start_loc: Tensor
@@ -127,6 +133,7 @@ class AttentionMetadata:
     prefix_start_loc: Tensor | None = None
     suffix_lens: Tensor | None = None
     suffix_block_table: Tensor | None = None
+    local_seq_lens: Tensor | None = None
     plans: dict[str, Tensor] = field(default_factory=dict)
     num_reqs: int = 0
     num_actual_tokens: int = 0
@@ -137,6 +144,7 @@ class AttentionMetadata:
     num_decodes: int = 0
     num_decode_tokens: int = 0
     block_size: int = 0
+    stripe: Stripe | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; schedules as `plans.<key>`."""
@@ -183,7 +191,8 @@ class AttentionMetadata:
         _check_shapes(host)
         _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
         if host["block_table"].shape[1] or bool((host["slot_mapping"] >= 0).any()):
-            check_block_table(host["block_table"], host["seq_lens"].long(), block_size, num_blocks)
+            held = host.get("local_seq_lens", host["seq_lens"]).long()
+            check_block_table(host["block_table"], held, block_size, num_blocks)
         check_slots(host["slot_mapping"], block_size, num_blocks)
         real = int(host["query_start_loc"][-1])
         if bool((host["slot_mapping"][real:] >= 0).any()):

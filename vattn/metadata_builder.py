@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.config import AttentionConfig
+from vattn.context_parallel.group import ContextParallel
+from vattn.context_parallel.steps import builder_facts, check_ranks, check_striped_step, step_facts
 from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
 from vattn.keywords import known_keywords
@@ -19,7 +22,7 @@ from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
 from vattn.shared_prefix import check_shared_prefix, write_shared_prefix
 from vattn.step_buffers import StepBuffers
-from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
+from vattn.step_input import Lengths, Limits, Step, most_held, read_positions, read_step
 
 
 class AttentionMetadataBuilder:
@@ -39,6 +42,9 @@ class AttentionMetadataBuilder:
         max_encoder_len: encoder states of one request, for cross attention; the table of their blocks has
             `ceil(max_encoder_len / block_size)` columns.
         max_encoder_tokens: encoder states that one step writes; default `max_num_reqs * max_encoder_len`.
+        context_parallel: the ranks that share the cache. Lengths and positions stay those of whole requests, and every
+            rank gets the same arguments. A block holds `block_size` tokens of each rank, so that a table has
+            `ceil(tokens of the first rank / block_size)` entries, equal on all ranks; slots are this rank's.
 
     Attributes:
         backends: names of the backends that `layers` run on.
@@ -82,6 +88,7 @@ class AttentionMetadataBuilder:
         max_tree_size: int = 0,
         max_encoder_len: int = 0,
         max_encoder_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         sizes = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         for name, size in {**sizes, "block_size": block_size, "decode_threshold": decode_threshold}.items():
@@ -91,10 +98,13 @@ class AttentionMetadataBuilder:
         self.block_size, self.decode_threshold = block_size, decode_threshold
         self.device = torch.device(device)
         self.num_blocks = num_blocks
-        self.table_width = -(-max_seq_len // block_size)
+        self.context_parallel = context_parallel
+        stripe = None if context_parallel is None else context_parallel.stripe
+        self.table_width = -(-most_held(stripe, max_seq_len) // block_size)
         self.backends: set[str] = set()
         self._sink_layers: list[Any] = []
         self._sink_lens: dict[str, int] = {}
+        self._asked: list[str] = []
         self._configs = self._find_configs(layers)
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
@@ -109,11 +119,15 @@ class AttentionMetadataBuilder:
             tree_size=max_tree_size,
             encoder_len=max_encoder_len,
             encoder_tokens=max_encoder_tokens,
+            stripe=stripe,
             reserved_blocks=max((layer.sink_len // block_size for layer in self._sink_layers), default=0),
         )
         # Buffers made in inference mode could not be rewritten outside of it.
         with torch.inference_mode(False):
             self._allocate()
+        self._builds = itertools.count()
+        if context_parallel is not None:
+            context_parallel.agree(builder_facts(self._limits, self._asked))
 
     def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
         """Return one config per kind of schedule that the layers need; learn their backends and the cache size too."""
@@ -130,13 +144,14 @@ class AttentionMetadataBuilder:
                     "one block size",
                     "pass block_size= of the layers' CacheConfig",
                 )
+            self._asked.append(check_ranks(layer, config, self.context_parallel))
             backend = selector.choose(config, self.device)
             self.backends.add(backend.name)
             sink_len = getattr(layer, "sink_len", 0)
             if sink_len:
                 self._sink_layers.append(layer)
             # The schedule of cross attention would need other lengths; no backend has one.
-            planned = config.attn_type != "encoder_decoder"
+            planned = config.attn_type != "encoder_decoder" and not config.context_parallel
             # A plan made on the host holds the pages of one block table.
             planned = planned and not (backend.host_plan_size(config) and (sink_len or not self._one_table))
             if planned and backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
@@ -243,11 +258,14 @@ class AttentionMetadataBuilder:
         Raises:
             MetadataError: values that contradict each other, the capacity or the cache; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+            RankError: the other ranks build another step, or none; no buffer was touched.
         """
         step = read_step(
             self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
         )
         num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        if self.context_parallel is not None:
+            check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
         step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
         step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
         step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
@@ -269,6 +287,8 @@ class AttentionMetadataBuilder:
         self._add_prefix(metadata, step, padded_reqs)
         if capture_key is not None:
             refuse_contradiction(capture_key, metadata.capture_key())
+        if self.context_parallel is not None:
+            self.context_parallel.agree(step_facts(step, metadata, next(self._builds)))
         for layer in self._sink_layers:
             layer.write_changed_sinks()
         self._write(step, padded_reqs, padded_tokens)
@@ -399,6 +419,8 @@ class AttentionMetadataBuilder:
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             block_size=self.block_size,
+            local_seq_lens=None if step.held is None else _alias(to.local_seq_lens[:num_reqs]),
+            stripe=self._limits.stripe,
         )
 
     def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from vattn import canonical
 from vattn.canonical import check as _check
+from vattn.context_parallel.stripe import Stripe, check_stripe, stripe_of
 from vattn.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
 from vattn.mla_formats import MLA_FORMATS
 
@@ -45,7 +46,7 @@ class MLAConfig:
             space and read the cache as it is. Longer ones may have keys and values expanded instead, where a backend
             can do that without reading lengths from the device. Results differ by rounding alone.
         sparse: `topk_indices` applies: rows see the listed positions alone.
-        context_parallel: the cache holds this rank's share of each request's tokens (`local_seq_lens`).
+        context_parallel, context_rank, context_world, context_interleave: as in `AttentionConfig`.
         backend: name of the backend that runs the op.
 
     Example:
@@ -72,6 +73,9 @@ class MLAConfig:
     decode_threshold: int = DECODE_THRESHOLD
     sparse: bool = False
     context_parallel: bool = False
+    context_rank: int = 0
+    context_world: int = 1
+    context_interleave: int = 1
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -92,6 +96,7 @@ class MLAConfig:
             value = getattr(self, name)
             _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
         self._check_formats()
+        check_stripe(self)
 
     def _check_formats(self) -> None:
         row = MLA_FORMATS[self.kv_cache_dtype]
@@ -134,6 +139,11 @@ class MLAConfig:
             "a number from 0 up with FP8 output formats that compute scales",
             "pass None for the default",
         )
+
+    @property
+    def stripe(self) -> Stripe | None:
+        """The share of each request's tokens that the cache holds; `None`: all."""
+        return stripe_of(self)
 
     @property
     def num_kv_heads(self) -> int:

@@ -20,9 +20,10 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.requests = zeros(9, _round_up(limits.num_reqs + 1))
+        self.requests = zeros(10, _round_up(max(2, limits.num_reqs) + 1))
         self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
-        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.prefix_lens, self.prefix_start_loc = rest
+        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.local_seq_lens, *rest = rest
+        self.prefix_lens, self.prefix_start_loc = rest
         self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
         self.block_table = zeros(limits.num_reqs, limits.table_width)
         self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
@@ -56,6 +57,9 @@ class StepBuffers:
             self.new_encoder[:num_reqs] = 0
             self.new_encoder[:real_reqs] = step.cross.new
             _fill_table(self.cross_block_table, step.cross.table, num_reqs)
+        if step.held is not None:
+            self.local_seq_lens[:num_reqs] = 0
+            self.local_seq_lens[:real_reqs] = step.held
         if step.num_logits is not None:
             _fill_offsets(self.logits_start_loc, step.num_logits, num_reqs)
         if step.shared_prefix_len is not None:

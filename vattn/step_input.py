@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vattn.context_parallel.stripe import Number, Stripe
 from vattn.errors import MetadataError
 from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, too_narrow
 
@@ -35,11 +36,13 @@ class Limits:
     encoder_tokens: int = 0
     reserved_blocks: int = 0
     """Blocks from block 1 on that hold sinks."""
+    stripe: Stripe | None = None
+    """The share of each request's tokens that this rank's cache holds; `None`: all."""
 
     @property
     def table_width(self) -> int:
-        """Columns of the block table."""
-        return -(-self.seq_len // self.block_size)
+        """Columns of the block table, the same on every rank."""
+        return -(-most_held(self.stripe, self.seq_len) // self.block_size)
 
     @property
     def cross_table_width(self) -> int:
@@ -67,6 +70,13 @@ class Step:
     """How many of its last tokens each request keeps for its logits; `None`: all."""
     shared_prefix_len: int | None = None
     """Tokens of the prefix that all requests share; `None`: layers do not attend it apart."""
+    held: Tensor | None = None
+    """How many of its tokens this rank holds, under context parallelism."""
+
+
+def most_held(stripe: Stripe | None, length: Number) -> Number:
+    """Return how many of a request's tokens lie on the rank that holds most of them: the first."""
+    return length if stripe is None else stripe.of_rank(0).count(length)
 
 
 def read_step(
@@ -104,12 +114,14 @@ def read_step(
         _check_packed(queries, lengths, slot_mapping)
         table = torch.zeros((num_reqs, 0), dtype=torch.int64)
     else:
-        table = read_table("block_tables", block_tables, lengths, limits.block_size)
-        check_block_table(table, lengths, limits.block_size, limits.num_blocks)
+        # What the first rank needs every rank asks for, so that all refuse the same tables.
+        needed = most_held(limits.stripe, lengths)
+        table = read_table("block_tables", block_tables, needed, limits.block_size)
+        check_block_table(table, needed, limits.block_size, limits.num_blocks)
     if block_tables is None:
         slots = torch.full_like(positions, -1)
     elif slot_mapping is None:
-        slots = table[request, positions // limits.block_size] * limits.block_size + positions % limits.block_size
+        slots = _slots(table, request, positions, limits)
     else:
         slots = _given_slots(slot_mapping, num_tokens)
     check_slots(slots, limits.block_size, limits.num_blocks)
@@ -117,7 +129,18 @@ def read_step(
     flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
     bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
     ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
-    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None)
+    held = None if limits.stripe is None else limits.stripe.count(lengths)
+    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None, held=held)
+
+
+def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> Tensor:
+    """Return the slot of each new token, -1 for those of other ranks."""
+    size, stripe = limits.block_size, limits.stripe
+    if stripe is None:
+        return table[request, positions // size] * size + positions % size
+    index = stripe.local_indices(positions)
+    place = index.clamp(min=0)
+    return torch.where(index < 0, -1, table[request, place // size] * size + place % size)
 
 
 def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None) -> None:

@@ -43,14 +43,14 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 """Every pair of features that a config can ask for."""
 
 _SELDOM = {
-    "context_parallel": 0.015,
+    "context_parallel": 0.06,
     "context_only": 0.1,
     "batch_invariant": 0.12,
     "contiguous_kv": 0.12,
     "hnd_layout": 0.35,
     "head_pairs": 0.1,
 }
-"""How often a feature is drawn, if not one time in four; nobody implements the first."""
+"""How often a feature is drawn, if not one time in four."""
 
 _POSITIONS = {
     "bidirectional", "causal_flags", "sliding_window", "chunk_lookback", "alibi", "alibi_sqrt", "mm_prefix",
@@ -127,6 +127,8 @@ def config_with(features: frozenset[str], base: AttentionConfig) -> AttentionCon
         changes["kv_cache_layout"] = "HND"
     if "contiguous_kv" in features:
         changes["block_size"] = 0
+    if "context_parallel" in features:
+        changes.update(context_rank=1, context_world=3, context_interleave=2)
     for name in ("sinks", "tree_bias", "lse", "context_parallel", "context_only", "batch_invariant"):
         changes[name] = name in features
     return base.replace(**changes)
@@ -299,6 +301,7 @@ def simpler(request: Request) -> Iterator[Request]:
         {"logits_soft_cap": None},
         {"alibi": "none"},
         {"sinks": False},
+        {"context_parallel": False, "context_rank": 0, "context_world": 1, "context_interleave": 1},
         {"tree_bias": False},
         {"mm_prefix": "none"},
         {"context_only": False},

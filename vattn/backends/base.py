@@ -166,6 +166,12 @@ class Exclusion:
     why: str
 
 
+PACKED_STRIPES = Exclusion(
+    frozenset({"context_parallel", "contiguous_kv"}),
+    "context_parallel without a paged cache (it is a rank's cache that holds a share of the keys)",
+)
+
+
 @dataclass(frozen=True)
 class Package:
     """An optional package that a backend runs on.

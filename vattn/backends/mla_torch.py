@@ -27,6 +27,7 @@ from vattn.ops.mla_cache_layout import row_view
 from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_TOKENS, workspace_tokens
 from vattn.ops.mla_reference import visible_keys
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.reference import held_lengths
 from vattn.quantization import quantise_output
 
 _SCORES_PER_CHUNK = 1 << 22
@@ -35,12 +36,13 @@ _SCORES_PER_CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class _Request:
-    """What the host knows of one request: its rows of the query, and its keys."""
+    """What the host knows of one request: its rows of the query, its keys, and how many of them this rank holds."""
 
     index: int
     first_row: int
     query_len: int
     seq_len: int
+    held: int
 
 
 class TorchMLABackend(MLABackend):
@@ -56,7 +58,7 @@ class TorchMLABackend(MLABackend):
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 1 << 16),
         block_sizes=Sizes(8, 8, 256),
-        features=frozenset({"lse", "sparse", "mixed_cache"}),
+        features=frozenset({"lse", "sparse", "context_parallel", "mixed_cache"}),
         weight_formats=WEIGHT_FORMATS,
         output_variants=True,
         cuda_graphs="never",
@@ -124,9 +126,10 @@ def _attend_all(args: MLAAttentionArgs, config: MLAConfig, result: Tensor) -> No
 def _requests(args: MLAAttentionArgs, config: MLAConfig) -> Iterator[_Request]:
     """Yield the requests that have query rows."""
     lengths = args.seq_lens.tolist()
+    held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
     for index, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
         if end > start:
-            yield _Request(index, start, end - start, max(0, lengths[index]))
+            yield _Request(index, start, end - start, max(0, lengths[index]), held[index])
 
 
 @dataclass
@@ -217,19 +220,21 @@ def _attend_rows(
 def _keys(
     args: MLAAttentionArgs, request: _Request, step: int, config: MLAConfig
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield fp32 latents and rotated keys of each chunk of positions, and which row sees which of them."""
-    rows, size = row_view(args.kv_cache, config), config.block_size
-    num_keys = min(request.seq_len, args.block_table.shape[1] * size)
+    """Yield fp32 latents and rotated keys of each chunk of keys that are held, and which row sees which of them."""
+    rows, size, stripe = row_view(args.kv_cache, config), config.block_size, config.stripe
+    num_keys = min(request.held, args.block_table.shape[1] * size)
     if not num_keys:
         return
     start, device = request.first_row, args.query.device
     topk = None if args.topk_indices is None else args.topk_indices[start : start + request.query_len]
+    if topk is not None and stripe is not None:
+        topk = stripe.local_indices(topk)
     for first in range(0, num_keys, step):
         end = min(first + step, num_keys)
         position = torch.arange(first, end, device=device)
         blocks = args.block_table[request.index, position // size].long()
         known = (blocks >= 0) & (blocks < rows.shape[0])
-        visible = visible_keys(request.query_len, request.seq_len, topk, device, first, end) & known
+        visible = visible_keys(request.query_len, request.seq_len, topk, device, first, end, stripe) & known
         stored = rows[torch.where(known, blocks, 0), position % size]
         latent, rotated = decode_rows(
             stored, config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim, args.k_scale

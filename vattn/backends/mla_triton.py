@@ -32,7 +32,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 640),
         block_sizes=Sizes(8, 8, 256),
-        features=frozenset({"lse", "sparse"}),
+        features=frozenset({"lse", "sparse", "context_parallel"}),
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
@@ -45,7 +45,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the decode schedule; `()` where a layer or the current GPU has none."""
-        if not torch.cuda.is_available():
+        if config.context_parallel or not torch.cuda.is_available():
             return ()
         from vattn.ops.gluon import mla_launch
 
@@ -66,4 +66,8 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         """Run `vattn::mla_attention`."""
         from vattn.ops.triton.mla_launch import attend
 
+        if config.context_parallel:
+            from vattn.ops.triton.striped_rows import latent_rows
+
+            args, config = latent_rows(args, config)
         attend(args, config)

@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vattn import kv_formats, quantization
-from vattn.backends.base import FEATURES, Backend, Capabilities, Sizes
+from vattn.backends.base import FEATURES, PACKED_STRIPES, Backend, Capabilities, Sizes
 from vattn.config import AttentionConfig
+from vattn.context_parallel.stripe import Stripe
 from vattn.errors import GraphContractError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.ops import rope_reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import PackedRows
+from vattn.ops.reference import held_lengths
 from vattn.ops.stored_rows import decode_stored, encode_stored, stored_views
 from vattn.rope_config import RopeConfig
 
@@ -51,6 +53,7 @@ class _Request:
         num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
         causal: causal or bidirectional.
         tree: which tree bias applies, -1 = none.
+        held: how many of its keys can be read on this rank, under context parallelism.
     """
 
     index: int
@@ -61,6 +64,7 @@ class _Request:
     num_keys: int
     causal: bool
     tree: int = -1
+    held: int = 0
 
     @property
     def rows(self) -> slice:
@@ -69,17 +73,28 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most."""
+    """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most.
+
+    Keys are counted as they are held: under context parallelism `stripe` tells their positions.
+    """
 
     first_row: int
     end_row: int
     first_key: int
     end_key: int
+    stripe: Stripe | None
+
+    def rows_and_keys(self, request: _Request, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of the rows `[rows, 1]` and of the keys `[1, keys]`."""
+        start = request.context_len
+        q = torch.arange(start + self.first_row, start + self.end_row, device=device)
+        k = torch.arange(self.first_key, self.end_key, device=device)
+        return q[:, None], (k if self.stripe is None else self.stripe.position(k))[None, :]
 
 
 Read = Callable[[_Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
-"""Returns the keys `[L, K, D]` and values `[L, K, V]` at positions `[first, end)` of a request in fp32, and bool `[L]`:
-which of them exist (`None`: all)."""
+"""Returns the keys `[L, K, D]` and values `[L, K, V]` that are held at `[first, end)` of a request in fp32, and bool
+`[L]`: which of them exist (`None`: all)."""
 
 
 class TorchSDPABackend(Backend):
@@ -95,7 +110,8 @@ class TorchSDPABackend(Backend):
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 1024),
         block_sizes=Sizes(8, 8, 256),
-        features=frozenset(FEATURES) - {"context_parallel", "batch_invariant"},
+        features=frozenset(FEATURES) - {"batch_invariant"},
+        exclusions=(PACKED_STRIPES,),
         query_loads=("plain", "divide", "multiply"),
         output_variants=True,
         rope_update=True,
@@ -108,7 +124,9 @@ class TorchSDPABackend(Backend):
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         lengths = _to_host(args.seq_lens)
-        requests = list(_requests(args, config, lengths, [min(length, capacity) for length in lengths]))
+        held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+        readable = [min(length, capacity) for length in held]
+        requests = list(_requests(args, config, lengths, lengths if config.context_parallel else readable, readable))
         result = _start_result(args, requests, config)
         decodes = [r for r in requests if r.query_len == 1 and r.num_keys == r.seq_len > 0 and _is_plain(config)]
         # Autocast would round the fp32 math to a narrower dtype.
@@ -124,7 +142,7 @@ class TorchSDPABackend(Backend):
         _refuse_capture(args.query)
         starts = _to_host(args.kv_start_loc)
         lengths = [max(0, end - start) for start, end in pairwise(starts)]
-        requests = list(_requests(args, config, lengths, lengths))
+        requests = list(_requests(args, config, lengths, lengths, lengths))
 
         def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
             rows = slice(starts[request.index] + first, starts[request.index] + end)
@@ -204,6 +222,7 @@ def _is_plain(config: AttentionConfig) -> bool:
         or config.chunk_lookback is not None
         or config.alibi != "none"
         or config.mm_prefix != "none"
+        or config.context_parallel
         or config.context_only
     )
 
@@ -214,7 +233,9 @@ def _is_even(requests: list[_Request]) -> bool:
     return longest * len(requests) <= 4 * sum(r.seq_len for r in requests)
 
 
-def _requests(args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int]) -> Iterator[_Request]:
+def _requests(
+    args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int], held: list[int]
+) -> Iterator[_Request]:
     """Yield the requests that have query rows."""
     starts = _to_host(args.query_start_loc)
     flags = None if args.causal_flags is None else _to_host(args.causal_flags)
@@ -229,7 +250,8 @@ def _requests(args: Args, config: AttentionConfig, seq_lens: list[int], num_keys
         seq_len = max(0, seq_lens[index])
         # Rows that have no position among the keys are counted from 0, which is before no key.
         context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
-        yield _Request(index, start, end - start, seq_len, context_len, max(0, num_keys[index]), causal, tree)
+        keys = max(0, num_keys[index])
+        yield _Request(index, start, end - start, seq_len, context_len, keys, causal, tree, max(0, held[index]))
 
 
 def _start_result(args: Args, requests: list[_Request], config: AttentionConfig) -> Tensor:
@@ -280,12 +302,14 @@ def _chunks(request: _Request, config: AttentionConfig, plain: bool) -> Iterator
     if request.num_keys == 0:
         return
     budget = _MASK_PER_CHUNK if plain else _SCORES_PER_CHUNK // config.num_heads
-    step = max(1, budget // request.num_keys)
+    step, stripe = max(1, budget // request.num_keys), config.stripe
     for first in range(max(0, -request.context_len), request.query_len, step):
         end = min(first + step, request.query_len)
         first_key, end_key = _key_range(request, request.context_len + first, request.context_len + end, config)
+        if stripe is not None:
+            first_key, end_key = stripe.count(first_key), min(stripe.count(end_key), request.held)
         if first_key < end_key:
-            yield _Chunk(first, end, first_key, end_key)
+            yield _Chunk(first, end, first_key, end_key, stripe)
 
 
 def _key_range(request: _Request, first: int, end: int, config: AttentionConfig) -> tuple[int, int]:
@@ -404,9 +428,7 @@ def _visible(
     request: _Request, chunk: _Chunk, ranges: Tensor | None, config: AttentionConfig, device: torch.device
 ) -> Tensor:
     """Return bool `[rows, keys]` of a chunk: which query row sees which key."""
-    start = request.context_len
-    q = torch.arange(start + chunk.first_row, start + chunk.end_row, device=device)[:, None]
-    k = torch.arange(chunk.first_key, chunk.end_key, device=device)[None, :]
+    q, k = chunk.rows_and_keys(request, device)
     seen = k <= q if request.causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=device)
     window, size = config.sliding_window, config.chunk_size
     if size is not None and config.chunk_lookback is not None:
@@ -466,9 +488,7 @@ def _written_out(
 
 def _alibi(slopes: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig) -> Tensor:
     """Return `[H, rows, keys]` to add to the scores."""
-    start = request.context_len
-    q = torch.arange(start + chunk.first_row, start + chunk.end_row, device=slopes.device)[:, None]
-    k = torch.arange(chunk.first_key, chunk.end_key, device=slopes.device)[None, :]
+    q, k = chunk.rows_and_keys(request, slopes.device)
     if config.alibi == "sqrt":
         distance = -(q - k).clamp(min=0).float().sqrt()
     else:
@@ -480,9 +500,12 @@ def _add_tree_bias(scores: Tensor, bias: Tensor, request: _Request, chunk: _Chun
     """Add `bias[row, key - context_len]` where both are inside the tree, in place."""
     size = bias.shape[0]
     rows = slice(chunk.first_row, min(chunk.end_row, size))
-    first = max(0, chunk.first_key - request.context_len)
-    end = min(chunk.end_key - request.context_len, size)
+    stripe, context = chunk.stripe, request.context_len
+    # Keys are held in order, so those inside the tree are neighbours.
+    held = [place if stripe is None else stripe.count(place) for place in (context, context + size)]
+    first, end = (min(max(place, chunk.first_key), chunk.end_key) for place in held)
     if rows.start >= rows.stop or first >= end:
         return
-    columns = slice(first + request.context_len - chunk.first_key, end + request.context_len - chunk.first_key)
-    scores[:, : rows.stop - rows.start, columns] += bias[rows, first:end].float()
+    key = torch.arange(first, end, device=bias.device)
+    columns = (key if stripe is None else stripe.position(key)) - context
+    scores[:, : rows.stop - rows.start, first - chunk.first_key : end - chunk.first_key] += bias[rows, columns].float()

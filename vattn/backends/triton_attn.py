@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Package, Sizes
+from vattn.backends.base import (
+    FEATURES,
+    PACKED_STRIPES,
+    Backend,
+    Capabilities,
+    DeviceInfo,
+    Package,
+    Sizes,
+    requested_features,
+)
 from vattn.config import AttentionConfig
+from vattn.context_parallel.stripe import without_stripe
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.rope_config import RopeConfig
@@ -27,7 +37,8 @@ class TritonAttentionBackend(Backend):
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 512),
         block_sizes=Sizes(8, 8, 256),
-        features=frozenset(FEATURES) - {"context_parallel"},
+        features=frozenset(FEATURES),
+        exclusions=(PACKED_STRIPES,),
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
@@ -61,7 +72,7 @@ class TritonAttentionBackend(Backend):
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule of the paths made for Hopper; `()` where neither runs the layer."""
-        if not any(_fast_paths(config)):
+        if config.context_parallel or not any(_fast_paths(config)):
             return ()
         from vattn.ops.triton import decode_fast
 
@@ -101,7 +112,8 @@ class TritonAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        if args.query.is_cuda and run_fast_path(args, config):
+        run_fast = run_fast_stripe if config.context_parallel else run_fast_path
+        if args.query.is_cuda and run_fast(args, config):
             return
         from vattn.ops.triton.launch import paged_attention
 
@@ -166,6 +178,28 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
     # Where the kernel does not round the query, it is rounded first.
     plain = after_rounding(config)
     return decode_fast.runs(plain, device), prefill_launch.runs(plain, device)
+
+
+_ORDER_FREE = frozenset(
+    "logits_soft_cap sinks unequal_head_sizes head_pairs kv_scale_per_head query_scale_per_head lse context_parallel "
+    "hnd_layout".split()
+)
+"""Features of a single causal row that do not ask where its keys sit."""
+
+
+def run_fast_stripe(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Run a decode step over a rank's share of the keys by a path made for Hopper; return whether one takes it.
+
+    A row that sees all keys up to its own sees all that this rank holds of them, in whatever order they lie.
+    """
+    from vattn.ops.triton import decode_fast, decode_packed
+    from vattn.ops.triton.striped_rows import attention_rows
+
+    rows, whole = args.query.shape[0], without_stripe(config)
+    path = decode_packed if KV_FORMATS[config.kv_cache_dtype].packed else decode_fast
+    if rows != args.seq_lens.shape[0] or requested_features(config) - _ORDER_FREE or not path.accepts(args, whole):
+        return False
+    return run_fast_path(attention_rows(args, config), whole)
 
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -32,7 +32,7 @@ HEAD_SIZES = (32, 64, 128, 256)
 
 _OURS = TritonAttentionBackend.capabilities
 _ALIBI = ("alibi", "alibi_sqrt")
-_LACKING = {*_ALIBI, "bidirectional", "causal_flags", "contiguous_kv", "tree_bias"}
+_LACKING = {*_ALIBI, "context_parallel", "bidirectional", "causal_flags", "contiguous_kv", "tree_bias"}
 
 
 class XFormersBackend(TritonAttentionBackend):

@@ -37,7 +37,9 @@ class Attention(CachedAttention):
         head_size_v: value width; default `head_size`.
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
             `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool),
-            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's).
+            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's),
+            `context_parallel` (`vattn.context_parallel.ContextParallel`: the ranks that share the cache; the layer then
+            takes its rank's part of the `num_heads` query heads, and all KV heads).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -62,6 +64,8 @@ class Attention(CachedAttention):
     """
 
     takes_exact_prefill = True
+
+    takes_context_parallel = True
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class Attention(CachedAttention):
             alibi=alibi_kind(alibi_slopes, use_alibi_sqrt),
             mm_prefix=options["mm_prefix"],
             batch_invariant=options["batch_invariant"],
+            context_parallel=options["context_parallel"],
         )
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:

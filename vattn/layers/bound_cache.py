@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
+from vattn.context_parallel.group import ContextParallel
 from vattn.errors import CacheError, ConfigError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 from vattn.grouped_metadata import CacheGroup
 from vattn.layers.cache_scales import CacheScales
 from vattn.layers.exact_prefill import context_request, step_ops, step_request
+from vattn.layers.parallel_request import check_context_parallel, partial_request
 from vattn.layers.request import (
     StepKind,
     check_per_head,
@@ -44,6 +46,7 @@ class BoundCache(CacheScales):
         prefix, cache_config, quant_config, kv_sharing_target_layer_name, attn_backend: as for `Attention`.
         alibi_slopes, sinks: one value per query head, or `None`.
         fast_prefill: whether queries are `kept_rows` of the step's; only where no key comes from the rows of the query.
+        context_parallel: the ranks that share the cache.
         **request: further fields of `AttentionConfig`.
     """
 
@@ -52,6 +55,9 @@ class BoundCache(CacheScales):
 
     takes_exact_prefill = False
     """Whether `CacheConfig.exact_prefill` can be asked of this class."""
+
+    takes_context_parallel = False
+    """Whether this class runs over a cache that several ranks share."""
 
     alibi_slopes: Tensor | None
     kv_cache: Tensor | None
@@ -73,6 +79,7 @@ class BoundCache(CacheScales):
         alibi_slopes: Tensor | Sequence[float] | None = None,
         sinks: Tensor | Sequence[float] | None = None,
         fast_prefill: bool = False,
+        context_parallel: ContextParallel | None = None,
         **request: Any,
     ) -> None:
         super().__init__()
@@ -118,6 +125,13 @@ class BoundCache(CacheScales):
             "backend": self.attn_backend,
             **request,
         }
+        self.context_parallel = context_parallel
+        if context_parallel is not None:
+            ordered = bool(request.get("batch_invariant")) and context_parallel.combine != "all_to_all"
+            check_context_parallel(
+                self, num_heads, self.head_size_v, {"batch_invariant and combine='reduce_scatter'": ordered}
+            )
+            self._request.update(partial_request(context_parallel), sinks=False)
         self._cache_dtype = self._choose_cache_dtype(request.get("sliding_window"))
         self._ops: dict[StepKind, str] = {}
         self._step_ops: dict[StepKind, str] = {}
@@ -294,4 +308,6 @@ class BoundCache(CacheScales):
         if self.kv_sharing_target_layer_name is not None:
             cache += f" of {self.kv_sharing_target_layer_name!r}" + (", fast_prefill" if self.fast_prefill else "")
         asked = "" if self.attn_backend == "auto" else " (asked for)"
+        if self.context_parallel is not None:
+            asked += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
         return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"

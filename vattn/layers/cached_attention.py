@@ -28,6 +28,7 @@ from vattn.layers.bound_cache import BoundCache
 from vattn.layers.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
+from vattn.layers.parallel_request import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.shared_prefix import attend_with_prefix, prefix_parts, suffix_config
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
@@ -65,7 +66,9 @@ class CachedAttention(BoundCache):
             ShapeError, DtypeError: tensors that contradict the layer.
         """
         metadata = self._own_part(metadata)
-        query = split_heads("query", query, self.num_heads, self.head_size)
+        parallel = self.context_parallel
+        heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
+        query = split_heads("query", query, heads, self.head_size)
         self._check_given(key, value, metadata)
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
@@ -81,11 +84,17 @@ class CachedAttention(BoundCache):
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
         if not torch.compiler.is_compiling():
+            check_step_ranks(self.prefix, parallel, metadata)
             self._check_step(query, key, value, step, output, block_scale, op_config)
         if self.kv_transfer_token is not None:
             wait_for_layer_load(self.kv_cache)
         if key is not None and value is not None and step.key_slots is not None:
             self._write_cache(query, key, value, step.query_slots, step.key_slots, op_config)
+        if parallel is not None:
+            self._attend_parts(query, step, result, op_config)
+            if self.kv_transfer_token is not None:
+                save_kv_layer(self.kv_cache, self.kv_transfer_token)
+            return result.returned()
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         arguments = self._arguments(query, step, output, block_scale, op_config)
@@ -99,6 +108,16 @@ class CachedAttention(BoundCache):
         if self.kv_transfer_token is not None:
             save_kv_layer(self.kv_cache, self.kv_transfer_token)
         return result.returned()
+
+    def _attend_parts(self, query: Tensor, step: LayerStep, result: LayerResult, op_config: str) -> None:
+        """Attend together with the other ranks; `query` has this rank's heads."""
+
+        def encode(gathered: Tensor) -> Tensor:
+            return gathered if self.q_scale is None else encode_query(gathered, self.q_scale, self.num_kv_heads)
+
+        args = AttentionArgs(*self._arguments(query, step, result.output, result.block_scale, op_config))
+        op = torch.ops.vattn.attention
+        attend_parts(op, args, query, result, self, self.head_size_v, sinks=self.sinks, encode=encode)
 
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
@@ -183,6 +202,9 @@ class CachedAttention(BoundCache):
             assert self.kv_cache is not None
             update = CacheUpdateArgs(key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, op_config)
             checks.check_kv_cache_update(update, config)
+        if self.context_parallel is not None:
+            self._check_part(query, step, output, block_scale, op_config)
+            return
         if self.q_scale is not None:
             query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
         args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
@@ -194,6 +216,18 @@ class CachedAttention(BoundCache):
             args, own = step_parts(args, key, value, own_config)
             checks.check_varlen_attention(own, AttentionConfig.parse(own_config))
         checks.check_attention(args, config)
+
+    def _check_part(
+        self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
+    ) -> None:
+        """Refuse what this rank's part would refuse, before any rank waits for another."""
+        assert self.context_parallel is not None
+        gathered, dtype = all_heads(query, self.context_parallel), query.dtype
+        if self.q_scale is not None:
+            gathered = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
+        args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
+        part = partial_arguments(args, gathered, self.head_size_v, dtype)
+        checks.check_attention(part, AttentionConfig.parse(op_config))
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
         """Refuse tensors that do not go with the step or the layer, whatever the op."""

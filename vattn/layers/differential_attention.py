@@ -87,6 +87,8 @@ class DifferentialAttention(Attention):
 
     takes_exact_prefill = False
 
+    takes_context_parallel = False
+
     def __init__(
         self,
         num_heads: int,

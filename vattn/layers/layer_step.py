@@ -36,6 +36,7 @@ class LayerStep(NamedTuple):
         plan: the schedule of this kind of layer, if the builder made one.
         host_plan: its half on the CPU, for a backend that plans on the host.
         block_size: tokens per block that table and slots count in; 0: not told.
+        local_seq_lens: keys that this rank holds; `None` without context parallelism.
         prefix: what all requests share, if it is attended apart; lengths and table are then those behind it.
     """
 
@@ -51,6 +52,7 @@ class LayerStep(NamedTuple):
     plan: Tensor | None = None
     host_plan: Tensor | None = None
     block_size: int = 0
+    local_seq_lens: Tensor | None = None
     prefix: PrefixStep | None = None
 
     @staticmethod
@@ -78,6 +80,7 @@ class LayerStep(NamedTuple):
             plan=metadata.plans.get(plan_key),
             host_plan=metadata.plans.get(host_plan_key(plan_key)),
             block_size=metadata.block_size,
+            local_seq_lens=metadata.local_seq_lens,
             prefix=prefix,
         )
 
@@ -151,7 +154,7 @@ class LayerStep(NamedTuple):
             self.tree_bias,
             self.tree_id if self.tree_bias is not None else None,
             self.mm_ranges,
-            None,
+            self.local_seq_lens,
             [plan for plan in (self.plan, self.host_plan) if plan is not None],
             None,
             op_config,

@@ -28,6 +28,14 @@ from vattn.layers.kv_b_weights import projection_weight
 from vattn.layers.latent_rotary import LatentRotary
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
+from vattn.layers.parallel_request import (
+    all_heads,
+    attend_parts,
+    check_context_parallel,
+    check_step_ranks,
+    partial_arguments,
+    partial_request,
+)
 from vattn.layers.request import check_configs, check_extra, named_arguments
 from vattn.layers.scales import QuantConfig, make_scale
 from vattn.metadata import AttentionMetadata
@@ -42,7 +50,11 @@ from vattn.ops.mla_weights import key_and_value_weights
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
 
-EXTRA_OPTIONS: dict[str, Any] = {"decode_threshold": DECODE_THRESHOLD, "workspace_tokens": None}
+EXTRA_OPTIONS: dict[str, Any] = {
+    "decode_threshold": DECODE_THRESHOLD,
+    "workspace_tokens": None,
+    "context_parallel": None,
+}
 """Options beyond the named arguments, with their defaults."""
 
 
@@ -66,7 +78,9 @@ class MLAAttention(OwnBuffers):
         indexer: with `use_sparse`: an object whose `topk_indices` is int32 `[max_tokens, K]`, filled before the layer
             runs: positions in its request that each row sees, -1 for none.
         **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
-            values of how many tokens are expanded at a time).
+            values of how many tokens are expanded at a time), `context_parallel`
+            (`vattn.context_parallel.ContextParallel`: the ranks that share the cache; the layer then takes its rank's
+            part of the `num_heads` query heads, while `kv_b_proj` is that of all).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -89,6 +103,8 @@ class MLAAttention(OwnBuffers):
         >>> out.shape
         torch.Size([3, 64])
     """
+
+    takes_context_parallel = True
 
     kv_b_weight: Tensor | None
     k_scale: Tensor | None
@@ -144,6 +160,10 @@ class MLAAttention(OwnBuffers):
             "sparse": use_sparse,
             "backend": self.attn_backend,
         }
+        self.context_parallel = options["context_parallel"]
+        if self.context_parallel is not None:
+            check_context_parallel(self, num_heads, v_head_dim, {})
+            self._request.update(partial_request(self.context_parallel))
         self._op_config = ""
         self._plan_key = ""
         self._weights_read: tuple[int, int] | None = None
@@ -356,7 +376,9 @@ class MLAAttention(OwnBuffers):
             ShapeError, DtypeError: tensors that contradict the layer.
         """
         metadata = self._own_step(metadata)
-        q = split_heads("q", q, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        parallel = self.context_parallel
+        heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
+        q = split_heads("q", q, heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         if k_pe.dim() == 3 and k_pe.shape[1] == 1:
             k_pe = k_pe.squeeze(1)
         result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
@@ -368,10 +390,11 @@ class MLAAttention(OwnBuffers):
         plan = metadata.plans.get(self._plan_key)
         arguments: tuple[Any, ...] = (
             q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
-            result.output, result.block_scale, None, self.output_scale, self.k_scale, topk, None,
+            result.output, result.block_scale, None, self.output_scale, self.k_scale, topk, metadata.local_seq_lens,
             [] if plan is None else [plan], self.workspace, config,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
+            check_step_ranks(self.prefix, parallel, metadata)
             self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
         if rotary is None:
             torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
@@ -380,7 +403,11 @@ class MLAAttention(OwnBuffers):
                 kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
                 self.k_scale, rotary.rope, config,
             )  # fmt: skip
-        torch.ops.vattn.mla_attention(*arguments)
+        if parallel is not None:
+            args = MLAAttentionArgs(*arguments)
+            attend_parts(torch.ops.vattn.mla_attention, args, q, result, self, self.v_head_dim)
+        else:
+            torch.ops.vattn.mla_attention(*arguments)
         return result.returned()
 
     def _own_step(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
@@ -468,7 +495,10 @@ class MLAAttention(OwnBuffers):
             )
         update = MLACacheUpdateArgs(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale, self._op_config)
         mla_checks.check_mla_kv_cache_update(update, config)
-        mla_checks.check_mla_attention(MLAAttentionArgs(*arguments), config)
+        args = MLAAttentionArgs(*arguments)
+        if self.context_parallel is not None:
+            args = partial_arguments(args, all_heads(q, self.context_parallel), self.v_head_dim, q.dtype)
+        mla_checks.check_mla_attention(args, config)
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""

@@ -30,6 +30,7 @@ EXTRA_OPTIONS: dict[str, Any] = {
     "mm_prefix": "none",
     "batch_invariant": False,
     "fast_prefill": False,
+    "context_parallel": None,
 }
 """Options of `Attention` beyond its named arguments, with what means "off"."""
 
@@ -45,6 +46,10 @@ _SHARED_FIELDS = (
     "block_size",
     "kv_cache_layout",
     "attn_type",
+    "context_parallel",
+    "context_rank",
+    "context_world",
+    "context_interleave",
 )
 """What two layers must have in common to read the same cache bytes."""
 

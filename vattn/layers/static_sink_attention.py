@@ -76,6 +76,8 @@ class StaticSinkAttention(Attention):
     sink_value: nn.Parameter | None
     sink_blocks: Tensor
 
+    takes_context_parallel = False
+
     def __init__(
         self,
         num_heads: int,

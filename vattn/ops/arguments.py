@@ -106,7 +106,8 @@ class AttentionArgs(NamedTuple):
     mm_ranges: Tensor | None
     """int32 `[B, R, 2]`: inclusive positions (start, end) that see each other both ways; start >= end = unused."""
     local_seq_lens: Tensor | None
-    """int32 `[B]`: keys held by this rank under context parallelism. Reserved."""
+    """int32 `[B]`: how many of a request's keys this rank holds, with `context_parallel`; the table is of those alone.
+    Lengths, positions, masks and trees stay those of the whole request."""
     plan: list[Tensor]
     """What `vattn::plan` wrote for this kind of layer; empty: the op plans for itself. Tensors of no elements count as
     absent, since AOTInductor cannot pass an empty list."""

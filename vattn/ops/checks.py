@@ -19,7 +19,6 @@ from vattn.errors import (
     ScaleError,
     ShapeError,
     StrideError,
-    UnsupportedRequestError,
     VattnError,
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
@@ -57,6 +56,7 @@ _LAYOUTS = {
     "bias": "[trees, n, n]",
     "tree_id": "[B]",
     "mm_ranges": "[B, R, 2]",
+    "local_seq_lens": "[B]",
     "output_lse": "[T, H]",
     "prefix_output": "[T, H, V], as output",
     "suffix_output": "[T, H, V], as output",
@@ -74,6 +74,7 @@ _ASKED_BY = {
     "bias": "tree_bias=True",
     "tree_id": "tree_bias=True",
     "mm_ranges": "mm_prefix='full' or 'clamped'",
+    "local_seq_lens": "context_parallel=True",
     "output_block_scale": "an output_format with dynamic scales",
     "output_scale": "an output_format with a static scale",
     "q_weight": "a norm in its rope config",
@@ -167,7 +168,6 @@ def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
-        UnsupportedRequestError: an argument that is reserved.
     """
     device = args.query.device
     num_reqs = _count("seq_lens", args.seq_lens, 1)
@@ -175,10 +175,7 @@ def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
     _check("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
     width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
     _check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
-    if args.local_seq_lens is not None:
-        raise UnsupportedRequestError(
-            "local_seq_lens was given", "None: context parallelism is reserved and not implemented", "pass None"
-        )
+    _check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
 
 

@@ -62,7 +62,8 @@ class MLAAttentionArgs(NamedTuple):
     topk_indices: Tensor | None
     """int32 `[T, K]`: positions in its request that a row sees, -1 for none; `None`: all up to its own."""
     local_seq_lens: Tensor | None
-    """int32 `[B]`: keys held by this rank under context parallelism. Reserved."""
+    """int32 `[B]`: how many of a request's keys this rank holds, with `context_parallel`; the table is of those alone.
+    `seq_lens` and `topk_indices` stay those of the whole request."""
     plan: list[Tensor]
     """What `vattn::plan` wrote for this kind of layer; empty: the op plans for itself."""
     workspace: Tensor | None

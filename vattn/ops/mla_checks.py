@@ -12,7 +12,6 @@ from vattn.errors import (
     ScaleError,
     ShapeError,
     StrideError,
-    UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 from vattn.mla_config import MLAConfig
@@ -44,7 +43,6 @@ def check_mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
-        UnsupportedRequestError: an argument that is reserved.
     """
     device, dtype = args.query.device, MODEL_DTYPES[config.dtype]
     tokens = args.query.shape[0] if args.query.ndim else 0
@@ -79,10 +77,15 @@ def check_mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
             "[T, K] with K >= 1",
             rows=True,
         )
-    if args.local_seq_lens is not None or config.context_parallel:
-        raise UnsupportedRequestError(
-            "context parallelism in vattn::mla_attention", "local_seq_lens=None: it is not implemented", "pass None"
+    if (args.local_seq_lens is not None) != config.context_parallel:
+        raise ConfigError(
+            f"local_seq_lens {'given' if args.local_seq_lens is not None else 'missing'} with "
+            f"context_parallel={config.context_parallel}",
+            "local_seq_lens with context_parallel=True, and only with it",
+            "pass int32 [B], or None",
         )
+    if args.local_seq_lens is not None:
+        _expect("local_seq_lens", args.local_seq_lens, (reqs,), _INT32, device, "[B]")
     for schedule in args.plan:
         if schedule.dtype not in (_INT32, _INT64):
             raise DtypeError(f"plan has dtype {dtype_name(schedule.dtype)}", "int32 or int64", "make it by vattn::plan")

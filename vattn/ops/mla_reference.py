@@ -10,13 +10,14 @@ import itertools
 import torch
 from torch import Tensor
 
+from vattn.context_parallel.stripe import Stripe
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.mla_formats import decode_rows, encode_rows
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import row_view
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
-from vattn.ops.reference import locate_keys
+from vattn.ops.reference import held_lengths, held_positions, locate_keys
 from vattn.quantization import quantise_output
 
 
@@ -53,15 +54,18 @@ def attend_latents(
     num_tokens = args.query.shape[0]
     out = torch.zeros((num_tokens, config.num_heads, config.v_head_dim), dtype=dtype, device=args.query.device)
     lse = out.new_full((num_tokens, config.num_heads), -torch.inf)
-    starts, seq_lens = args.query_start_loc.tolist(), args.seq_lens.tolist()
+    starts, seq_lens = args.query_start_loc.tolist(), held_lengths(None, args.seq_lens, None)
+    stored = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
     for request, (start, end) in enumerate(itertools.pairwise(starts)):
         if end <= start:
             continue
-        seq_len = max(0, seq_lens[request])
-        blocks, offsets, exists = locate_keys(args.block_table[request], seq_len, config.block_size, rows.shape[0])
+        table, device = args.block_table[request], args.query.device
+        blocks, offsets, exists = locate_keys(table, stored[request], config.block_size, rows.shape[0])
         latent, rope = read_rows(rows[blocks, offsets], args.k_scale, config)
         topk = None if args.topk_indices is None else args.topk_indices[start:end]
-        visible = visible_keys(end - start, seq_len, topk, args.query.device) & exists
+        visible = visible_keys(end - start, seq_lens[request], topk, device)
+        held = held_positions(config.stripe, stored[request], device)
+        visible = (visible if held is None else visible[:, held]) & exists
         out[start:end], lse[start:end] = attend_expanded(
             args.query[start:end].to(dtype), latent.to(dtype), rope.to(dtype), weight, visible, config
         )
@@ -74,15 +78,23 @@ def read_rows(stored: Tensor, k_scale: Tensor | None, config: MLAConfig) -> tupl
 
 
 def visible_keys(
-    query_len: int, seq_len: int, topk: Tensor | None, device: torch.device, first: int = 0, end: int | None = None
+    query_len: int,
+    seq_len: int,
+    topk: Tensor | None,
+    device: torch.device,
+    first: int = 0,
+    end: int | None = None,
+    stripe: Stripe | None = None,
 ) -> Tensor:
     """Return bool `[q, end - first]` for keys `[first, end)`, by default all `seq_len` of them.
 
-    A row sees the keys up to its own position, and with `topk` `[q, K]` only those that it lists.
+    A row sees the keys up to its own position, and with `topk` `[q, K]` only those that it lists. With `stripe`, keys
+    are counted as a rank holds them, those that `topk` lists too.
     """
     end = seq_len if end is None else end
     position = seq_len - query_len + torch.arange(query_len, device=device)[:, None]
-    visible = torch.arange(first, end, device=device)[None, :] <= position
+    key = torch.arange(first, end, device=device)
+    visible = (key if stripe is None else stripe.position(key))[None, :] <= position
     if topk is not None:
         listed = visible.new_zeros((query_len, end - first + 1))
         inside = (topk >= first) & (topk < end)

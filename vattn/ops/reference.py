@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from vattn.config import AttentionConfig
+from vattn.context_parallel.stripe import Stripe
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
 from vattn.ops.mask_reference import alibi_bias, tree_bias, visible_mask
 from vattn.ops.stored_rows import decode_stored, encode_stored, stored_views, take
 from vattn.quantization import decode_kv, load_query, quantise_output
 
-KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor]"]
-"""Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, and bool `[s]`: which of them exist."""
+KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor, Tensor | None]"]
+"""Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, bool `[s]`: which of them exist, and int64 `[s]`:
+their positions (`None`: 0 to s - 1)."""
 
 
 def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
@@ -70,16 +72,33 @@ def _write(args: AttentionArgs | VarlenAttentionArgs, out: Tensor, lse: Tensor, 
 def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return what `vattn::attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
     keys, values = stored_views(args.kv_cache, config)
-    seq_lens = args.seq_lens.tolist()
+    seq_lens = held_lengths(None, args.seq_lens, None)
+    stored = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
 
-    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor]:
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         entries, offsets, exists = locate_keys(
-            args.block_table[request], max(0, seq_lens[request]), config.block_size, keys.codes.shape[0]
+            args.block_table[request], stored[request], config.block_size, keys.codes.shape[0]
         )
         key = decode_stored(take(keys, entries, offsets), config, False, args.k_scale)
-        return key, decode_stored(take(values, entries, offsets), config, True, args.v_scale), exists
+        value = decode_stored(take(values, entries, offsets), config, True, args.v_scale)
+        return key, value, exists, held_positions(config.stripe, stored[request], args.query.device)
 
-    return _attend_requests(args, config, keys_of_request)
+    return _attend_requests(args, config, keys_of_request, seq_lens)
+
+
+def held_lengths(stripe: Stripe | None, seq_lens: Tensor, local_seq_lens: Tensor | None) -> list[int]:
+    """Return how many keys of each request can be read: those of its length that this rank holds."""
+    lengths = [max(0, length) for length in seq_lens.tolist()]
+    if stripe is None or local_seq_lens is None:
+        return lengths
+    return [
+        max(0, min(stripe.count(length), held)) for length, held in zip(lengths, local_seq_lens.tolist(), strict=True)
+    ]
+
+
+def held_positions(stripe: Stripe | None, count: int, device: torch.device) -> Tensor | None:
+    """Return the positions of a request's first `count` keys on this rank; `None`: all from 0 on."""
+    return None if stripe is None else stripe.position(torch.arange(count, device=device))
 
 
 def locate_keys(block_row: Tensor, seq_len: int, block_size: int, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,17 +118,20 @@ def packed_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> tupl
     """Return what `vattn::varlen_attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
     starts = args.kv_start_loc.tolist()
 
-    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor]:
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         rows = slice(starts[request], max(starts[request], starts[request + 1]))
         key = decode_kv(args.key[rows], config.kv_cache_dtype, args.k_scale)
         value = decode_kv(args.value[rows], config.kv_cache_dtype, args.v_scale)
-        return key, value, torch.ones(key.shape[0], dtype=torch.bool, device=key.device)
+        return key, value, torch.ones(key.shape[0], dtype=torch.bool, device=key.device), None
 
-    return _attend_requests(args, config, keys_of_request)
+    return _attend_requests(args, config, keys_of_request, [max(0, b - a) for a, b in itertools.pairwise(starts)])
 
 
 def _attend_requests(
-    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, keys_of_request: KeysOfRequest
+    args: AttentionArgs | VarlenAttentionArgs,
+    config: AttentionConfig,
+    keys_of_request: KeysOfRequest,
+    seq_lens: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Attend request by request; rows that belong to none stay at output 0 and LSE -inf."""
     num_tokens = args.query.shape[0]
@@ -119,8 +141,10 @@ def _attend_requests(
     starts = args.query_start_loc.tolist()
     for request, (start, end) in enumerate(itertools.pairwise(starts)):
         if end > start:
-            key, value, exists = keys_of_request(request)
-            visible, bias = _mask_and_bias(args, config, request, end - start, key.shape[0])
+            key, value, exists, held = keys_of_request(request)
+            visible, bias = _mask_and_bias(args, config, request, end - start, seq_lens[request])
+            if held is not None:
+                visible, bias = visible[:, held], None if bias is None else bias[..., held]
             out[start:end], lse[start:end] = attend(
                 query[start:end], key, value, visible & exists, config, bias=bias, sinks=args.sinks
             )

@@ -13,7 +13,16 @@ import triton.language as tl
 
 from vattn.ops.triton.codec import cast, decode, dot
 from vattn.ops.triton.epilogue import load_scale, quantise_dynamic, store_rows
-from vattn.ops.triton.mask import LN2, LOG2E, full_range, key_range, modify_scores, visible
+from vattn.ops.triton.mask import (
+    LN2,
+    LOG2E,
+    count_held,
+    full_range,
+    key_range,
+    modify_scores,
+    position_held,
+    visible,
+)
 from vattn.ops.triton.rotation import rotate_back, rotate_query
 
 SEARCH = tl.constexpr(256)
@@ -211,11 +220,12 @@ def softmax_step_of_products(s, factor, v, acc, m, total):
         "num_tokens", "num_reqs", "num_blocks", "table_width", "table_stride", "num_trees", "bias_size", "num_ranges",
         "num_splits",
     ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "kv_start_loc"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "kv_start_loc", "local_seq_lens"],
 )  # fmt: skip
 def attention_kernel(
     query, key, value, key_scales, value_scales, query_start_loc, seq_lens, block_table, kv_start_loc, output, lse,
     q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks, causal_flags, bias, tree_id, mm_ranges,
+    local_seq_lens,
     num_tokens, num_reqs, num_blocks, table_width, table_stride, num_trees, bias_size, num_ranges, num_splits,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_os, stride_lt, stride_lh,
     scale, soft_cap,
@@ -233,12 +243,14 @@ def attention_kernel(
     MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
     CONTEXT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
     Without splits `output` gets rows in the model dtype or as static FP8 and `lse` (or `None`) natural logs; with
-    splits they get fp32 partials and base-2 logs by split.
+    splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: keys are counted as rank
+    RANK of WORLD holds them, in runs of INTERLEAVE.
     """
     PAGED: tl.constexpr = block_table is not None
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -298,6 +310,10 @@ def attention_kernel(
     # Positions count from the sequence's end, wherever the visible keys end.
     key_end = tl.maximum(context_len, 0) if CONTEXT_ONLY else seq_len
     low, high = key_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
+    if local_seq_lens is not None:
+        low = count_held(low, RANK, WORLD, INTERLEAVE)
+        high = tl.minimum(count_held(high, RANK, WORLD, INTERLEAVE), tl.load(local_seq_lens + request))
+        low = tl.minimum(low, high)
     if PAGED:
         high = tl.minimum(high, table_width * BLOCK_SIZE)
 
@@ -367,6 +383,9 @@ def attention_kernel(
     if FULL_LOOP:
         # Tiles that every row sees whole need no mask.
         full_low, full_high = full_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
+        if local_seq_lens is not None:
+            full_low = count_held(full_low, RANK, WORLD, INTERLEAVE)
+            full_high = count_held(full_high, RANK, WORLD, INTERLEAVE)
         begin = tl.maximum(tl.cdiv(full_low, TILE), first_tile)
         end = tl.minimum(full_high, high) // TILE
         usable = begin < end
@@ -399,6 +418,8 @@ def attention_kernel(
             else:
                 s = s * row_factor[:, None]
                 if MODIFIED:
+                    if local_seq_lens is not None:
+                        k = position_held(k, RANK, WORLD, INTERLEAVE)
                     s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
                                       query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
                 acc, m, total = softmax_step(s, v_tile, acc, m, total)
@@ -418,7 +439,8 @@ def attention_kernel(
         k = (first_tile + j + tl.where(j >= before, gap, 0)) * MASKED_TILE + n
         block = look_up(table, k, low, high, num_blocks, kv_start, PAGED, BLOCK_SIZE)
         readable = block >= 0
-        sees = visible(q_pos[:, None], k[None, :], key_end, causal, ranges, num_ranges,
+        position = position_held(k, RANK, WORLD, INTERLEAVE) if local_seq_lens is not None else k
+        sees = visible(q_pos[:, None], position[None, :], key_end, causal, ranges, num_ranges,
                        CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
         if MM != "none":
             # Between ranges lie keys that no row sees and that may hold NaN.
@@ -431,7 +453,7 @@ def attention_kernel(
                             LOAD_VALUE, MODEL)  # fmt: skip
         s = s * row_factor[:, None]
         if MODIFIED:
-            s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
+            s = modify_scores(s, q_pos[:, None], position[None, :], causal, soft_cap, slope, tree_bias, tree_size,
                               query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
         s = tl.where(sees, s, float("-inf"))
         acc, m, total = softmax_step(s, v_tile, acc, m, total)

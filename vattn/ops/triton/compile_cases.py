@@ -157,7 +157,7 @@ def attention_launches(
         kv_cache=_meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
         seq_lens=_meta(num_reqs, dtype=torch.int32),
         block_table=_meta(num_reqs, 4096 // config.block_size, dtype=torch.int32),
-        local_seq_lens=None,
+        local_seq_lens=_meta(num_reqs, dtype=torch.int32) if config.context_parallel else None,
         **shared,
     )
     return record(name, target, lambda: launch.paged_attention(paged, config, limits=limits))

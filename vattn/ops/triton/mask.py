@@ -14,6 +14,21 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def count_held(length, RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Return how many of the first `length` keys of a request this rank holds (`vattn.context_parallel.Stripe`)."""
+    PERIOD: tl.constexpr = WORLD * INTERLEAVE
+    length = tl.maximum(length, 0)
+    rest = tl.minimum(tl.maximum(length % PERIOD - RANK * INTERLEAVE, 0), INTERLEAVE)
+    return length // PERIOD * INTERLEAVE + rest
+
+
+@triton.jit
+def position_held(index, RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Return the positions of the keys that this rank holds at `index`, which is not negative."""
+    return index // INTERLEAVE * (WORLD * INTERLEAVE) + RANK * INTERLEAVE + index % INTERLEAVE
+
+
+@triton.jit
 def key_range(
     q_first, q_last, seq_len, causal,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
