@@ -56,7 +56,7 @@ def sampling_of(kind: str, new: int) -> vattn.Sampling:
     st.integers(10, 24),
     st.integers(0, 12),
 )
-@settings(max_examples=10)
+@settings(max_examples=8)
 def test_random_traffic_leaks_nothing(
     name: str, speculate: bool, traffic: Any, budget: int, reuse: bool, num_blocks: int, raise_in: int
 ) -> None:

@@ -29,7 +29,7 @@ class CacheBlocks:
 
     Attributes:
         pool: where blocks come from.
-        tables: int32 `[max_num_reqs, ceil(max_seq_len / block_size)]`, one for each group, block ids by row.
+        tables: int64 `[max_num_reqs, ceil(max_seq_len / block_size)]`, one for each group, block ids by row.
     """
 
     def __init__(self, cache: KVCacheAllocation, max_num_reqs: int, max_seq_len: int, reuse: bool = True) -> None:
@@ -38,9 +38,11 @@ class CacheBlocks:
         self.pool = BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
-        self.tables = [torch.zeros(max_num_reqs, width, dtype=torch.int32) for _ in self._specs]
-        # What the tables lack: group, row, column and block.
-        self._fresh: list[tuple[int, int, int, int]] = []
+        self._all_tables = torch.zeros(len(self._specs) * max_num_reqs, width, dtype=torch.int64)
+        self.tables = self._all_tables.split(max(1, max_num_reqs))
+        self._max_num_reqs = max_num_reqs
+        # What the tables lack: row, column and block.
+        self._fresh: list[tuple[int, int, int]] = []
         self._rows = list(range(max_num_reqs - 1, -1, -1))
 
     @property
@@ -55,11 +57,12 @@ class CacheBlocks:
         request.row = self._rows.pop()
         if self.reuse:
             # One token at least is computed: its logits are needed.
-            keys = request.keys((request.num_tokens - 1) // self.block_size, self.block_size)
-            self._take(request.table, keys)
+            count = (request.num_tokens - 1) // self.block_size
+            self._take(request.table, request.keys(count, self.block_size)[:count])
         found = request.table.num_tokens
         request.cached = request.room = found
         request.published = found // self.block_size
+        request.freed = [0] * len(self._specs)
         self._note(request, 0)
 
     def grow(self, request: Request, count: int) -> None:
@@ -86,7 +89,7 @@ class CacheBlocks:
         if request.table is not None:
             request.table.free()
             self._rows.append(request.row)
-            self._fresh = [each for each in self._fresh if each[1] != request.row]
+            self._fresh = [each for each in self._fresh if each[0] % self._max_num_reqs != request.row]
             request.table, request.row = None, -1
             request.cached = request.room = request.published = 0
 
@@ -108,12 +111,11 @@ class CacheBlocks:
             self.pool.forget(block for row in _rows(request.table) for block in row if block)
 
     def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
-        """Return int32 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
+        """Return int64 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
         if self._fresh:
-            group, row, column, block = torch.tensor(self._fresh).unbind(1)
-            for index, table in enumerate(self.tables):
-                own = group == index if len(self.tables) > 1 else slice(None)
-                table[row[own], column[own]] = block[own].int()
+            row, column, block = on_host([number for each in self._fresh for number in each]).view(-1, 3).unbind(1)
+            # Rows of the groups follow each other.
+            self._all_tables[row, column] = block
             self._fresh = []
         width = -(-num_tokens // self.block_size)
         rows = on_host([request.row for request in requests])
@@ -147,11 +149,14 @@ class CacheBlocks:
         return wasted
 
     def _note(self, request: Request, first: int) -> None:
-        """Remember a request's new blocks, from column `first` on, for the tables; whole rows where some were freed."""
+        """Remember a request's blocks from column `first` on, and those that were freed, for the tables."""
         assert request.table is not None
         for group, (spec, row) in enumerate(zip(self._specs, _rows(request.table), strict=True)):
-            begin = first if spec is None else 0
-            self._fresh += [(group, request.row, begin + place, block) for place, block in enumerate(row[begin:])]
+            place = group * self._max_num_reqs + request.row
+            self._fresh += [(place, column, row[column]) for column in range(first, len(row))]
+            gone = min(_first_block(spec, request.cached), first)
+            self._fresh += [(place, column, 0) for column in range(request.freed[group], gone)]
+            request.freed[group] = max(request.freed[group], gone)
 
     def _name(self, key: str, group: int) -> str:
         return f"{key}/{group}" if self.cache.groups else key

@@ -229,14 +229,9 @@ class Generator:
         for place, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
             if request.ended is not None:
                 continue
-            output = request.output
-            if (
-                request.plain and usable[place] and token not in request.stop_token_ids
-                and len(output) + 1 < request.sampling.max_new_tokens and not now.errors
-            ):  # fmt: skip
-                # By far the most frequent case, and `take_tokens` in short.
-                output.append(token)
-                request.num_tokens += not request.coming
+            if request.coming and request.plain and usable[place] and token not in request.stop_token_ids:
+                # By far the most frequent case, and `take_tokens` in short: its next step is on its way too.
+                request.output.append(token)
                 request.coming = False
                 came.append(Progress(request, "", (token,)))
             else:

@@ -48,9 +48,11 @@ class Request:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
-        # What the scheduler knows: blocks, the tokens they have room for, blocks that are known by their content.
+        # Blocks, how many of each group were freed behind a window, the tokens they have room for, and how many of
+        # them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
         self.row = -1
+        self.freed: list[int] = []
         self.num_tokens, self.cached, self.room, self.published = len(self.prompt), 0, 0, 0
         # Whether a token is on its way, and at which place among those that its step brings.
         self.coming, self.place = False, -1
@@ -78,12 +80,12 @@ class Request:
         return self.prompt[start:end] + self.output[: max(0, end - length)]
 
     def keys(self, num_blocks: int, block_size: int) -> list[str]:
-        """Return content keys of the first whole blocks."""
+        """Return content keys of the first whole blocks, and of as many more as are known."""
         have = len(self._keys)
         if num_blocks > have:
             fresh = self.tokens(have * block_size, num_blocks * block_size)
             self._keys += block_keys(fresh, block_size, parent=self._keys[-1] if have else None)
-        return self._keys[:num_blocks]
+        return self._keys
 
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:
         """Note how the request ended."""
