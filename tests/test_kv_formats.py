@@ -475,3 +475,52 @@ def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatc
     shown = capsys.readouterr()
     lines = [line.split(" | ")[0].strip("| ") for line in shown.out.splitlines()[2:]]
     assert lines == ["fp8_e4m3", *PACKED] and "XQA, FP8 cache: " in shown.err
+
+
+EVERY = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
+
+
+# The interpreter takes seconds for each; the kernel's masks are those of every format.
+INTERPRETED = [(name, "TRITON_ATTN") for name in ("fp8_e4m3", "int4_per_token_head", "turboquant_3bit_nc")]
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "TORCH_SDPA") for name in EVERY), *INTERPRETED])
+def test_what_is_not_finite_stays_in_its_request_and_head(name: str, backend: str) -> None:
+    """Rows that see a NaN key or value are NaN; those of other heads and requests are as they were, to the bit."""
+    scales = {"k_scale": 0.02, "v_scale": 0.02} if KV_FORMATS[name].quantised else {}
+    model = vattn.Attention(
+        2, 32, 0.2, 2, attn_backend=backend, cache_config=CacheConfig(cache_dtype=name),
+        quant_config=QuantConfig(**scales),
+    )  # fmt: skip
+    try:
+        vattn.allocate_kv_cache(model, num_blocks=4, dtype=torch.float32)
+    except UnsupportedRequestError as error:
+        pytest.skip(str(error).splitlines()[0])
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=32, max_seq_len=32, layers=model)
+    step = builder.build(query_lens=[12, 9], seq_lens=[12, 9], block_tables=[[3], [1]])
+
+    def run(which: int, bad: float | None, token: int = 7) -> torch.Tensor:
+        rows = [normal(21, 2, 32, seed=seed) for seed in range(3)]
+        if bad is not None:
+            rows[which][token, 1, 5] = bad
+        with torch.no_grad():
+            return model(*rows, metadata=step).view(21, 2, 32).clone()
+
+    clean = run(0, None)
+    # A row that sees nothing but NaN is not taken for one that sees nothing.
+    assert bool(run(1, math.nan, token=0)[:12, 1].isnan().all())
+    for which, bad in ((1, math.nan), (2, math.nan), (1, math.inf), (2, -math.inf)):
+        got = run(which, bad)
+        assert torch.equal(got[12:], clean[12:]) and torch.equal(got[:, 0], clean[:, 0])
+        # A NaN value meets weights of zero too: earlier rows of the step may be NaN with it.
+        assert which == 2 or torch.equal(got[:7, 1], clean[:7, 1])
+        codec = KV_FORMATS[name].parts[which - 1].codec if KV_FORMATS[name].packed else "plain"
+        saturates = math.isinf(bad) and codec in ("plain", "e4m3", "nvfp4")
+        seen = got[7:12, 1]
+        if saturates:
+            assert bool(seen.isfinite().all())
+        elif codec in ("plain", "nvfp4") and which == 2:
+            # One column, or one group of them.
+            assert bool(seen[:, 5].isnan().all())
+        else:
+            assert bool(seen.isnan().all())

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.conformance.compare import compare
 from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch
 from vattn.formats import OUTPUT_FORMATS
+from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton import launch
 from vattn.ops.triton.attention import attention_kernel
 from vattn.ops.triton.reduce import finish_kernel
@@ -65,6 +66,17 @@ def test_every_cut_gives_the_reference(cut: str, features: str) -> None:
     config = make_config(lse=True, block_size=8, **FEATURES[features])
     batch = random_paged_batch(config, [13, 1, 0, 4], [45, 50, 3, 2], num_padding_tokens=2, num_padding_reqs=1)
     run(batch, CUTS[cut])
+
+
+@pytest.mark.parametrize("cut", ["splits", "full-loop"])
+def test_a_key_that_is_nan_is_not_lost(cut: str) -> None:
+    """Its split is not taken for an empty one: rows that see it are NaN, their log-sum-exp too, and others are not."""
+    config = make_config(lse=True, block_size=8)
+    batch = random_paged_batch(config, [2, 1], [45, 50])
+    key_value_views(batch.args.kv_cache, config)[0][int(batch.args.block_table[1, 0]), 3] = torch.nan
+    launch.paged_attention(batch.args, config, CUTS[cut])
+    assert bool(batch.args.output[2:].isnan().all()) and bool(batch.args.lse[2:].isnan().all())
+    assert bool(batch.args.output[:2].isfinite().all()) and bool(batch.args.lse[:2].isfinite().all())
 
 
 def test_invalid_blocks_in_tiles_that_need_no_mask() -> None:

@@ -277,8 +277,11 @@ def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Re
             rows = query[chunk.first_row : chunk.end_row]
             place = slice(request.first_row + chunk.first_row, request.first_row + chunk.end_row)
             if plain and (exists is None or bool(exists.all())) and request.num_keys == request.seq_len:
-                result[place] = _plain_rows(rows, key, value, request, chunk, config).to(result.dtype)
-                continue
+                out = _plain_rows(rows, key, value, request, chunk, config)
+                # Its kernel for CPUs makes zeros of rows whose keys are all NaN.
+                if not bool((out == 0).all(-1).any()):
+                    result[place] = out.to(result.dtype)
+                    continue
             visible = _visible(request, chunk, ranges, config, query.device)
             if exists is not None:
                 visible &= exists

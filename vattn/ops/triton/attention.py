@@ -466,7 +466,8 @@ def attention_kernel(
         total = total * alpha + tl.exp2(sink - m_safe)
         acc = acc * alpha[:, None]
         m = m_new
-    seen = total > 0.0
+    # Not zero rather than larger: a sum that is NaN belongs to a row that has seen one.
+    seen = total != 0.0
     log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     acc = acc * tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
     if VALUE_PART[3] > 1:

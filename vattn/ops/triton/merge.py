@@ -27,7 +27,7 @@ def merge_kernel(
     weight_a = tl.exp2((a - base) * LOG2E)
     weight_b = tl.exp2((b - base) * LOG2E)
     total = weight_a + weight_b
-    divisor = tl.where(total > 0.0, total, 1.0)
+    divisor = tl.where(total != 0.0, total, 1.0)
     column = tl.arange(0, BLOCK_V)
     inside = column < V
     # An empty part may hold anything: it is not read.
@@ -37,7 +37,7 @@ def merge_kernel(
     out_offsets = token * stride_ot + head * stride_oh + column
     tl.store(output + out_offsets, cast(merged, output.dtype.element_ty), mask=inside)
     if output_lse is not None:
-        lse = tl.where(total > 0.0, base + tl.log2(divisor) * LN2, float("-inf"))
+        lse = tl.where(total != 0.0, base + tl.log2(divisor) * LN2, float("-inf"))
         tl.store(output_lse + token * stride_lt + head * stride_lh, lse)
 
 

@@ -46,7 +46,7 @@ def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H:
         x = x * alpha + tl.sum(weight * part, axis=0)
         total = total * alpha + tl.sum(weight, axis=0)
         m = m_new
-    seen = total > 0.0
+    seen = total != 0.0
     x = tl.where(seen, x / tl.where(seen, total, 1.0), 0.0)
     return x, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
 
