@@ -37,7 +37,6 @@ import vattn
 from vattn.errors import ConfigError, FusionError
 from vattn.passes import rope_kv_cache, rope_probe
 from vattn.passes.pipeline import FusionPass, fuse_graph
-from vattn.passes.report import NodeReport
 
 LENGTHS = [3, 4]
 
@@ -337,13 +336,6 @@ def test_explain_fusion_shows_it() -> None:
 
     report, _ = explain_fusion(make)
     assert "RoPE refused: left to Inductor" in str(report)
-
-
-def test_reports_of_older_notes_can_be_read() -> None:
-    """A note has no field that this version does not know."""
-    node = NodeReport("g", 0, 1, "attention", "fused", "none", rope="one kernel", rope_outcome="fused")
-    note = json.loads(node.note("config").partition(" # ")[2])
-    assert NodeReport(**note) == node
 
 
 PAIRINGS = ("chunk", "slices", "stride", "unflatten")

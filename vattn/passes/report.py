@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 from vattn.canonical import NOTE_MARK
 from vattn.errors import FusionError
@@ -20,6 +21,9 @@ from vattn.errors import FusionError
 logger = logging.getLogger("vattn")
 
 FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
+
+_PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
+"""What a note holds as it is besides letters and digits."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,22 @@ class NodeReport:
         return text
 
     def note(self, config: str) -> str:
-        """Return a config string with this line of the report behind it."""
-        return config + NOTE_MARK + json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        """Return a config string with this line of the report behind it, in characters that any code can hold.
+
+        Inductor's C++ wrappers, for one, hold strings between double quotes and escape nothing.
+        """
+        fields = {name: quote(x, _PLAIN) if isinstance(x, str) else x for name, x in dataclasses.asdict(self).items()}
+        return config + NOTE_MARK + json.dumps(fields, separators=(",", ":")).replace('"', "'")
+
+    @staticmethod
+    def of_note(note: str) -> NodeReport:
+        """Return the line of the report that `note` has put behind a config string.
+
+        Raises:
+            TypeError, ValueError: another version has written it.
+        """
+        fields = json.loads(note.replace("'", '"'))
+        return NodeReport(**{name: unquote(x) if isinstance(x, str) else x for name, x in fields.items()})
 
 
 @dataclass(frozen=True)
@@ -150,10 +168,16 @@ def record(nodes: list[NodeReport]) -> None:
 def read_note(config: str) -> None:
     """Keep the line of the report that the config string of loaded code carries, if it carries one."""
     _, mark, note = config.partition(NOTE_MARK)
-    if mark:
-        node = NodeReport(**json.loads(note))
-        with _lock:
-            _graphs.setdefault(node.graph, {}).setdefault(node.index, node)
+    if not mark:
+        return
+    try:
+        node = NodeReport.of_note(note)
+    except (TypeError, ValueError):
+        # A package of AOTInductor outlives the version that compiled it, and runs without a report.
+        logger.debug("a note of another version: %s", note)
+        return
+    with _lock:
+        _graphs.setdefault(node.graph, {}).setdefault(node.index, node)
 
 
 def fusion_report() -> FusionReport:
