@@ -72,8 +72,7 @@ class CacheBlocks:
             OutOfBlocksError: the pool has too few free blocks; nothing has changed.
         """
         table = request.table
-        assert table is not None
-        if request.cached + count > request.room:
+        if table is not None and request.cached + count > request.room:
             before = request.room // self.block_size
             # What was appended for drafts that were wrong is there again.
             table.num_tokens = request.cached
@@ -139,18 +138,16 @@ class CacheBlocks:
         return low
 
     def num_wasted(self, requests: Sequence[Request]) -> int:
-        """Return the places in the blocks of requests that hold no token which a query still reads."""
+        """Return the places in the blocks of running requests that hold no token which a query still reads."""
         wasted = 0
         for request in requests:
-            for spec, row in zip(self._specs, _rows(request.table) if request.table is not None else (), strict=False):
-                held = sum(1 for block in row if block) * self.block_size
-                gone = spec.first_block(request.cached) * self.block_size if spec is not None else 0
-                wasted += held - (request.cached - gone)
+            for spec, row, freed in zip(self._specs, _rows(request.table), request.freed, strict=True):
+                gone = _first_block(spec, request.cached) * self.block_size
+                wasted += (len(row) - freed) * self.block_size - (request.cached - gone)
         return wasted
 
     def _note(self, request: Request, first: int) -> None:
         """Remember a request's blocks from column `first` on, and those that were freed, for the tables."""
-        assert request.table is not None
         for group, (spec, row) in enumerate(zip(self._specs, _rows(request.table), strict=True)):
             place = group * self._max_num_reqs + request.row
             self._fresh += [(place, column, row[column]) for column in range(first, len(row))]
@@ -185,7 +182,8 @@ class CacheBlocks:
         return 0
 
 
-def _rows(table: BlockTable | HybridBlockTable) -> list[list[int]]:
+def _rows(table: BlockTable | HybridBlockTable | None) -> list[list[int]]:
+    assert table is not None
     return [table.blocks] if isinstance(table, BlockTable) else table.rows
 
 

@@ -1,0 +1,109 @@
+"""Time from the start of a process to the first token: with an empty compile cache, then with that of the first run.
+
+    python benchmarks/cold_start.py --json out.json
+
+The model has the shape of Llama 3 8B and random weights, made on the device, unless `--model` names a local checkpoint.
+Each run is a process of its own, with the same folder for what Inductor and Triton compile. The clock starts before
+Python does. `--small` tries the benchmark on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def first_token(args: argparse.Namespace) -> None:
+    """Serve one prompt and print how long each phase took, as JSON; in a process of its own."""
+    seconds: dict[str, float] = {}
+    last = args.since
+
+    def phase(name: str) -> None:
+        nonlocal last
+        now = time.time()
+        seconds[name], last = now - last, now
+
+    phase("python")
+    import torch
+
+    import vattn
+
+    phase("import vattn")
+    from benchmarks import models
+    from vattn.integrations.transformers import enable
+
+    phase("import transformers")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.model is not None:
+        from vattn.generation.command import load_model
+
+        model, _ = load_model(args.model, device, None)
+    else:
+        model = models.make_model(models.SMALL if args.small else models.LARGE, args.layers, device)
+    phase("model")
+    packed = enable(model, memory="16MiB" if args.small else args.memory, merge_projections=args.merge)
+    phase("enable")
+    generator = vattn.Generator(
+        packed, max_seq_len=512 if args.small else 8192, max_num_reqs=args.requests, compile=args.compile
+    )
+    phase("generator: compiled and captured")
+    request = generator.add([1] * (64 if args.small else 1024), vattn.Sampling(8, stop_token_ids=()))
+    while not request.output:
+        generator.step()
+    phase("first token")
+    total = time.time() - args.since
+    while not request.done:
+        generator.step()
+    captured = generator.graphs.report if generator.graphs is not None else None
+    graphs = {"sizes": len(captured.costs), "seconds": captured.seconds} if captured is not None else None
+    print(json.dumps({"seconds": total, "phases": seconds, "graphs": graphs}))
+
+
+def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Start a process that serves one prompt, and return what it printed."""
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
+    }  # fmt: skip
+    command = [sys.executable, __file__, *sys.argv[1:], "--since", str(time.time())]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Run twice and print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--memory", default="20GiB")
+    parser.add_argument("--requests", type=int, default=64, help="which decides how many graphs are captured")
+    parser.add_argument("--compile", choices=["layers", "model", "none"])
+    parser.add_argument("--merge", action="store_true", help="merge projections")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.since is not None:
+        first_token(args)
+        return
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for cache in ("empty", "warm"):
+            rows[cache] = run(args, folder)
+            print(f"compile cache {cache}: {rows[cache]['seconds']:.1f} s to the first token", flush=True)
+            for name, seconds in rows[cache]["phases"].items():
+                print(f"  {seconds:7.2f} s {name}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
