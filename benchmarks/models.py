@@ -3,8 +3,9 @@
     python benchmarks/models.py --json out.json --baseline 1 32
 
 The model has the shape of Llama 3 8B and random weights. A step's floor is the bytes of weights and cache that it must
-read, at the rate that reading large tensors reached in the same run. The baseline is transformers' own `generate` with
-a static cache, compiled; a step of it is what more tokens add to a call. `--small` tries the benchmark on a CPU.
+read, at the rate that reading large tensors reached in the same run; with `--fp8` those of FP8 weights, of the head in
+bf16 and of the FP8 cache. The baseline is transformers' own `generate` with a static cache, compiled; a step of it is
+what more tokens add to a call. `--small` tries the benchmark on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import vattn
 from benchmarks.fused_steps import Sizes, transformers_ms
 from benchmarks.kernels import profile_kernels
-from vattn.integrations.transformers import PackedModel, enable
+from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.layers.fp8_linear import LINEAR_FORMATS
 
 LARGE = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -79,6 +81,33 @@ def weight_bytes(packed: PackedModel) -> int:
     own = sum(p.nbytes for p in inner.parameters())
     tied = inner.config.tie_word_embeddings
     return own - (0 if tied else inner.get_input_embeddings().weight.nbytes)
+
+
+def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
+    """Put the model on vattn, quantised if asked to: scales from random tokens, which times do not depend on."""
+    memory = "16MiB" if args.small else args.memory
+    if args.fp8 is None:
+        quantised = args.kv_cache_dtype != "auto"
+        return enable(
+            model,
+            cache_config=vattn.CacheConfig(cache_dtype=args.kv_cache_dtype),
+            quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
+            memory=memory,
+            merge_projections=args.merge,
+        )
+    rng = random.Random(0)
+    text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
+    seen = vattn.calibrate(enable(model, num_blocks=16), [[text]], linears=True)
+    disable(model)
+    vattn.quantise_linears(model, args.fp8, calibration=seen if args.fp8 == "fp8_static" else None)
+    return enable(
+        model,
+        cache_config=vattn.CacheConfig(cache_dtype="fp8"),
+        calibration=seen,
+        query_format="fp8_e4m3",
+        memory=memory,
+        merge_projections=args.merge,
+    )
 
 
 def decode_steps(
@@ -171,6 +200,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
     parser.add_argument("--memory", default="60GiB")
+    parser.add_argument("--fp8", nargs="?", const="fp8_static", choices=list(LINEAR_FORMATS),
+                        help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
@@ -182,14 +213,7 @@ def main() -> None:
     begin = time.perf_counter()
     rate = read_rate(device)
     model = make_model(shape, args.layers, device)
-    quantised = args.kv_cache_dtype != "auto"
-    packed = enable(
-        model,
-        cache_config=vattn.CacheConfig(cache_dtype=args.kv_cache_dtype),
-        quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
-        memory="16MiB" if args.small else args.memory,
-        merge_projections=args.merge,
-    )
+    packed = make_packed(model, args)
     options: dict[str, Any] = {
         "max_seq_len": 8192 if not args.small else 512,
         "token_budget": 8192,
@@ -198,12 +222,14 @@ def main() -> None:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
-        "kv_cache_dtype": args.kv_cache_dtype, "merged": args.merge, "max_autotune": args.max_autotune,
+        "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
+        "merged": args.merge, "max_autotune": args.max_autotune, "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [],
     }  # fmt: skip
 
-    if args.max_autotune:
-        options["compile_options"] = {"options": vattn.options({"max_autotune_gemm": True})}
+    if args.max_autotune or args.fp8:
+        inductor = {"max_autotune_gemm": True} if args.max_autotune else {}
+        options["compile_options"] = {"options": vattn.options(inductor)}
 
     def show(kind: str, row: dict[str, Any]) -> None:
         result[kind].append(row)
@@ -211,13 +237,16 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(result, indent=1))
 
-    how = args.compile or ("layers" if args.max_autotune else None)
+    how = args.compile or ("layers" if "compile_options" in options else None)
     for batch in args.batches:
         begin = time.perf_counter()
         row = decode_steps(packed, batch, context, steps, {**options, "compile": how}, args.profile)
         if how in (None, "layers"):  # the layers are compiled by now
             how = "none"
             options.pop("compile_options", None)
+            if args.fp8:
+                result["fusion"] = list(dict.fromkeys(str(node).partition(" [")[0] for node in vattn.fusion_report()))
+                print("fusion", vattn.fusion_report().summary(), flush=True)
         row["floor_ms"] = row["bytes"] / rate * 1e3
         row["over_floor"] = row["replay_ms"] / row["floor_ms"]
         row["seconds_with_compiling"] = time.perf_counter() - begin

@@ -137,9 +137,23 @@ def check_linear(root: nn.Module, name: str, linear: nn.Linear, fmt: LinearForma
         check_sizes(linear.in_features, linear.out_features, fmt)
     except ShapeError as error:
         raise ShapeError(f"{name}: {error.got}", error.allowed, error.fix) from error
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
+    check_device(weight.device, fmt)
+
+
+def check_device(device: torch.device, fmt: LinearFormat) -> None:
+    """Refuse a GPU that has no FP8 products, or none of blocks.
+
+    Raises:
+        DeviceError: so it is.
+    """
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY or (fmt.blocks and capability[0] != 9):
         raise DeviceError(
-            f"FP8 linears on {torch.cuda.get_device_name(weight.device)}", "compute capability 8.9 and newer", "a CPU"
+            f"{fmt.name} of linear layers on {torch.cuda.get_device_name(device)}",
+            "compute capability 9.0" if fmt.blocks else "compute capability 8.9 and newer",
+            "take fp8_per_token" if fmt.blocks and capability >= CAPABILITY else "run on a CPU",
         )
 
 

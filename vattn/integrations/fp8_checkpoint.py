@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vattn.calibration import linears_of, root_of
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
-from vattn.fp8_linears import replace
+from vattn.fp8_linears import check_device, replace
 from vattn.layers.fp8_linear import BLOCK, LINEAR_FORMATS, FP8Linear
 
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -186,7 +186,7 @@ def load_fp8_linears(model: nn.Module, folder: str | Path | None = None) -> dict
     Raises:
         ConfigError: no local folder, no FP8 weights in it. UnsupportedRequestError: weights or inputs quantised in
             another way, FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales
-            that are missing or that nothing would use. The model is as it was then.
+            that are missing or that nothing would use. DeviceError: a GPU without FP8. The model is as it was then.
 
     Example: see the guide, "Hugging Face models".
     """
@@ -237,6 +237,7 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
             "check config.json",
         )
     device = linear.weight.device
+    check_device(device, LINEAR_FORMATS[fmt])
     dtype = linear.bias.dtype if linear.bias is not None else None
     bias = checkpoint.tensor(prefix + "bias").to(device, dtype) if prefix + "bias" in checkpoint else None
     if not LINEAR_FORMATS[fmt].blocks:

@@ -209,14 +209,20 @@ class FP8Linear(nn.Linear):
                 f"{self.format.name} with scales of rows or blocks in {dtype} on a GPU", "bfloat16", "model.bfloat16()"
             )
         if self.format.blocks:
-            other = other.t()
-        elif fine:
+            return self._product_of_blocks(codes, scale, dtype)
+        if fine:
             # Scales for the rows of one operand ask for such scales of the other.
             scale = scale.expand(codes.shape[0], 1).contiguous()
             other = other.expand(self.out_features)[None].contiguous()
-        return torch._scaled_mm(
-            codes, self.weight.t(), scale, other, out_dtype=dtype, use_fast_accum=not self.format.blocks
-        )
+        return torch._scaled_mm(codes, self.weight.t(), scale, other, out_dtype=dtype, use_fast_accum=True)
+
+    def _product_of_blocks(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        # Scales lie column by column, and every column begins at a multiple of 16 bytes.
+        tokens = codes.shape[0]
+        more = -tokens % 4
+        codes = nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, more)).view(codes.dtype)
+        scale = nn.functional.pad(scale.t(), (0, more)).t()
+        return torch._scaled_mm(codes, self.weight.t(), scale, self.weight_scale.t(), out_dtype=dtype)[:tokens]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         """Move with the model, but keep codes e4m3 and scales fp32."""
