@@ -29,9 +29,9 @@ def test_rows(capsys: Any, tmp_path: Path) -> None:
     plain = rows["as they are", "float32", "none"]
     assert (plain["bytes_per_token"], plain["max_tokens"]) == (8192, 128)
     assert plain["over_plain"] == 0 and plain["top1"] == 1 and plain["worst"] == 0
-    planted = rows["outliers planted", "float32", "none"]
+    planted = rows["with outliers x 4096", "float32", "none"]
     assert planted["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-5)
-    kept, lost = (rows["outliers planted", "fp8_e4m3", scales]["over_plain"] for scales in ("calibrated", "unit"))
+    kept, lost = (rows["with outliers x 4096", "fp8_e4m3", scales]["over_plain"] for scales in ("calibrated", "unit"))
     assert abs(kept) < 0.02 < 0.05 < lost
     small = rows["as they are", "int8_per_token_head", "in the cache"]
     assert small["bytes_per_token"] == 8 * 2 * 2 * (64 + 4) and abs(small["over_plain"]) < 0.01
@@ -70,6 +70,7 @@ def test_standard_error() -> None:
         (["--model", "nowhere"], "config.json"),
         (["--memory", "much"], "2GiB"),
         (["--max-bytes", "-5"], "at least 2"),
+        (["--outliers", "0"], "1 to 24"),
         (["--formats", "bf16"], "fp8_e4m3"),
     ],
 )

@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
     parser.add_argument("--memory", default="16GiB", help="cache memory for the column of tokens")
-    parser.add_argument("--outliers", action="store_true", help="measure a variant with planted outlier channels too")
+    parser.add_argument(
+        "--outliers", type=int, nargs="?", const=12, metavar="N",
+        help="measure a variant too in which a few key and value channels are 2^N times as large (default N: 12)",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
@@ -103,6 +106,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
     if options.max_bytes < 2:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
+    if options.outliers is not None and not 1 <= options.outliers <= 24:
+        raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
@@ -110,12 +115,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     text = _read(options.text or options.model / "heldout.txt", options.max_bytes)
     sample = _read(options.calibration_text, options.max_bytes) if options.calibration_text else text[: len(text) // 4]
     windows = _windows(tokenizer.encode(text))
-    variants = ["as they are", *(["outliers planted"] if options.outliers else [])]
+    variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
     kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
     bar = _Bar(len(variants) * len(kinds))
     for weights in variants:
         if weights != "as they are":
-            _plant(model)
+            _plant(model, options.outliers)
         subject = _Subject(model, windows, len(text.encode()), memory, weights)
         subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))])
         for name, scales in kinds:
@@ -243,8 +248,8 @@ def _windows(ids: list[int]) -> list[list[int]]:
     return [list(ids[start : start + WINDOW + 1]) for start in range(0, len(ids) - 1, WINDOW)]
 
 
-def _plant(model: Any) -> None:
-    """Make a few key and value channels of every head 4096 times as large; the function stays the same."""
+def _plant(model: Any, exponent: int) -> None:
+    """Make a few key and value channels of every head `2^exponent` times as large; the function stays the same."""
     from types import SimpleNamespace
 
     from vattn.demo.checkpoint import plant_outliers
@@ -257,7 +262,9 @@ def _plant(model: Any) -> None:
     )  # fmt: skip
     state = model.state_dict()
     try:
-        planted = plant_outliers({k: v.cpu() for k, v in state.items()}, shape, key_exponent=12, value_exponent=12)
+        planted = plant_outliers(
+            {k: v.cpu() for k, v in state.items()}, shape, key_exponent=exponent, value_exponent=exponent
+        )
     except KeyError as error:
         raise ConfigError(
             f"--outliers for a model without {error}", "models with q_proj, k_proj, v_proj and o_proj", "leave it out"
