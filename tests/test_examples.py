@@ -52,6 +52,16 @@ def test_multi_step_decode() -> None:
     assert "lengths on the device: [48, 15, 30, 0]" in printed
 
 
+def test_context_parallel() -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    printed = run("16_context_parallel.py")
+    distances = re.findall(r"relative distance to one rank (\S+)", printed)
+    assert len(distances) == 8 and all(float(distance) < 1e-5 for distance in distances)
+    assert "rank 0: holds 28 of 55 tokens" in printed and "rank 1: holds 27 of 55 tokens" in printed
+    assert printed.count("ranks disagree: seq_lens of rank 1") == 2
+
+
 def test_continuous_batching() -> None:
     printed = run("04_continuous_batching.py")
     finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]

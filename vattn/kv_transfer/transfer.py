@@ -64,7 +64,7 @@ class KVTransfer:
         fingerprint: what the connector got.
 
     Raises:
-        CacheError: a cache in groups, cross attention, or layers whose scales are not calculated yet.
+        CacheError: a cache in groups, cross attention, context parallelism, or layers whose scales are not calculated yet.
         ConfigError: the caches have a connector already, or a timeout that is not positive.
 
     Loading and saving overlap with the computation: on CUDA copies run on streams of their own, and each layer waits
@@ -134,6 +134,13 @@ class KVTransfer:
                 f"layer {moved[0]!r} is bound to another storage than the allocation's",
                 "the model's current allocation",
                 "pass what the last allocate_kv_cache returned",
+            )
+        striped = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
+        if striped:
+            raise CacheError(
+                f"KV transfer for layer {striped[0]!r}, whose cache holds one rank's share of the tokens",
+                "layers without context parallelism: the keys of blocks do not tell ranks apart",
+                "recompute prompts instead",
             )
         self._modules = [modules[entry.name] for entry in owners]
         self.fingerprint = _fingerprint(allocation, modules, namespace)

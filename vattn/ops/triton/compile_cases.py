@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vattn.config import AttentionConfig
+from vattn.context_parallel.stripe import Stripe
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -28,6 +29,7 @@ from vattn.ops.triton import (
     planned_rows,
     rope_cache_update,
     round_query,
+    striped_rows,
 )
 from vattn.ops.triton.tiles import Limits
 from vattn.ops.variants import using
@@ -92,6 +94,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (library_rows, "table_kernel"),
             (library_rows, "finish_rows_kernel"),
             (planned_rows, "planned_rows_kernel"),
+            (striped_rows, "striped_rows_kernel"),
         ):
             stack.enter_context(mock.patch.object(module, kernel, _Recorder(getattr(module, kernel), found)))
         call()
@@ -231,6 +234,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunk-tree-sqrt": {"sliding_window": 64, "chunk_lookback": 1, "tree_bias": True, "alibi": "sqrt", "sinks": True},
     "ranges": {"mm_prefix": "clamped", "sliding_window": 64, "causality": "bidirectional", "lse": True},
     "context": {"context_only": True, "sliding_window": 96, "lse": True},
+    "stripe": {
+        "context_parallel": True,
+        "context_rank": 1,
+        "context_world": 4,
+        "context_interleave": 16,
+        "sliding_window": 96,
+        "alibi": "linear",
+        "lse": True,
+    },
     "cross": {"attn_type": "encoder_decoder", "causality": "bidirectional", "logits_soft_cap": 30.0},
 }
 SHAPES: dict[str, dict[str, Any]] = {
@@ -320,8 +332,18 @@ def _planned_rows(target: str) -> Iterator[Launch]:
             yield from record(f"{dtype} {width}", target, call)
 
 
+def _striped_rows(target: str) -> Iterator[Launch]:
+    """Rows of striped caches as requests: few and many, interleaved by one token and by blocks."""
+    for rows, reqs, width, stripe in ((2, 2, 5, Stripe(0, 2, 1)), (300, 200, 2000, Stripe(3, 4, 16))):
+        lengths, starts = (_meta(reqs + more, dtype=torch.int32) for more in (0, 1))
+        table = _meta(reqs, width, dtype=torch.int32)
+        call = partial(striped_rows.write_rows, rows, starts, lengths, lengths, table, stripe, 16)
+        yield from record(f"{rows} x {width}", target, call)
+
+
 def _small_kernels(target: str) -> Iterator[Launch]:
     yield from _advances(target)
+    yield from _striped_rows(target)
     yield from _library_rows(target)
     yield from _planned_rows(target)
     for name, dtype in MODEL_DTYPES.items():

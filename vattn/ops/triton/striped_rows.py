@@ -58,27 +58,39 @@ def striped_rows_kernel(
         tl.store(target + column, tl.load(source + column, mask=column < used, other=0), mask=column < used)
 
 
-def striped_rows(
-    args: AttentionArgs | MLAAttentionArgs, stripe: Stripe, block_size: int
+def write_rows(
+    rows: int,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    local_seq_lens: Tensor,
+    block_table: Tensor,
+    stripe: Stripe,
+    block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `query_start_loc` `[T + 1]`, `seq_lens` `[T]` and `block_table` `[T, W]` of a step's rows as requests."""
-    rows, width = args.query.shape[0], args.block_table.shape[1]
-    assert args.local_seq_lens is not None
-    starts, lengths = (args.seq_lens.new_empty(size) for size in (rows + 1, rows))
-    table = torch.empty((rows, width), dtype=torch.int32, device=args.block_table.device)
+    """Return `query_start_loc` `[rows + 1]`, `seq_lens` `[rows]` and `block_table` of a step's rows as requests."""
+    width = block_table.shape[1]
+    starts, lengths = (seq_lens.new_empty(size) for size in (rows + 1, rows))
+    table = torch.empty((rows, width), dtype=torch.int32, device=block_table.device)
     block = min(_COLUMNS, triton.next_power_of_2(width))
     striped_rows_kernel[(rows,)](
-        args.query_start_loc, args.seq_lens, args.local_seq_lens, args.block_table, starts, lengths, table,
-        rows, args.seq_lens.shape[0], width, args.block_table.stride(0),
+        query_start_loc, seq_lens, local_seq_lens, block_table, starts, lengths, table,
+        rows, seq_lens.shape[0], width, block_table.stride(0),
         RANK=stripe.rank, WORLD=stripe.world_size, INTERLEAVE=stripe.interleave, BLOCK_SIZE=block_size, BLOCK=block,
-        num_warps=1 if block <= 256 else 4,
+        num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return starts, lengths, table
 
 
 def _as_requests(args: Any, config: Any) -> Any:
-    stripe = config.stripe
-    starts, lengths, table = striped_rows(args, stripe, config.block_size)
+    starts, lengths, table = write_rows(
+        args.query.shape[0],
+        args.query_start_loc,
+        args.seq_lens,
+        args.local_seq_lens,
+        args.block_table,
+        config.stripe,
+        config.block_size,
+    )
     return args._replace(
         query_start_loc=starts,
         seq_lens=lengths,
