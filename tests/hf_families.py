@@ -12,6 +12,10 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WIDE = {"head_dim": 32}
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 
@@ -28,6 +32,8 @@ class Family:
 
 FAMILIES = {
     "llama": Family("llama", "grouped queries"),
+    "llama-2": Family("llama", "a KV head for each query head (Llama 2)", {"num_key_value_heads": 4}),
+    "llama-3": Family("llama", "frequencies of RoPE stretched (Llama 3.1)", {"rope_parameters": LLAMA_3}),
     "mistral": Family("mistral", "a window in every layer", {"sliding_window": 5}),
     "qwen2": Family("qwen2", "biases"),
     "qwen3": Family("qwen3", "norms of queries and keys", WIDE),

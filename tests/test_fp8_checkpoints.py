@@ -124,6 +124,10 @@ def test_a_checkpoint_without_load_fp8_linears(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"2 layers, which a cache in 'auto'.*cache_dtype='fp8'"):
         enable(model, num_blocks=17)
     disable(model)
+    own = vattn.CacheConfig(cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.warns(UserWarning, match="calculate_kv_scales=False"):
+        enable(model, cache_config=own, num_blocks=17)
+    disable(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         given = enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.5, 0.25), num_blocks=17)

@@ -290,6 +290,32 @@ def test_models_equal_their_rounded_selves(fmt: str) -> None:
     assert torch.equal(eager_logits(model, PROMPTS[1]), expected)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gemma2", "phi3", "falcon-alibi", "bloom", "gpt_oss"])
+def test_families(name: str) -> None:
+    """Biases, merged projections, experts that stay, forwards of ours; everything that is quantised is equal."""
+    pytest.importorskip("transformers")
+    from tests.hf_families import make_model
+    from tests.test_transformers import PROMPTS, Runner, eager_logits
+    from vattn.integrations.transformers import enable
+
+    model = make_model(name)
+    report = vattn.quantise_linears(model, "fp8_per_token")
+    assert sum(why == "fp8_per_token" for why in report.values()) >= 8 and report["lm_head"] == "left: the head"
+    expected = eager_logits(model, PROMPTS[1])
+    got = Runner(enable(model, num_blocks=17, merge_projections=True)).step([(PROMPTS[1], 0)])[0]
+    assert relative_l2(got, expected) < 0.03
+
+
+def test_models_without_linear_layers() -> None:
+    pytest.importorskip("transformers")
+    from tests.hf_families import make_model
+
+    with pytest.raises(errors.ConfigError, match="lm_head: left: the head"):
+        vattn.quantise_linears(make_model("gpt2"), "fp8_per_token")
+    with pytest.raises(errors.ShapeError, match=r"kv_a_proj_with_mqa.*24 output"):
+        vattn.quantise_linears(make_model("deepseek_v3"), "fp8_per_token")
+
+
 def test_quantised_after_enable_and_merged_first() -> None:
     model = make_llama()
     from tests.test_transformers import PROMPTS, Runner

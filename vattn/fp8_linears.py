@@ -18,6 +18,9 @@ from vattn.layers.fp8_linear import FP8Linear, LinearFormat, check_sizes, encode
 SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that a module of transformers calls with one input, and that may run as one product."""
 
+PLAIN = ("FalconLinear",)
+"""Classes of transformers that compute what `nn.Linear` does by a forward of their own."""
+
 CAPABILITY = (8, 9)
 """Of the first GPUs with FP8 products."""
 
@@ -71,8 +74,9 @@ def quantise_linears(
     left = _left(root, found, (skip,) if isinstance(skip, str) else tuple(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
     if not chosen:
+        kept = "; ".join(f"{name}: {why}" for name, why in left.items()) or "it has none"
         raise ConfigError(
-            f"{type(root).__name__} without linear layers to quantise", "one at least", "check skip= and the model"
+            f"{type(root).__name__} without linear layers to quantise ({kept:.200})", "one at least", "check skip="
         )
     for name, linear in chosen.items():
         check_linear(root, name, linear, fmt)
@@ -101,7 +105,7 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[Any, ...]) -
     for name, linear in found.items():
         if linear is head:
             left[name] = "left: the head"
-        elif type(linear).forward is not nn.Linear.forward and not isinstance(linear, FP8Linear):
+        elif not (type(linear).forward is nn.Linear.forward or type(linear).__name__ in ("FP8Linear", *PLAIN)):
             left[name] = f"left: {type(linear).__name__} has a forward of its own"
     for pattern in skip:
         same = [name for name in found if fnmatch(name, str(pattern)) or name.rpartition(".")[2] == pattern]

@@ -79,9 +79,12 @@ def checkpoint_configs(model: nn.Module, names: list[str], cache_config: CacheCo
             raise
         return {}
     if found and not wants:
+        what, instead = f"a cache in {dtype!r}", "CacheConfig(cache_dtype='fp8')"
+        if cache_config is not None and cache_config.calculate_kv_scales:
+            what, instead = "a cache that calculates its own", "calculate_kv_scales=False"
         warnings.warn(
-            f"the checkpoint has scales of an FP8 cache for {len(found)} layers, which a cache in {dtype!r} does not "
-            "use; CacheConfig(cache_dtype='fp8') does",
+            f"the checkpoint has scales of an FP8 cache for {len(found)} layers, which {what} does not use; "
+            f"{instead} does",
             stacklevel=4,
         )
         return {}
