@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote, unquote
 
 from vattn.canonical import NOTE_MARK
@@ -106,8 +107,9 @@ class NodeReport:
         Raises:
             TypeError, ValueError: another version has written it.
         """
-        fields = json.loads(note.replace("'", '"'))
-        return NodeReport(**{name: unquote(x) if isinstance(x, str) else x for name, x in fields.items()})
+        fields: dict[str, Any] = json.loads(note.replace("'", '"'))
+        plain: dict[str, Any] = {name: unquote(x) if isinstance(x, str) else x for name, x in fields.items()}
+        return NodeReport(**plain)
 
 
 @dataclass(frozen=True)
