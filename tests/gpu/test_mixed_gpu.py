@@ -165,3 +165,28 @@ def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
             expected, _ = batch.expected()
             assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
     assert len(calls) == 2
+
+
+CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "panels of 64": (NATIVE, {"turn": 64}),
+    "four converters": (NATIVE, {"converters": 4}),
+    "both": (NATIVE, {"converters": 4, "turn": 64}),
+    "narrow, panels of 64": ({"head_size": 64, **NATIVE}, {"turn": 64}),
+    "narrow, both": ({"head_size": 64, **NATIVE}, {"converters": 4, "turn": 64}),
+    "narrow, three warpgroups": ({"head_size": 64, **FP8}, {"groups": 3}),
+    "narrow, three warpgroups, FP8 query": ({"head_size": 64, **NATIVE}, {"groups": 3}),
+    "one warpgroup, not packed": ({}, {"groups": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_other_cuts(case: str) -> None:
+    from vattn.ops.gluon import prefill_launch
+
+    changes, cut = CUTS[case]
+    for block_size in (16, 128):
+        for features in ({}, {"sliding_window": 333, "sinks": True}):
+            batch = prefill_batch(block_size=block_size, padding=70, **changes, **features)
+            prefill_launch.prefill(batch.args, batch.config, prefill_launch.Cut(**cut))
+            torch.cuda.synchronize()
+            compare_rows(batch)

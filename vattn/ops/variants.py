@@ -18,9 +18,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide"),
-    "fp8_decode": ("heads", "slots", "slots_of_2", "deep"),
-    "fp8_narrow_groups": (2, 3),
-    "wide_head_stages": (2, 3),
 }
 """What each field may be."""
 
@@ -39,20 +36,12 @@ class Variants:
         mixed_below: rows per request on average below which `mixed` holds.
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
-        fp8_decode: how decode over an FP8 cache is cut for batches of 16 requests and more: "heads", a CTA works on one
-            tile of some heads; "slots" and "slots_of_2", on four or two tiles side by side; "deep", one tile, more of
-            them under way.
-        fp8_narrow_groups: warpgroups of long prefills over an FP8 cache with heads of 64.
-        wide_head_stages: tiles of keys and of values under way in prefills with heads of 256.
     """
 
     speculative: str = "general"
     mixed: str = "general"
     mixed_below: int = 64
     general_prefill: str = "plain"
-    fp8_decode: str = "heads"
-    fp8_narrow_groups: int = 2
-    wide_head_stages: int = 2
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -35,6 +35,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.gluon import prefill_launch
+from vattn.ops.gluon.prefill_launch import Cut
 from vattn.ops.triton import compile_all as triton_compile_all
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
@@ -60,7 +61,7 @@ class _Kernel:
         self.arguments = arguments
 
 
-def prefill_launch_of(config: AttentionConfig, groups: int = 2, pack: int = 1, early: bool = False) -> Launch:
+def prefill_launch_of(config: AttentionConfig, cut: Cut, early: bool = False) -> Launch:
     """Return the launch of a prefill step of a config."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -86,8 +87,8 @@ def prefill_launch_of(config: AttentionConfig, groups: int = 2, pack: int = 1, e
     )  # fmt: skip
     recorder = _Kernel(prefill_launch.prefill_kernel)
     with mock.patch.object(prefill_launch, "prefill_kernel", recorder):
-        prefill_launch.launch(args, config, empty(9, 8), args.output, 132, prefill_launch.Cut(groups, pack), early)
-    name = " ".join(["prefill", str(groups), f"pack={pack}", *config.encode().split()[1:]])
+        prefill_launch.launch(args, config, empty(9, 8), args.output, 132, cut, early)
+    name = " ".join(["prefill", str(cut), *config.encode().split()[1:]])
     return Launch(name, TARGET, recorder.kernel, recorder.arguments, {"num_warps": 4})
 
 
@@ -123,7 +124,28 @@ def all_launches() -> Iterator[Launch]:
                 **{"kv_cache_dtype": dtype, **cache, **features},
             )  # fmt: skip
             for groups in sorted({prefill_launch.warpgroups(config, rows) for rows in (64, 8192)}):
-                yield prefill_launch_of(config, groups)
+                yield prefill_launch_of(config, Cut(groups))
+    yield from _other_cuts()
+
+
+def _other_cuts() -> Iterator[Launch]:
+    """Yield what steps between decode and prefill take, and cuts that a benchmark tries."""
+    for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES[::2]):
+        if cache and head_size not in prefill_launch.FP8_HEAD_SIZES:
+            continue
+        for heads in (8, 32, 128) if features in FEATURES[:3] else (32,):
+            config = AttentionConfig(
+                heads, 8, head_size, head_size, head_size**-0.5, "bfloat16", block_size=16,
+                **{"kv_cache_dtype": "bfloat16", **cache, **features},
+            )  # fmt: skip
+            for groups in (1, 2):
+                cut = Cut(groups, prefill_launch.packs(config))
+                yield prefill_launch_of(config, cut, early=groups == 2)
+            if config.takes_fp8_query:
+                for cut in (Cut(2, turn=64), Cut(2, converters=4), Cut(2, converters=4, turn=64)):
+                    yield prefill_launch_of(config, cut)
+            if cache and head_size == 64 and triton.__version__.startswith("3.6."):
+                yield prefill_launch_of(config, Cut(3))
 
 
 def source_of(launch: Launch) -> ASTSource:

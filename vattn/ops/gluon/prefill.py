@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.ops.gluon.epilogue import load_scale, store_result, store_row_groups
-from vattn.ops.gluon.prefill_convert import TURN_TOKENS, convert
+from vattn.ops.gluon.prefill_convert import convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
 from vattn.ops.triton.mask import LN2, LOG2E
@@ -421,11 +421,13 @@ def prefill_kernel(
     query_head_stride, scale, soft_cap, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr,
     D: gl.constexpr, PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr,
-    GROUPS: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    GROUPS: gl.constexpr, CONVERTERS: gl.constexpr, TURN: gl.constexpr, QUERY_SCALE: gl.constexpr,
+    KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description.
 
+    CONVERTERS: warps that convert an FP8 cache. TURN: tokens of a panel of turned values.
     EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
     """
     if EARLY:
@@ -463,9 +465,7 @@ def prefill_kernel(
         raw_value_empty = new_barriers(RAW_STAGES, 1)
         if CACHE == "native":
             keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], narrow)
-            values = gl.allocate_shared_memory(
-                gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(TURN_TOKENS, 8, 2)
-            )
+            values = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(TURN, 8, 2))
             raw_keys = keys
         else:
             keys = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, D], panels)
@@ -492,7 +492,7 @@ def prefill_kernel(
     )  # fmt: skip
     KEY_STAGES: gl.constexpr = RAW_STAGES if CACHE == "widened" else STAGES
     VALUE_STAGES: gl.constexpr = STAGES if CACHE == "plain" else RAW_STAGES
-    if GROUPS == 3:
+    if GROUPS == 3 and CACHE == "plain":
         gl.warp_specialize(
             [
                 (consume, (
@@ -514,6 +514,30 @@ def prefill_kernel(
             ],
             [4, 4, 1],
             [160, 160, 32],
+        )  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
+                )),
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 2,
+                )),
+                (consume, (
+                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
+                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 2, 0,
+                )),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
+                (produce, (
+                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
+                    VALUE_STAGES,
+                )),
+            ],
+            [4, 4, CONVERTERS, 1],
+            [152, 152, 48, 48],
         )  # fmt: skip
     elif GROUPS == 1 and CACHE == "plain":
         gl.warp_specialize(
@@ -537,13 +561,13 @@ def prefill_kernel(
                     consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
                     KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
                 )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 2)),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
                 (produce, (
                     producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
                     VALUE_STAGES,
                 )),
             ],
-            [2, 1],
+            [CONVERTERS, 1],
             [56, 56],
         )  # fmt: skip
     elif GROUPS == 1:
@@ -553,13 +577,13 @@ def prefill_kernel(
                     consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
                     KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
                 )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 8)),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
                 (produce, (
                     producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
                     VALUE_STAGES,
                 )),
             ],
-            [8, 1],
+            [CONVERTERS, 1],
             [56, 40],
         )  # fmt: skip
     elif CACHE == "plain":
@@ -592,13 +616,13 @@ def prefill_kernel(
                     consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
                     KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
                 )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 2)),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
                 (produce, (
                     producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
                     VALUE_STAGES,
                 )),
             ],
-            [4, 2, 1],
+            [4, CONVERTERS, 1],
             [224, 56, 56],
         )  # fmt: skip
     else:
@@ -612,12 +636,12 @@ def prefill_kernel(
                     consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
                     KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
                 )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, 4)),
+                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
                 (produce, (
                     producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
                     VALUE_STAGES,
                 )),
             ],
-            [4, 4, 1],
+            [4, CONVERTERS, 1],
             [216, 40, 40],
         )  # fmt: skip

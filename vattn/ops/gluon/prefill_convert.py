@@ -15,9 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_messages import receive
 
-TURN_TOKENS = gl.constexpr(32)
-"""Tokens that are transposed at a time: a panel of the transposed tile."""
-
 WIDEN_TOKENS = gl.constexpr(32)
 
 
@@ -38,26 +35,29 @@ def sort_bytes(pairs):
 
 
 @gluon.jit
-def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr):
-    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, stored as panels of TURN_TOKENS tokens; by two warps.
+def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
+    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, stored as panels of TURN tokens (32 or 64); by 2 or 4 warps.
 
     A thread of the layout holds tokens 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q of a pair of columns, next to each other.
     """
-    PANELS: gl.constexpr = KEYS // TURN_TOKENS
+    PANELS: gl.constexpr = KEYS // TURN
     PAIRS: gl.constexpr = D // 2
     SWIZZLE: gl.constexpr = 128 if D >= 128 else D
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
-    as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN_TOKENS, 8, 2)
-    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[32, 0]] if PAIRS == 64 else [])
+    as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN, 8, 2)
+    # Half of the pairs of columns are those of other warps, or a thread's own where there are fewer warps.
+    MORE: gl.constexpr = [[32, 0]] if PAIRS == 64 and WARPS == 2 else []
+    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[0, 32]] if TURN == 64 else []) + MORE
+    WARP: gl.constexpr = [[16, 0]] if WARPS == 2 else [[16, 0], [32, 0] if PAIRS == 64 else [0, 0]]
     held: gl.constexpr = gl.DistributedLinearLayout(
-        in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0]], [], [PAIRS, TURN_TOKENS]
+        in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], WARP, [], [PAIRS, TURN]
     )
-    parts = as_tiles(raw, gl.int16, KEYS // TURN_TOKENS, [TURN_TOKENS, PAIRS], as_pairs)
-    panels = as_tiles(turned, gl.int8, PANELS, [D, TURN_TOKENS], as_panel)
+    parts = as_tiles(raw, gl.int16, KEYS // TURN, [TURN, PAIRS], as_pairs)
+    panels = as_tiles(turned, gl.int8, PANELS, [D, TURN], as_panel)
     for i in gl.static_range(PANELS):
         even, odd = sort_bytes(parts.index(i).permute((1, 0)).load(held))
-        codes = gl.join(even, odd).permute((0, 2, 1)).reshape([D, TURN_TOKENS])
-        codes = codes.reshape([D, TURN_TOKENS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([D, TURN_TOKENS])
+        codes = gl.join(even, odd).permute((0, 2, 1)).reshape([D, TURN])
+        codes = codes.reshape([D, TURN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([D, TURN])
         panels.index(i).store(codes)
 
 
@@ -75,7 +75,7 @@ def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constex
 @gluon.jit
 def convert(
     arguments, D: gl.constexpr, KEYS: gl.constexpr,
-    RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, WARPS: gl.constexpr,
+    RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Convert every tile that the producer loads: the values alone if CACHE is "native", keys and values otherwise."""
     (
@@ -104,7 +104,7 @@ def convert(
             if CACHE == "widened":
                 widen_tile(raw_values.index(source), values.index(target), D, KEYS, WARPS)
             else:
-                turn_tile(raw_values.index(source), values.index(target), D, KEYS)
+                turn_tile(raw_values.index(source), values.index(target), D, KEYS, TURN, WARPS)
             fence_async_shared()
             block_barrier()
             mbarrier.arrive(raw_value_empty.index(source), count=1)

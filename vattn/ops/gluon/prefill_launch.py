@@ -60,10 +60,14 @@ class Cut:
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
         pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
+        converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
+        turn: tokens of a panel of turned values, 32 or 64.
     """
 
     groups: int = 2
     pack: int = 1
+    converters: int = 0
+    turn: int = 32
 
     @property
     def tokens(self) -> int:
@@ -275,12 +279,19 @@ def constants(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
         "D": config.head_size, "PACK": cut.pack, "KEYS": key_tile(config), "BLOCK_SIZE": config.block_size,
         "HND": config.kv_cache_layout == "HND", "WINDOW": config.sliding_window or 0,
         "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": stages, "RAW_STAGES": raw_stages, "CACHE": cache,
-        "GROUPS": cut.groups,
+        "GROUPS": cut.groups, "CONVERTERS": cut.converters or converter_warps(cache, cut), "TURN": cut.turn,
         "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config),
         "OUTPUT_GROUPS": group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
         "num_warps": 4,
     }  # fmt: skip
+
+
+def converter_warps(cache: str, cut: Cut) -> int:
+    """Return the warps that convert an FP8 cache."""
+    if cache == "native" or cut.groups == 3:
+        return 2
+    return 8 if cut.groups == 1 else 4
 
 
 def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:

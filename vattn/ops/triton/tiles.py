@@ -141,7 +141,9 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
     way = current().general_prefill
-    if way == "plain" or not full_loop or block_m < 128:
+    # Windows over packed keys leave too few registers: matrix instructions would be serialised.
+    crowded = config.block_size == 0 and config.sliding_window is not None
+    if way == "plain" or not full_loop or block_m < 128 or crowded:
         return chosen
     if way == "wide" and _fits_wide_tiles(config, wide, item, limits):
         return replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
@@ -185,8 +187,6 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
 def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
     """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
-    # Windows over packed keys leave too few registers: matrix instructions would be serialised.
-    plain = plain and (config.block_size > 0 or config.sliding_window is None)
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
 
 
