@@ -90,3 +90,81 @@ def test_samples_repeat_and_failures_stay_alone() -> None:
         model.model.embed_tokens.weight[91] = torch.nan
     poisoned, fine = generator.generate([[5, 91], [5, 6]], vattn.Sampling(4, stop_token_ids=()))
     assert (poisoned.state, fine.state) == ("failed", "finished")
+
+
+def assert_near(requests: Any, others: Any, model: Any) -> None:
+    """Assert that texts are equal, up to a step whose two best logits nearly tie."""
+    for request, other in zip(requests, others, strict=True):
+        if request.output == other.output:
+            continue
+        pairs = enumerate(zip(request.output, other.output, strict=True))
+        at = next(i for i, (a, b) in pairs if a != b)
+        ids = torch.tensor([request.prompt + other.output[:at]], device="cuda")
+        with torch.no_grad():
+            best = model(input_ids=ids).logits[0, -1].float().topk(2).values
+        assert best[0] - best[1] < 1e-3 * best[0].abs()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_guesses_and_groups_in_graphs(name: str) -> None:
+    """Captured steps of one and of several tokens a request, with and without groups, give the tokens of plain ones."""
+    changes = {"head_dim": 64} if name == "llama" else {"sliding_window": 20}
+    plain = make_model(name, **changes).cuda()
+    packed = enable(make_model(name, **changes).cuda())
+    packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
+    sampling = vattn.Sampling(40, stop_token_ids=())
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128}
+    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(PROMPTS, sampling)
+    lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
+    steps = []
+    for speculation in (None, lookup):
+        generator = vattn.Generator(packed, speculation=speculation, compile="none", **options)
+        assert generator.graphs is not None and generator.graphs.report.reason is None
+        assert (generator.draft_graphs is not None) == (speculation is not None)
+        done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS, sampling)
+        assert_near(done, alone * 2, plain)
+        steps.append(generator.statistics().steps)
+        generator.scheduler.pool.check()
+        assert generator.scheduler.pool.num_used == 0
+    assert steps[1] < steps[0] and generator.statistics().accepted_tokens > 0
+
+
+def test_launching_a_step_waits_for_nothing() -> None:
+    """Greedy, sampled and with guesses: the only wait of a step is the one for its tokens."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    samplings = [vattn.Sampling(30, stop_token_ids=()), vattn.Sampling(30, temperature=0.8, seed=3, stop_token_ids=())]
+    for speculation in (None, vattn.PromptLookup(shortest=1)):
+        generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none", speculation=speculation)
+        requests = [generator.add(PROMPTS[1], sampling) for sampling in samplings * 2]
+        launch = generator._launcher.launch
+
+        def checked(*arguments: Any, launch: Any = launch) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        for _ in range(4):
+            generator.step()
+        generator._launcher.launch = checked  # type: ignore[method-assign]
+        while generator.busy:
+            generator.step()
+        assert requests[0].output == requests[2].output and requests[1].output == requests[3].output
+
+
+def test_processors_that_fail_on_the_device_stay_alone() -> None:
+    packed = enable(make_model("llama").cuda(), num_blocks=64)
+    generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none")
+
+    def nothing_left(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user")
+
+    fine = vattn.Sampling(8, stop_token_ids=())
+    wrong = [vattn.Sampling(8, temperature=1.0, logits_processors=(process,)) for process in (nothing_left, raising)]
+    done = generator.generate([PROMPTS[1]] * 4, [fine, *wrong, fine])
+    assert [request.state for request in done] == ["finished", "failed", "failed", "finished"]
+    assert done[0].output == done[3].output and generator.scheduler.pool.num_used == 0
