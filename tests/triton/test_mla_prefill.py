@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vattn.quantization import quantise_output
 
 pytest.importorskip("triton")
 
-from vattn.ops.triton import mla_prefill, mla_project
+from vattn.ops.triton import mla_launch, mla_prefill, mla_project
 from vattn.ops.triton.mla_epilogue import clear_scales, kind_of
 from vattn.ops.triton.tiles import Limits
 
@@ -130,7 +131,6 @@ def test_the_rule_of_short_requests() -> None:
     )
     assert mla_prefill.longest_absorbed(deepseek) == 42
     assert mla_prefill.longest_absorbed(deepseek.replace(decode_threshold=100)) == 100
-    assert mla_prefill.longest_absorbed(deepseek.replace(sparse=True)) > 1 << 20
     assert mla_prefill.longest_absorbed(deepseek.replace(kv_lora_rank=128)) > 1 << 20
 
 
@@ -236,3 +236,26 @@ def test_packed_rows_in_sparse_and_decode_steps(kv_cache_dtype: str) -> None:
         args = random_mla_batch(config, [1, 2, 0], [30, 9, 0], topk=12, padding_tokens=1)
         got, _ = run_mla(args, config)
         assert relative_l2(got, exact(args, config)[0]) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sparse_prompts_that_list_all_they_see_are_expanded(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = mla_launch.choose_tiles
+    monkeypatch.setattr(mla_launch, "choose_tiles", lambda *a: replace(choose(*a), num_splits=splits))
+    config = config_of(sparse=True, num_heads=2)
+    args = random_mla_batch(config, [12, 10, 2, 9], [15, 12, 30, 40], topk=16, padding_tokens=2)
+    assert args.topk_indices is not None
+    in_order = torch.arange(16, dtype=torch.int32)
+    for first, length, rows in ((0, 15, 12), (12, 12, 10)):
+        for i in range(rows):
+            limit = length - rows + i + 1
+            args.topk_indices[first + i] = torch.where(in_order < limit, in_order, -1)
+    # One row leaves a position out: its request is not complete. The last request sees more than it can list.
+    args.topk_indices[20, 3] = -1
+    complete = mla_prefill.complete_requests(args, config)
+    assert complete is not None and complete.tolist() == [1, 0, 1, 0]
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    assert relative_l2(got, expected) < TOLERANCE["float32"] and not got[33:].any()
+    assert lse is not None and torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert relative_l2(lse.exp(), expected_lse.exp()) < 1e-5

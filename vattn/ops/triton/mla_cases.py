@@ -27,6 +27,7 @@ KERNELS = (
     (mla_launch, "mla_merge_kernel"),
     (mla_launch, "mla_update_kernel"),
     (mla_project, "mla_project_kernel"),
+    (mla_prefill, "mla_complete_kernel"),
     (mla_prefill, "mla_line_kernel"),
     (mla_prefill, "mla_expand_kernel"),
     (mla_prefill, "mla_prefill_kernel"),
@@ -75,6 +76,8 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
         yield from record(f"{dtype} {output} {geometry}", target, partial(_prompts, config, 1 << 30, limits))
     for dtype, (heads, columns) in itertools.product(MODEL_DTYPES, ((64, 128), (5, 24))):
         yield from record(f"{dtype} {heads}x{columns}", target, partial(_index, dtype, heads, columns, limits))
+    listed = MLAConfig(16, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True, sparse=True)
+    yield from record("bfloat16 16x512+64 listed", target, partial(_prompts, listed, 1 << 20, limits))
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 1 << 20, limits))
 
@@ -134,6 +137,7 @@ def _prompts(config: MLAConfig, room: int, limits: Limits) -> None:
         "kv_cache": _cache(config), "block_table": _meta(2, 256, dtype=torch.int32),
         "lse": _meta(tokens, config.num_heads) if config.lse else None,
         "k_scale": None if config.kv_scale == "none" else _meta(1), "workspace": _meta(room, dtype=dtype), "plan": [],
+        "topk_indices": _meta(tokens, 2048, dtype=torch.int32) if config.sparse else None,
     })  # fmt: skip
     wide = config.qk_nope_head_dim + config.v_head_dim
     weight = _meta(config.num_heads, wide, config.kv_lora_rank, dtype=dtype)

@@ -62,8 +62,8 @@ def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "k_scale"],
 )
 def mla_attention_kernel(
-    query, cache, query_start_loc, seq_lens, block_table, topk_indices, k_scale, output, lse, partial, partial_log,
-    num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk, scale,
+    query, cache, query_start_loc, seq_lens, block_table, topk_indices, complete, k_scale, output, lse, partial,
+    partial_log, num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr,
     SPARSE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
@@ -74,7 +74,8 @@ def mla_attention_kernel(
     Grid: blocks of rows, splits. `query` is `[T, N, L + R]`, absorbed; `output` `[T, N, L]` in the model dtype; `scale`
     includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and base-2 logs of their denominators to
     `partial_log`; of an empty split the log alone is written. LONGEST, unless 0: requests of more tokens and padding
-    are left out, every request has as many blocks as the longest may have, and partial results lie by request.
+    are left out (SPARSE: those alone that are `complete`), every request has as many blocks as the longest may have,
+    and partial results lie by request.
     """
     COLUMNS: tl.constexpr = L + R
     split = tl.program_id(1)
@@ -94,13 +95,17 @@ def mla_attention_kernel(
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
     end = tl.where(is_real, end, num_tokens)
     first_partial = tl.zeros([], tl.int64)
-    if LONGEST:
+    if SPARSE:
+        if complete is not None:
+            if tl.load(complete + request, mask=is_real & (end - start > LONGEST), other=0) > 0:
+                return
+    elif LONGEST:
         if end - start > LONGEST:
             return
         row0 = start.to(tl.int64) * N + tl.program_id(0) % BLOCKS_OF_REQUEST * BLOCK_M
         end_row = end.to(tl.int64) * N
         first_partial = (request.to(tl.int64) * LONGEST - start) * N
-    elif not SPARSE:
+    else:
         first_block = (start.to(tl.int64) * N // BLOCK_M) + request
         row0 = start.to(tl.int64) * N + (tl.program_id(0) - first_block) * BLOCK_M
         end_row = end.to(tl.int64) * N

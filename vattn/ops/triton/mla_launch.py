@@ -16,7 +16,7 @@ from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
 from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
 from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_update_kernel
-from vattn.ops.triton.mla_prefill import attend_prompts, has_prompts, longest_absorbed
+from vattn.ops.triton.mla_prefill import attend_prompts, complete_requests, has_prompts, longest_absorbed
 from vattn.ops.triton.mla_project import project_output, project_to, spans_heads
 from vattn.ops.triton.mla_rows import row_strides
 from vattn.ops.triton.tiles import Limits, next_power_of_two
@@ -61,7 +61,9 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     bytes_per_key = max(2, MODEL_DTYPES[config.dtype].itemsize) * (
         next_power_of_two(config.kv_lora_rank) + max(16, next_power_of_two(config.qk_rope_head_dim))
     )
-    block_n = 16 if limits.interpreted else 32
+    # Groups that are decoded stay in registers beside the sums.
+    grouped = config.kv_cache_dtype == "nvfp4_ds_mla" or (config.packed and block_m > 16)
+    block_n = 16 if limits.interpreted or grouped else 32
     while block_n > 16 and 2 * block_n * bytes_per_key > limits.shared_bytes // 2:
         block_n //= 2
     programs = _row_blocks(config, block_m, num_tokens, num_reqs)
@@ -70,8 +72,10 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     splits = max(1, min(limits.processors // busy, tiles, 64))
     if limits.interpreted:
         splits = min(splits, 3)
-    stages = 2 if 2 * block_n * bytes_per_key <= limits.shared_bytes // 2 else 1
-    return MLATiles(block_m, block_n, splits, 4 if block_m == 16 else 8, stages)
+    stages = 2 if 2 * block_n * bytes_per_key <= limits.shared_bytes // 2 and not config.packed else 1
+    # Exact products and converted rows take more registers than four warps have.
+    demanding = config.dtype == "float32" or config.kv_cache_dtype not in MODEL_DTYPES
+    return MLATiles(block_m, block_n, splits, 8 if demanding or block_m > 16 else 4, stages)
 
 
 def _row_blocks(config: MLAConfig, block_m: int, num_tokens: int, num_reqs: int) -> int:
@@ -121,11 +125,12 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     if kind_of(config) == "rows":
         rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
     absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
-    project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest)
+    complete = complete_requests(args, config)
+    project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest, complete)
     absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
-    latent = attend_latents(absorbed, args, config, limits, longest)
-    project_output(latent, w_uv, args, config, limits, rows, longest)
-    attend_prompts(args, weight, rows, config, limits)
+    latent = attend_latents(absorbed, args, config, limits, longest, complete)
+    project_output(latent, w_uv, args, config, limits, rows, longest, complete)
+    attend_prompts(args, weight, rows, complete, config, limits)
     if rows is not None:
         finish_rows(rows, args, config, limits)
 
@@ -153,17 +158,24 @@ def _write(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> None:
 
 
 def attend_latents(
-    absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None, longest: int = 0
+    absorbed: Tensor,
+    args: MLAAttentionArgs,
+    config: MLAConfig,
+    limits: Limits | None = None,
+    longest: int = 0,
+    complete: Tensor | None = None,
 ) -> Tensor:
     """Attend absorbed queries to cached rows; return `[T, N, L]` in the model dtype and write the LSE.
 
-    With `longest`, rows of longer requests and of padding are left out: results and LSE of theirs stay as they are.
+    With `longest`, rows of longer requests and of padding are left out, in sparse layers those of `complete` ones:
+    their results and LSE are not to be used.
     """
     limits = limits or Limits.of(absorbed.device)
     tokens, reqs = absorbed.shape[0], args.seq_lens.shape[0]
     topk = 0 if args.topk_indices is None else args.topk_indices.shape[1]
     most_keys = topk or args.block_table.shape[1] * config.block_size
-    attended = longest * reqs if longest else tokens
+    by_request = longest if not config.sparse else 0
+    attended = by_request * reqs if by_request else tokens
     tiles = choose_tiles(config, attended, reqs, most_keys, limits)
     output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
     rows, splits = attended * config.num_heads, tiles.num_splits
@@ -173,26 +185,25 @@ def attend_latents(
         partial_log = absorbed.new_empty((rows, splits), dtype=torch.float32)
     sizes: dict[str, Any] = {
         "N": config.num_heads, "L": config.kv_lora_rank, "L_TILE": max(16, next_power_of_two(config.kv_lora_rank)),
-        "LONGEST": longest,
     }  # fmt: skip
     model = _TRITON_DTYPES[config.dtype]
     blocks = _row_blocks(config, tiles.block_m, tokens, reqs)
-    if longest:
+    if by_request:
         blocks = reqs * -(-longest * config.num_heads // tiles.block_m)
     mla_attention_kernel[(blocks, splits)](
-        absorbed, args.kv_cache, args.query_start_loc, args.seq_lens, args.block_table, args.topk_indices, args.k_scale,
-        output, args.lse, partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits,
+        absorbed, args.kv_cache, args.query_start_loc, args.seq_lens, args.block_table, args.topk_indices, complete,
+        args.k_scale, output, args.lse, partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits,
         args.block_table.stride(0), args.block_table.shape[1],
         0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * 1.4426950408889634,
         R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
         BLOCK_SIZE=config.block_size, STRIDES=row_strides(config, args.kv_cache.stride(0)),
-        FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse, SPLIT=splits > 1,
+        FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse, SPLIT=splits > 1, LONGEST=longest,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         mla_merge_kernel[(rows,)](
-            partial, partial_log, args.query_start_loc, output, args.lse, splits, MODEL=model, **sizes, num_warps=4,
-            enable_fp_fusion=True,
+            partial, partial_log, args.query_start_loc, output, args.lse, splits, MODEL=model, LONGEST=by_request,
+            **sizes, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return output

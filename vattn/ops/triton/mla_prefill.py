@@ -18,7 +18,12 @@ from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_chunks import elements_per_token, workspace_tokens
 from vattn.ops.triton.launch import TRITON_DTYPES
 from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
-from vattn.ops.triton.mla_prefill_kernels import mla_expand_kernel, mla_line_kernel, mla_prefill_kernel
+from vattn.ops.triton.mla_prefill_kernels import (
+    mla_complete_kernel,
+    mla_expand_kernel,
+    mla_line_kernel,
+    mla_prefill_kernel,
+)
 from vattn.ops.triton.mla_rows import row_strides
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
@@ -33,12 +38,12 @@ def longest_absorbed(config: MLAConfig) -> int:
 
     An expanded key costs (P + V) L products once, and P + R + V a row; an absorbed one 2 L + R a row. Both forms cost
     the same at q = (P + V) L / (2 L - P - V) rows, 170 for DeepSeek. Expanded products run nearer to the hardware's
-    rate, so a quarter of that is taken, or the layer's `decode_threshold` where it is larger. Sparse layers and those
-    whose heads are wider than the latent are always absorbed.
+    rate, so a quarter of that is taken, or the layer's `decode_threshold` where it is larger. Layers whose heads are
+    wider than the latent are always absorbed; of sparse ones requests alone are expanded whose rows list all they see.
     """
     wide = config.qk_nope_head_dim + config.v_head_dim
     saved = 2 * config.kv_lora_rank - wide
-    if config.sparse or saved <= 0:
+    if saved <= 0:
         return _NEVER
     return max(config.decode_threshold, wide * config.kv_lora_rank // (4 * saved))
 
@@ -81,32 +86,53 @@ def _most_aligned(config: MLAConfig) -> int:
     return 32 if config.dtype == "float32" else 128
 
 
-def plan(
-    query_start_loc: Tensor, seq_lens: Tensor, line: Tensor, most_keys: int, align: int, config: MLAConfig
-) -> None:
-    """Write the line of a step's keys into int32 `line` `[B + 1]`."""
-    mla_line_kernel[(1,)](
-        query_start_loc, seq_lens, line, seq_lens.shape[0], most_keys, LONGEST=longest_absorbed(config), ALIGN=align,
-        num_warps=4, enable_fp_fusion=True,
+def complete_requests(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
+    """Return int32 `[B]`: 0 for long requests of a sparse layer that do not list all they see; `None` elsewhere."""
+    listed = args.topk_indices
+    if listed is None:
+        return None
+    complete = torch.ones(args.seq_lens.shape[0], dtype=torch.int32, device=listed.device)
+    mla_complete_kernel[(listed.shape[0],)](
+        args.query_start_loc, args.seq_lens, listed, complete, args.seq_lens.shape[0],
+        args.block_table.shape[1] * config.block_size, listed.stride(0), listed.shape[1],
+        LONGEST=longest_absorbed(config), BLOCK=min(1024, next_power_of_two(listed.shape[1])), num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
+    return complete
+
+
+def lay_line(args: MLAAttentionArgs, complete: Tensor | None, align: int, config: MLAConfig) -> Tensor:
+    """Return int32 `[B + 1]`: where each request begins on the line of a step's keys, and where the line ends."""
+    reqs, most_keys = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
+    line = args.query.new_empty(reqs + 1, dtype=torch.int32)
+    mla_line_kernel[(1,)](
+        args.query_start_loc, args.seq_lens, complete, line, reqs, most_keys, LONGEST=longest_absorbed(config),
+        ALIGN=align, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return line
 
 
 def attend_prompts(
-    args: MLAAttentionArgs, weight: Tensor, rows: Tensor | None, config: MLAConfig, limits: Limits
+    args: MLAAttentionArgs,
+    weight: Tensor,
+    rows: Tensor | None,
+    complete: Tensor | None,
+    config: MLAConfig,
+    limits: Limits,
 ) -> None:
     """Attend long requests, and write rows of padding.
 
     Args:
         weight: `[N, P + V, L]`, contiguous, in the model dtype.
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
+        complete: what `complete_requests` returned.
     """
-    chunks, line = cut_line(args, config), args.query.new_empty(args.seq_lens.shape[0] + 1, dtype=torch.int32)
+    chunks = cut_line(args, config)
+    line = lay_line(args, complete, chunks.align, config)
     tokens, heads, values = args.query.shape[0], config.num_heads, config.v_head_dim
     width, rope = heads * (config.qk_nope_head_dim + values), config.qk_rope_head_dim
     elements = chunks.places * (width + rope)
     room = (args.query.new_empty(elements) if args.workspace is None else args.workspace).view(-1)
-    most_keys = args.block_table.shape[1] * config.block_size
-    plan(args.query_start_loc, args.seq_lens, line, most_keys, chunks.align, config)
     carry = carry_stats = None
     if chunks.count > 1:
         carry = args.query.new_empty((tokens, heads, values), dtype=torch.float32)
@@ -121,7 +147,7 @@ def attend_prompts(
     }  # fmt: skip
     for first in range(0, chunks.count * chunks.places, chunks.places):
         _expand(args, weight.view(width, -1), first, chunks, common, config, limits)
-        _attend_chunk(args, first, chunks, common, (carry, carry_stats, rows), config, limits)
+        _attend_chunk(args, complete, first, chunks, common, (carry, carry_stats, rows), config, limits)
 
 
 def _expand(
@@ -147,6 +173,7 @@ def _expand(
 
 def _attend_chunk(
     args: MLAAttentionArgs,
+    complete: Tensor | None,
     first: int,
     chunks: Chunks,
     common: dict[str, Any],
@@ -159,7 +186,8 @@ def _attend_chunk(
     target = epilogue_arguments(args, config, rows)
     grid = (args.query.shape[0] // block_m + args.seq_lens.shape[0] + 1, config.num_heads)
     mla_prefill_kernel[grid](
-        args.query, query_start_loc=args.query_start_loc, lse=args.lse, carry=carry, carry_stats=carry_stats,
+        args.query, query_start_loc=args.query_start_loc, complete=complete, lse=args.lse, carry=carry,
+        carry_stats=carry_stats,
         first_place=first, num_places=chunks.places, num_tokens=args.query.shape[0], stride_qt=args.query.stride(0),
         stride_qh=args.query.stride(1), scale=config.scale * _LOG2E, N=config.num_heads, P=config.qk_nope_head_dim,
         P_TILE=max(16, next_power_of_two(config.qk_nope_head_dim)),

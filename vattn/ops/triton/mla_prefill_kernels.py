@@ -26,9 +26,12 @@ REQUESTS = tl.constexpr(1024)
     do_not_specialize=["num_reqs", "most_keys"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "line"]
 )
 def mla_line_kernel(
-    query_start_loc, seq_lens, line, num_reqs, most_keys, LONGEST: tl.constexpr, ALIGN: tl.constexpr
+    query_start_loc, seq_lens, complete, line, num_reqs, most_keys, LONGEST: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Write where each request begins on the line, and behind the last one where the line ends. Grid: 1."""
+    """Write where each request begins on the line, and behind the last one where the line ends. Grid: 1.
+
+    With `complete` `[B]`, requests that are not complete have no place on it.
+    """
     total = tl.zeros([], tl.int32)
     for first in range(0, num_reqs, REQUESTS):
         request = first + tl.arange(0, REQUESTS)
@@ -37,10 +40,42 @@ def mla_line_kernel(
         end = tl.load(query_start_loc + request + 1, mask=inside, other=0)
         keys = tl.load(seq_lens + request, mask=inside, other=0)
         keys = tl.minimum(tl.maximum(keys, 0), most_keys)
-        room = tl.where(end - start > LONGEST, (keys + ALIGN - 1) // ALIGN * ALIGN, 0)
+        is_long = end - start > LONGEST
+        if complete is not None:
+            is_long = is_long & (tl.load(complete + request, mask=inside, other=0) > 0)
+        room = tl.where(is_long, (keys + ALIGN - 1) // ALIGN * ALIGN, 0)
         tl.store(line + request, total + tl.cumsum(room, 0) - room, mask=inside)
         total += tl.sum(room, 0)
     tl.store(line + num_reqs, total)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "most_keys", "topk_stride", "topk"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "complete"],
+)
+def mla_complete_kernel(
+    query_start_loc, seq_lens, topk_indices, complete, num_reqs, most_keys, topk_stride, topk, LONGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Clear `complete` of a long request one of whose rows does not list 0, 1, 2, ... up to itself. Grid: tokens."""
+    token = tl.program_id(0)
+    request = find_request(query_start_loc, num_reqs, token, 1, 0)
+    if request >= num_reqs:
+        return
+    start = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + request + 1)
+    if end - start <= LONGEST:
+        return
+    limit = tl.minimum(tl.load(seq_lens + request) - (end - 1 - token), most_keys)
+    wrong = (limit > topk).to(tl.int32)
+    row = topk_indices + token.to(tl.int64) * topk_stride
+    for first in range(0, tl.where(wrong > 0, 0, limit), BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        listed = tl.load(row + place, mask=place < limit, other=0)
+        wrong += tl.sum(((place < limit) & (listed != place)).to(tl.int32), 0)
+    if wrong > 0:
+        # Whoever finds something writes the same.
+        tl.store(complete + request, 0)
 
 
 @triton.jit
@@ -140,9 +175,9 @@ def score_keys(
     ],
 )  # fmt: skip
 def mla_prefill_kernel(
-    query, expanded, ropes, line, query_start_loc, seq_lens, block_table, output, output_block_scale, output_scale, lse,
-    carry, carry_stats, first_place, num_places, num_tokens, num_reqs, num_blocks, table_stride, table_width,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_br, stride_bg, scale,
+    query, expanded, ropes, line, query_start_loc, complete, seq_lens, block_table, output, output_block_scale,
+    output_scale, lse, carry, carry_stats, first_place, num_places, num_tokens, num_reqs, num_blocks, table_stride,
+    table_width, stride_qt, stride_qh, stride_ot, stride_oh, stride_br, stride_bg, scale,
     N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, V: tl.constexpr, P_TILE: tl.constexpr, R_TILE: tl.constexpr,
     V_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, LONGEST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CARRY: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
@@ -169,6 +204,9 @@ def mla_prefill_kernel(
         return
     if is_real & (end - start <= LONGEST):
         return
+    if complete is not None:
+        if tl.load(complete + request, mask=is_real, other=1) == 0:
+            return
     token = first + tl.arange(0, BLOCK_M)
     known = token < end
     seq_len = tl.maximum(tl.load(seq_lens + request, mask=is_real, other=0), 0)

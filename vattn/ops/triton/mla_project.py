@@ -31,8 +31,11 @@ from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 
 @triton.jit
-def short_rows(query_start_loc, num_reqs, token, known, LONGEST: tl.constexpr):
-    """Return which tokens belong to requests of at most LONGEST tokens; rows of padding belong to none."""
+def short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST: tl.constexpr):
+    """Return which tokens belong to requests of at most LONGEST tokens; rows of padding belong to none.
+
+    With `complete` `[B]`, longer requests that are not complete count too.
+    """
     low = tl.zeros_like(token)
     high = low + num_reqs + 1
     while tl.max(high - low, 0) > 1:
@@ -43,7 +46,10 @@ def short_rows(query_start_loc, num_reqs, token, known, LONGEST: tl.constexpr):
     real = known & (low < num_reqs)
     start = tl.load(query_start_loc + low, mask=real, other=0)
     end = tl.load(query_start_loc + low + 1, mask=real, other=0)
-    return real & (end - start <= LONGEST)
+    is_short = end - start <= LONGEST
+    if complete is not None:
+        is_short = is_short | (tl.load(complete + low, mask=real, other=0) == 0)
+    return real & is_short
 
 
 @triton.jit(
@@ -51,8 +57,8 @@ def short_rows(query_start_loc, num_reqs, token, known, LONGEST: tl.constexpr):
     do_not_specialize_on_alignment=["query_start_loc", "output_scale", "output_block_scale"],
 )
 def mla_project_kernel(
-    x, weight, query_start_loc, maxima, output, output_block_scale, output_scale, num_tokens, num_reqs, stride_xt,
-    stride_xh, stride_ot, stride_oh, stride_br, stride_bg,
+    x, weight, query_start_loc, complete, maxima, output, output_block_scale, output_scale, num_tokens, num_reqs,
+    stride_xt, stride_xh, stride_ot, stride_oh, stride_br, stride_bg,
     K: tl.constexpr, K_STEP: tl.constexpr, W_HEAD: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr,
     N: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, LONGEST: tl.constexpr,
     PASS: tl.constexpr, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr,
@@ -67,7 +73,7 @@ def mla_project_kernel(
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     known = token < num_tokens
     if LONGEST:
-        known = short_rows(query_start_loc, num_reqs, token, known, LONGEST)
+        known = short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST)
         if tl.max(known.to(tl.int32), 0) == 0:
             return
     head = tl.program_id(1) // TILES
@@ -104,6 +110,7 @@ def launch_projection(
     constants: dict[str, Any],
     limits: Limits,
     longest: int = 0,
+    complete: Tensor | None = None,
 ) -> None:
     """Multiply `x` `[T, N, K]` by `weight` `[N, K, V]` of any strides into `target`, epilogue included."""
     tokens, heads, inner = x.shape
@@ -127,7 +134,7 @@ def launch_projection(
     maxima = x.new_empty((tokens, parts), dtype=torch.float32) if len(passes) > 1 else None
     for name in passes:
         mla_project_kernel[grid](
-            x, weight, args.query_start_loc, maxima, num_tokens=tokens, num_reqs=args.seq_lens.shape[0],
+            x, weight, args.query_start_loc, complete, maxima, num_tokens=tokens, num_reqs=args.seq_lens.shape[0],
             stride_xt=x.stride(0), stride_xh=x.stride(1), K=inner,
             K_STEP=32 if x.dtype == torch.float32 else max(16, min(64, next_power_of_two(inner))),
             W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2), N=heads, COLUMNS=columns,
@@ -144,6 +151,7 @@ def project_output(
     limits: Limits,
     rows: Tensor | None = None,
     longest: int = 0,
+    complete: Tensor | None = None,
 ) -> None:
     """Multiply results `[T, N, L]` by `w_uv` `[N, L, V]`, quantise them and write output and scales.
 
@@ -152,11 +160,18 @@ def project_output(
     constants, target = epilogue_constants(config, limits), epilogue_arguments(args, config, rows)
     if rows is not None:
         target["output_block_scale"] = None
-    launch_projection(latent, w_uv, args, target, constants, limits, longest)
+    launch_projection(latent, w_uv, args, target, constants, limits, longest, complete)
 
 
 def project_to(
-    x: Tensor, weight: Tensor, out: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits, longest: int = 0
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    args: MLAAttentionArgs,
+    config: MLAConfig,
+    limits: Limits,
+    longest: int = 0,
+    complete: Tensor | None = None,
 ) -> None:
     """Multiply `x` `[T, N, K]` by `weight` `[N, K, V]` into `out` `[T, N, V]` of the model dtype."""
     constants = {
@@ -167,7 +182,7 @@ def project_to(
         "output": out, "output_block_scale": None, "output_scale": None, "stride_ot": out.stride(0),
         "stride_oh": out.stride(1), "stride_br": 0, "stride_bg": 0, "SCALE_COLUMNS": 0,
     }  # fmt: skip
-    launch_projection(x, weight, args, target, constants, limits, longest)
+    launch_projection(x, weight, args, target, constants, limits, longest, complete)
 
 
 def spans_heads(config: MLAConfig) -> bool:
