@@ -524,3 +524,34 @@ def test_what_is_not_finite_stays_in_its_request_and_head(name: str, backend: st
             assert bool(seen[:, 5].isnan().all())
         else:
             assert bool(seen.isnan().all())
+
+
+def hard_rows(size: int) -> torch.Tensor:
+    """Rows `[n, 2, size]` of ties, zeros of both signs, tiny, huge and not finite numbers."""
+    column = torch.arange(size, dtype=torch.float32)
+    rows = [
+        torch.zeros(size), -torch.zeros(size), torch.ones(size), -torch.ones(size), column - 0.5, 0.5 - column,
+        # Scales of 1 and halves between them: for int8, for steps of 15, and for e2m1.
+        torch.where(column == 0, 127.0, column % 120 - 59.5), (column % 16).clamp(max=15) - torch.where(
+            column % 3 == 1, 0.5, 0.0), torch.where(column % 16 == 0, 6.0 * 448, column % 12 * 112.0),
+        (column == 5) * 3.0, (column == 5) * -0.3, 1e-12 * (column - 9), 1e-30 * (column - 9), 1e-44 * (column - 9),
+        1e9 * (column - 31.5), 3e37 * (column / size - 0.3), 65000.0 + column, -70000.0 - column,
+        torch.where(column == 3, torch.nan, column), torch.where(column == 3, torch.inf, column),
+        torch.where(column == 3, -torch.inf, column), torch.full((size,), torch.inf), torch.full((size,), torch.nan),
+    ]  # fmt: skip
+    return torch.stack((torch.stack(rows), torch.stack(rows[1:] + rows[:1])), dim=1)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_kernels_store_hard_rows_as_the_reference(name: str) -> None:
+    rows = hard_rows(64)
+    config = make_config(head_size=64, num_kv_heads=2, num_heads=2, block_size=8, kv_cache_dtype=name)
+    scales = (SCALE, SCALE) if KV_FORMATS[name].quantised else (None, None)
+    caches = []
+    for backend in ("TRITON_ATTN", "TORCH_SDPA"):
+        one = config.replace(backend=backend)
+        storage = torch.full(kv_cache_shape(one, 4), 0xA5, dtype=torch.uint8)
+        slots = torch.arange(len(rows))
+        torch.ops.vattn.kv_cache_update(rows, rows.flip(0), storage, slots, *scales, one.encode())
+        caches.append(storage)
+    assert torch.equal(*caches)

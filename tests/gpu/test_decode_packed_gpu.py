@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import selector
+from vattn.formats import KV_FORMATS
+from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.cache_layout import kv_cache_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +118,38 @@ def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     batch.args.seq_lens.copy_(torch.tensor([301, 17, 1], dtype=torch.int32))
     graph.replay()
     assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("cut", [None, (1024, 1), (1024, 4), (512, 2), (256, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
+def test_stores_give_the_bytes_of_the_reference(
+    fmt: str, dtype: str, cut: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of ties, zeros, tiny, huge and not finite numbers among normal ones, in every cut that is timed."""
+    from tests.test_kv_formats import SCALE, hard_rows
+    from vattn.ops import reference
+    from vattn.ops.triton import packed_update
+
+    if cut is not None:
+        monkeypatch.setitem(packed_update.UPDATE_CUTS, fmt, cut)
+    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
+    for size in (64, 128):
+        config = make_config(
+            head_size=size, num_kv_heads=4, num_heads=4, block_size=16, kv_cache_dtype=fmt, kv_scale=kind, dtype=dtype,
+            backend="TRITON_ATTN",
+        )  # fmt: skip
+        hard = hard_rows(size).repeat(1, 2, 1)
+        normal = torch.randn(300, 4, size, generator=torch.Generator().manual_seed(size))
+        rows = torch.cat((hard, normal)).to(getattr(torch, dtype))
+        slots = torch.randperm(24 * 16, generator=torch.Generator().manual_seed(1))[: len(rows)]
+        scale = SCALE if kind != "none" else None
+        expected = torch.full(kv_cache_shape(config, 24), 0xA5, dtype=torch.uint8)
+        args = CacheUpdateArgs(rows, rows.flip(0), expected, slots, scale, scale, config.encode())
+        on_gpu = args._replace(**{
+            name: value.cuda() for name, value in args._asdict().items() if isinstance(value, torch.Tensor)
+        })  # fmt: skip
+        reference.kv_cache_update(args, config)
+        torch.ops.vattn.kv_cache_update(*on_gpu)
+        wrong = (on_gpu.kv_cache.cpu() != expected).sum().item()
+        assert wrong == 0, f"{wrong} bytes differ"

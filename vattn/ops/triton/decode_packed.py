@@ -36,7 +36,7 @@ TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 4, 6, slots=2, max_registers=168),
     "turboquant_4bit_nc": Tuning(2, 4, 6, slots=2, max_registers=168),
 }
-"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one); `benchmarks/packed_decode.py`
+"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one); `benchmarks/packed.py`
 times others."""
 
 HEAD_SIZES = Sizes(values=(64, 128))

@@ -14,21 +14,32 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from vattn.formats import PackedPart
 from vattn.kv_formats import turboquant
 from vattn.kv_formats.rotation import block_width, row_shift
-from vattn.ops.triton.codec import decode, encode_e2m1, encode_e4m3, encode_quotient
-from vattn.ops.triton.epilogue import MIN_ABSMAX, absolute_maximum
+from vattn.ops.triton.codec import INTERPRETED, decode, encode_e4m3, encode_quotient
+from vattn.ops.triton.epilogue import EVERY_NAN, MIN_ABSMAX, absolute_maximum, larger, nvfp4_codes
 from vattn.ops.triton.rotation import pairwise_sum, rotate
 from vattn.ops.triton.tiles import next_power_of_two
+
+
+def _squares(bits: int) -> tuple[float, ...]:
+    levels = torch.tensor(turboquant.CENTROIDS[bits])[1 << (bits - 1) :]
+    return tuple((levels * levels).tolist())
+
 
 LEVELS_3 = tl.constexpr(turboquant.CENTROIDS[3])
 LEVELS_4 = tl.constexpr(turboquant.CENTROIDS[4])
 BOUNDARIES_3 = tl.constexpr(turboquant.BOUNDARIES[3])
 BOUNDARIES_4 = tl.constexpr(turboquant.BOUNDARIES[4])
+SQUARES_3 = tl.constexpr(_squares(3))
+SQUARES_4 = tl.constexpr(_squares(4))
+"""Of the positive levels, rounded to fp32 as levels and as squares."""
+
 MIN_LENGTH = tl.constexpr(turboquant.MIN_LENGTH)
 FP16_MAX = tl.constexpr(65504.0)
 INFINITY = tl.constexpr(float("inf"))
@@ -46,6 +57,35 @@ def part_constants(part: PackedPart, width: int, wide: int = 16) -> tuple[Any, .
 def halves_up(x):
     """Round fp32 to the nearest integer, halves up."""
     return tl.floor(x + 0.5)
+
+
+FLOOR = tl.constexpr("add.rm.f32 $0, $1, 0f4B400000;")
+"""PTX: 1.5 * 2^23 plus a number, rounded down: its lowest bits are those of the integer below."""
+
+
+@triton.jit
+def floor_to_int(x, NATIVE: tl.constexpr):
+    """Return the largest integers that are not above fp32 x, int32; anything where |x| is 2^22 or more."""
+    if NATIVE:
+        raised = tl.inline_asm_elementwise(FLOOR, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return raised.to(tl.int32, bitcast=True) - 0x4B400000
+    else:
+        return tl.floor(x).to(tl.int32)
+
+
+@triton.jit
+def divide_rows(x, divisor, NATIVE: tl.constexpr):
+    """Return IEEE's fp32 quotients of rows `[rows, width]` by positive divisors `[rows, 1]`.
+
+    Natively as `vattn.ops.triton.codec.encode_quotient` divides, with one reciprocal for a row. Divisors are from 2^-45
+    to 2^125 here, where no step leaves fp32's range but for quotients that are far below 1.
+    """
+    if NATIVE:
+        reciprocal = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        quotient = x * reciprocal
+        return tl.fma(tl.fma(-quotient, tl.zeros_like(x) + divisor, x), reciprocal, quotient)
+    else:
+        return tl.div_rn(x, tl.zeros_like(x) + divisor)
 
 
 @triton.jit
@@ -107,6 +147,23 @@ def load_row_scale(scales, rows):
 
 
 @triton.jit
+def lesser(a, b):
+    return tl.minimum(a, b, propagate_nan=EVERY_NAN)
+
+
+@triton.jit
+def extremes(x):
+    """Return the least and the largest of each row `[rows, 1]`, NaN if there is one."""
+    if INTERPRETED:
+        # Which reduces by its own functions in one step, by others value by value.
+        has_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+        least = tl.where(has_nan, float("nan"), tl.min(x, axis=1))
+        return least[:, None], tl.where(has_nan, float("nan"), tl.max(x, axis=1))[:, None]
+    else:
+        return tl.reduce(x, 1, lesser)[:, None], tl.reduce(x, 1, larger)[:, None]
+
+
+@triton.jit
 def row_scale(x, LARGEST: tl.constexpr):
     """Return the scale of each row `[rows, 1]`; NaN where it would not be finite."""
     absmax = absolute_maximum(x)[:, None]
@@ -119,10 +176,12 @@ def row_scale(x, LARGEST: tl.constexpr):
 def store_int8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.per_token_head.Int8`."""
     scale = row_scale(x, 127.0)
-    ratio = tl.div_rn(x, tl.zeros_like(x) + scale)
-    rounded = tl.where(ratio < 0.0, tl.ceil(ratio - 0.5), tl.floor(ratio + 0.5))
-    rounded = tl.where(scale == scale, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
-    store_codes(codes, rounded.to(tl.int32) & 255, rows, PART)
+    ratio = divide_rows(x, scale, NATIVE)
+    # Halves away from zero are halves up of magnitudes, which are 127 at most by the choice of the scale.
+    magnitude = floor_to_int(tl.abs(ratio) + 0.5, NATIVE)
+    sign = x.to(tl.int32, bitcast=True) >> 31
+    keep = tl.where(scale == scale, 255, 0)
+    store_codes(codes, ((magnitude ^ sign) - sign) & keep, rows, PART)
     tl.store(scales, scale, mask=rows)
 
 
@@ -155,21 +214,23 @@ def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
     BLOCK: tl.constexpr = PART[3]
     FLIP: tl.constexpr = PART[4]
     y = rotate(x, BLOCK, FLIP)
-    known = absolute_maximum(y)[:, None] < INFINITY
-    y = tl.where(known, y, 0.0)
+    least, most = extremes(y)
     # Columns beyond the row are zeros, which the range holds anyway.
-    low = tl.minimum(tl.min(y, axis=1), 0.0)[:, None]
-    high = tl.maximum(tl.max(y, axis=1), 0.0)[:, None]
+    low = tl.minimum(least, 0.0)
+    high = tl.maximum(most, 0.0)
+    known = (least > -INFINITY) & (most < INFINITY)
     reach = tl.maximum(high - low, MIN_ABSMAX)
     bits = tl.div_rn(reach, tl.full(reach.shape, 15.0, tl.float32)).to(tl.int32, bitcast=True) & -16
     step = bits.to(tl.float32, bitcast=True)
     known = known & (step < INFINITY)
+    step = tl.where(known, step, 1.0)
     zero_point = halves_up(tl.div_rn(-low, step))
-    zero_point = tl.where(known, tl.minimum(tl.maximum(zero_point, 0.0), 15.0), 0.0)
-    values = halves_up(tl.div_rn(y, tl.zeros_like(y) + step)) + zero_point
-    values = tl.where(known, tl.minimum(tl.maximum(values, 0.0), 15.0), 0.0)
-    store_codes(codes, values.to(tl.int32), rows, PART)
-    scale = (bits | zero_point.to(tl.int32)).to(tl.float32, bitcast=True)
+    zero_point = tl.where(known, tl.minimum(tl.maximum(zero_point, 0.0), 15.0), 0.0).to(tl.int32)
+    # No column is so far below zero that its code would be: roundings of one number and of its negative, both of
+    # halves up, never add up to less than zero.
+    values = tl.minimum(floor_to_int(divide_rows(y, step, NATIVE) + 0.5, NATIVE) + zero_point, 15)
+    store_codes(codes, values & tl.where(known, 15, 0), rows, PART)
+    scale = (bits | zero_point).to(tl.float32, bitcast=True)
     tl.store(scales, tl.where(known, scale, float("nan")), mask=rows)
 
 
@@ -192,8 +253,7 @@ def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.co
     stored = encode_e4m3(tl.div_rn(block, tl.zeros_like(block) + given))
     step = decode(stored, "fp8_e4m3", tl.float32, False) * given
     step = tl.expand_dims(tl.where(step == 0.0, INFINITY, step), 2)
-    ratio = tl.div_rn(groups, tl.zeros_like(groups) + step)
-    values = tl.where(ratio == ratio, encode_e2m1(ratio), 7)
+    values = nvfp4_codes(groups, step, False, NATIVE)
     store_codes(codes, tl.reshape(values, [COUNT, PART[1]]), rows, PART)
     column = tl.arange(0, GROUPS)[None, :]
     tl.store(scales + column, stored, mask=rows & (column < PART[0] // PART[6]))
@@ -254,24 +314,59 @@ def level(code, BITS: tl.constexpr):
 
 
 @triton.jit
+def place_of(magnitude, unit, BITS: tl.constexpr):
+    """Return how many boundaries above zero magnitudes reach, as bits of 4, 2 and 1 (three booleans)."""
+    if BITS == 4:
+        four = magnitude >= unit * BOUNDARIES_4[11]
+        two = magnitude >= tl.where(four, unit * BOUNDARIES_4[13], unit * BOUNDARIES_4[9])
+        one = magnitude >= tl.where(
+            four,
+            tl.where(two, unit * BOUNDARIES_4[14], unit * BOUNDARIES_4[12]),
+            tl.where(two, unit * BOUNDARIES_4[10], unit * BOUNDARIES_4[8]),
+        )
+    else:
+        four = magnitude < 0.0
+        two = magnitude >= unit * BOUNDARIES_3[5]
+        one = magnitude >= tl.where(two, unit * BOUNDARIES_3[6], unit * BOUNDARIES_3[4])
+    return four, two, one
+
+
+@triton.jit
+def squared_level(four, two, one, BITS: tl.constexpr):
+    """Return the squares of the centroids in these places."""
+    if BITS == 4:
+        lower = tl.where(two, tl.where(one, SQUARES_4[3], SQUARES_4[2]), tl.where(one, SQUARES_4[1], SQUARES_4[0]))
+        upper = tl.where(two, tl.where(one, SQUARES_4[7], SQUARES_4[6]), tl.where(one, SQUARES_4[5], SQUARES_4[4]))
+        return tl.where(four, upper, lower)
+    else:
+        return tl.where(two, tl.where(one, SQUARES_3[3], SQUARES_3[2]), tl.where(one, SQUARES_3[1], SQUARES_3[0]))
+
+
+@triton.jit
 def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.turboquant.Codebook`."""
     BITS: tl.constexpr = PART[2]
     BLOCK: tl.constexpr = PART[3]
+    HALF: tl.constexpr = 1 << (BITS - 1)
     length = tl.sqrt_rn(pairwise_sum(x * x))
     y = rotate(x, BLOCK, False)
     known = (length < INFINITY) & (absolute_maximum(y)[:, None] < INFINITY)
     unit = length + MIN_LENGTH
-    values = tl.zeros_like(y).to(tl.int32)
-    for index in tl.static_range(0, (1 << BITS) - 1):
-        if BITS == 4:
-            values += (y >= unit * BOUNDARIES_4[index]).to(tl.int32)
-        else:
-            values += (y >= unit * BOUNDARIES_3[index]).to(tl.int32)
-    values = tl.where(known, values, 0)
-    # Columns of padding have a code too, and its level isn't zero.
-    levels = tl.where(tl.arange(0, PART[1])[None, :] < PART[0], level(values, BITS), 0.0)
-    longer = tl.sqrt_rn(pairwise_sum(levels * levels))
+    # Boundaries are symmetric about zero, where the upper half begins. What lies on one belongs to the level above: of
+    # negative numbers that is the smaller magnitude, so theirs are taken one unit in the last place lower.
+    flipped = tl.where(y < 0.0, -1, 0)
+    magnitude = (tl.abs(y).to(tl.int32, bitcast=True) + flipped).to(tl.float32, bitcast=True)
+    four, two, one = place_of(magnitude, unit, BITS)
+    place = tl.where(two, HALF + 2, HALF) + tl.where(one, 1, 0)
+    if BITS == 4:
+        place += tl.where(four, 4, 0)
+    # Codes of negative numbers count down from the middle, as bits: all of them are the other way round.
+    values = (place ^ flipped) & tl.where(known, 2 * HALF - 1, 0)
+    # Rows that are not finite have NaN for their length, whatever their codes. Columns of padding don't count.
+    squares = squared_level(four, two, one, BITS)
+    if PART[0] < PART[1]:
+        squares = tl.where(tl.arange(0, PART[1])[None, :] < PART[0], squares, 0.0)
+    longer = tl.sqrt_rn(pairwise_sum(squares))
     stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
     stored = tl.where(known & (stored < INFINITY), to_fp16(stored), float("nan"))
     store_codes(codes, values, rows, PART)
@@ -289,18 +384,24 @@ def load_codebook(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr)
 def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.turboquant.Uniform`."""
     STEPS: tl.constexpr = (1 << PART[2]) - 1
-    known = absolute_maximum(x)[:, None] < INFINITY
-    x = tl.where(known, x, 0.0)
-    inside = tl.arange(0, PART[1])[None, :] < PART[0]
-    least = to_fp16(tl.min(tl.where(inside, x, INFINITY), axis=1)[:, None])
+    if PART[0] == PART[1]:
+        lowest, highest = extremes(x)
+    else:
+        # Columns of padding repeat the first one.
+        inside = tl.arange(0, PART[1])[None, :] < PART[0]
+        first = tl.sum(tl.where(tl.arange(0, PART[1])[None, :] == 0, x, 0.0), axis=1)[:, None]
+        lowest, highest = extremes(tl.where(inside, x, first))
+    known = (lowest > -INFINITY) & (highest < INFINITY)
+    least = to_fp16(tl.where(known, lowest, 0.0))
     origin = least.to(tl.float32)
-    reach = tl.maximum(tl.max(tl.where(inside, x, -INFINITY), axis=1)[:, None] - origin, 0.0)
+    reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0)
     step = tl.minimum(tl.div_rn(reach, tl.full(reach.shape, STEPS, tl.float32)), FP16_MAX).to(tl.float16)
-    divisor = step.to(tl.float32)
-    divisor = tl.where(divisor == 0.0, INFINITY, divisor)
-    values = halves_up(tl.div_rn(x - origin, tl.zeros_like(x) + divisor))
-    values = tl.where(known, tl.minimum(tl.maximum(values, 0.0), STEPS), 0.0)
-    store_codes(codes, values.to(tl.int32), rows, PART)
+    # A step of zero has codes of zero.
+    is_kept = known & (step > 0.0)
+    ratio = divide_rows(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0), NATIVE)
+    ratio = tl.minimum(tl.maximum(ratio, 0.0), STEPS)
+    values = floor_to_int(ratio + 0.5, NATIVE) & tl.where(is_kept, STEPS, 0)
+    store_codes(codes, values, rows, PART)
     nan = tl.full(step.shape, float("nan"), tl.float16)
     tl.store(scales, tl.where(known, step, nan), mask=rows)
     tl.store(scales + 1, tl.where(known, least, nan), mask=rows)

@@ -16,16 +16,42 @@ from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 
 @triton.jit
+def load_columns(source, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return COUNT columns of rows from FIRST on, zeros from WIDTH on."""
+    column = FIRST + tl.arange(0, COUNT)[None, :]
+    return tl.load(source + column, mask=rows & (column < WIDTH), other=0)
+
+
+@triton.jit
+def load_rows(source, rows, PART: tl.constexpr):
+    """Return rows `[heads, width]` as they come.
+
+    Rows to be rotated come in quarters, of which a thread gets as many columns of each: sums of columns far apart are
+    made in the thread then.
+    """
+    if PART[3] >= 64:
+        QUARTER: tl.constexpr = PART[1] // 4
+        WIDTH: tl.constexpr = PART[0]
+        low = tl.join(
+            load_columns(source, rows, 0, QUARTER, WIDTH), load_columns(source, rows, QUARTER, QUARTER, WIDTH)
+        )
+        high = tl.join(
+            load_columns(source, rows, 2 * QUARTER, QUARTER, WIDTH),
+            load_columns(source, rows, 3 * QUARTER, QUARTER, WIDTH),
+        )
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), [rows.shape[0], PART[1]])
+    else:
+        return load_columns(source, rows, 0, PART[1], PART[0])
+
+
+@triton.jit
 def _store_heads(
     source, codes, scales, given, slot, num_slots, token, head, known, stride_t, stride_h, BLOCK_SIZE: tl.constexpr,
     CODE_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr, PER_HEAD: tl.constexpr, PART: tl.constexpr,
     STORE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, PART[1])[None, :]
     rows = known[:, None]
-    x = tl.load(
-        source + token * stride_t + (head * stride_h)[:, None] + column, mask=rows & (column < PART[0]), other=0
-    )
+    x = load_rows(source + token * stride_t + (head * stride_h)[:, None], rows, PART)
     target = codes + slot_start(slot, num_slots, BLOCK_SIZE, CODE_STRIDES) + (head * CODE_STRIDES[2])[:, None]
     scale_target = scales
     if scales is not None:
@@ -60,10 +86,23 @@ def strides(view: Tensor | None) -> tuple[int, ...]:
     return (1, 1, 1) if view is None else tuple(view.stride()[:3])
 
 
+UPDATE_CUTS: dict[str, tuple[int, int]] = {
+    "fp8_per_token_head": (1024, 2),
+    "turboquant_k8v4": (1024, 2),
+    "int8_per_token_head": (1024, 2),
+    "nvfp4": (1024, 2),
+    "int4_per_token_head": (1024, 1),
+    "turboquant_4bit_nc": (1024, 1),
+    "turboquant_k3v4_nc": (1024, 1),
+    "turboquant_3bit_nc": (1024, 1),
+}
+"""Columns, of all heads together, and warps of a program by format; `benchmarks/packed.py` times others."""
+
+
 def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
-    """Return the heads and the warps of a program, for rows of up to `wide` columns, as was fastest on an H200."""
-    light = all(part.codec in ("fp8", "e4m3", "uniform") for part in KV_FORMATS[config.kv_cache_dtype].parts)
-    return min(max(1, 1024 // wide), next_power_of_two(config.num_kv_heads)), 2 if light else 4
+    """Return the heads and the warps of a program, for rows of up to `wide` columns."""
+    columns, num_warps = UPDATE_CUTS.get(config.kv_cache_dtype, (1024, 4))
+    return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
