@@ -188,6 +188,10 @@ def no_input_scale(folder: Path) -> None:
     edit_tensors(folder, "layers.1.mlp.up_proj.input_scale")
 
 
+def negative_weight_scale(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight_scale": torch.tensor([-1.0])})
+
+
 def stray(folder: Path) -> None:
     edit_tensors(folder, **{"lm_head.weight_scale": torch.ones(1)})
 
@@ -210,6 +214,7 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "experts": (expert, errors.UnsupportedRequestError, "experts"),
     "weight scale": (no_weight_scale, errors.ScaleError, "without a scale"),
     "input scale": (no_input_scale, errors.ScaleError, "without a scale of its input"),
+    "negative": (negative_weight_scale, errors.ScaleError, "positive and finite"),
     "stray": (stray, errors.ScaleError, "lm_head.weight_scale"),
     "method": (other_method, errors.UnsupportedRequestError, "quark"),
     "weights alone": (weights_alone, errors.UnsupportedRequestError, "inputs that are not FP8"),

@@ -230,6 +230,9 @@ def test_refusals_leave_the_model_alone(case: str) -> None:
         ((torch.zeros(32, 32, dtype=E4M3), torch.ones(3), "fp8_dynamic"), errors.ShapeError),
         ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static"), errors.ScaleError),
         ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", torch.ones(1)), errors.ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.tensor([float("nan")]), "fp8_dynamic"), errors.ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.zeros(1)), errors.ScaleError),
+        ((torch.zeros(32, 64, dtype=E4M3).t(), torch.ones(1), "fp8_dynamic"), errors.StrideError),
     ],
 )
 def test_wrong_parts(arguments: tuple[Any, ...], kind: type[Exception]) -> None:

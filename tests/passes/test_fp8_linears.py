@@ -97,6 +97,20 @@ def test_rope_and_cache_write_fuse_behind_one_fp8_product(monkeypatch: pytest.Mo
     assert max(difference) < 0.02
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", EXPECTED)
+def test_generated_code_gives_the_same_bits(fmt: str) -> None:
+    """The unfused graph, compiled too, is the oracle: every token's logits, prefill and decode."""
+    packed = make_packed(fmt, merge=True, hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
+    expected = run(packed, vattn.compile(packed))
+    assert len(vattn.fusion_report()) == 0
+    torch._dynamo.reset()
+    got = run(packed, vattn.compile(packed, options=vattn.options(strict=True)))
+    assert vattn.fusion_report().count("fused") == 2
+    for fused, plain in zip(got, expected, strict=True):
+        assert torch.equal(fused, plain)
+
+
 def scaled_mm(
     codes: torch.Tensor, weight: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
 ) -> torch.Tensor:

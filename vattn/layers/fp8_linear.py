@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError
+from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
 from vattn.formats import FP8_E4M3_MAX
 from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
 
@@ -97,9 +97,9 @@ class FP8Linear(nn.Linear):
         weight_scale, input_scale: buffers, in the state dict.
 
     Raises:
-        ConfigError, ShapeError, ScaleError, DtypeError: at construction. DtypeError, ShapeError, when called: what
-            `torch._scaled_mm` cannot do on a GPU: scales of rows and blocks in other dtypes than bf16, blocks with K
-            that is no multiple of 512. GradientError: gradients are enabled and the input requires one.
+        ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError when called:
+            what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16, and blocks
+            with K that is no multiple of 512. GradientError: gradients are enabled and the input requires one.
 
     Example:
         >>> import torch
@@ -125,6 +125,11 @@ class FP8Linear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.format = linear_format(format)
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise StrideError(
+                f"a weight of shape {tuple(weight.shape)} with strides {weight.stride()}", "[N, K], contiguous",
+                "call weight.contiguous()",
+            )  # fmt: skip
         self.out_features, self.in_features = weight.shape
         check_sizes(self.in_features, self.out_features, self.format)
         if weight.dtype is not torch.float8_e4m3fn:
@@ -144,6 +149,9 @@ class FP8Linear(nn.Linear):
                 "one value with fp8_static, and with it alone",
                 "calibrate with vattn.calibrate(model, batches, linears=True)",
             )
+        for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
+            if scale is not None and not scale.is_meta and not bool(((scale > 0) & scale.isfinite()).all()):
+                raise ScaleError(f"a {name} that is not positive and finite", "positive ones", "check the checkpoint")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         # Scales of its own: layers that share one could not be saved by safetensors.
