@@ -97,9 +97,10 @@ class FP8Linear(nn.Linear):
         weight_scale, input_scale: buffers, in the state dict.
 
     Raises:
-        ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError when called:
-            what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16, and blocks
-            with K that is no multiple of 512. GradientError: gradients are enabled and the input requires one.
+        ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError: when
+            called, for what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16,
+            and blocks with K that is no multiple of 512. GradientError: gradients are enabled and the input requires
+            one.
 
     Example:
         >>> import torch
