@@ -25,8 +25,9 @@ from tests.support import relative_l2
 from vattn.backends.base import DeviceInfo
 from vattn.backends.mla import mla_backends
 from vattn.backends.recorded_runs import write_runs
-from vattn.formats import OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
+from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.mla_arguments import MLAAttentionArgs
 
 HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
@@ -36,7 +37,7 @@ HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
 def draw_config(rng: random.Random, backend: str) -> MLAConfig:
     """Return a random config within the backend's formats."""
     can = mla_backends()[backend].capabilities
-    if rng.random() < 0.6:
+    if rng.random() < 0.6 or 512 in can.latent_sizes.values:
         sizes: dict[str, Any] = {
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
@@ -51,7 +52,12 @@ def draw_config(rng: random.Random, backend: str) -> MLAConfig:
     columns = sizes["num_heads"] * sizes["v_head_dim"]
     outputs = [name for name in can.output_formats if columns % max(1, OUTPUT_FORMATS[name].group_size) == 0]
     dtype = rng.choice(("bfloat16", "bfloat16", "float16", "float32"))
-    stored = [name for name in can.kv_cache_dtypes if name == dtype or name.startswith("fp8_e4m3")]
+    stored = [
+        name
+        for name in can.kv_cache_dtypes
+        if (name == dtype or name not in MODEL_DTYPES)
+        and sizes["kv_lora_rank"] % MLA_FORMATS[name].latent_multiple == 0
+    ]
     return make_mla_config(
         dtype=dtype,
         kv_cache_dtype=rng.choice(stored),
@@ -96,7 +102,8 @@ def record(recorder: Recorder, seconds: float) -> None:
         for _ in range(4):
             seed = rng.randrange(1 << 30)
             lens = [
-                rng.choice(((1, rng.randint(1, 700)), (rng.randint(1, 9), 300), (0, 5), (40, 40))) for _ in range(5)
+                rng.choice(((1, rng.randint(1, 700)), (rng.randint(1, 9), 300), (0, 5), (40, 40), (90, 200)))
+                for _ in range(5)
             ]
             query_lens, seq_lens = [q for q, _ in lens], [max(q, s) for q, s in lens]
             real, topk = sum(query_lens), 64 if config.sparse else 0

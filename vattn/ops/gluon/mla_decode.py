@@ -26,10 +26,9 @@ from vattn.ops.gluon.mla_items import (
     clear_rows,
     first_item,
     init_barriers,
-    item_rows,
     let_next_kernel_start,
     load_blocks,
-    load_item,
+    open_item,
 )
 from vattn.ops.triton.mask import LN2
 
@@ -47,12 +46,10 @@ def produce(
     query_phase = 1
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, begin, end, _, item = load_item(schedule, item)
-        row0, rows, _, keys, first, last = item_rows(
-            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-        )
-        table = block_table + request.to(gl.int64) * table_stride
-        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        row0, rows, _, _, first, last, _, item, table, last_block = open_item(
+            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
+            BLOCK_SIZE, SPLIT_QUERY,
+        )  # fmt: skip
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             mbarrier.wait(query_free.index(0), query_phase)
             query_phase ^= 1
@@ -102,12 +99,10 @@ def consume(
     query_phase = 0
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        request, begin, end, slot, item = load_item(schedule, item)
-        row0, rows, seq_len, keys, first, last = item_rows(
-            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-        )
-        table = block_table + request.to(gl.int64) * table_stride
-        last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+        row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
+            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
+            BLOCK_SIZE, SPLIT_QUERY,
+        )  # fmt: skip
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + column
             # Keys that the row of each column sees.

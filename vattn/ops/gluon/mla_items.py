@@ -71,6 +71,21 @@ def item_rows(
 
 
 @gluon.jit
+def open_item(
+    schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+):  # fmt: skip
+    """Return of an item: first row, rows, length, keys, first and end tile, slot, next item, its table, last block."""
+    request, begin, end, slot, following = load_item(schedule, item)
+    row0, rows, seq_len, keys, first, last = item_rows(
+        query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
+    )
+    table = block_table + request.to(gl.int64) * table_stride
+    last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
+    return row0, rows, seq_len, keys, first, last, slot, following, table, last_block
+
+
+@gluon.jit
 def load_blocks(
     boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready, latents, ropes,
     FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
