@@ -148,6 +148,8 @@ WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "graph sizes": ({"graph_sizes": 8}, errors.ConfigError, "graph_sizes=8"),
     "a graph of no request": ({"graph_sizes": [0]}, errors.ConfigError, "graph_sizes=0"),
     "cache": ({"cache": "1GiB"}, errors.ConfigError, "cache of type str"),
+    "reuse": ({"reuse_prefixes": "no"}, errors.ConfigError, "reuse_prefixes='no'"),
+    "compile options": ({"compile_options": "max"}, errors.ConfigError, "compile_options='max'"),
     "speculation": ({"speculation": True}, errors.ConfigError, "PromptLookup"),
 }
 

@@ -79,7 +79,7 @@ def test_random_traffic_leaks_nothing(
                 assert len(prompt) + new > most
                 continue
             except errors.QueueFullError:
-                assert len(generator.scheduler.waiting) == 6
+                assert len(generator.scheduler.waiting) >= 6, "preempted requests wait too"
                 continue
             alive.append((request, kind))
             if kind == "early":

@@ -27,6 +27,12 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuse what is neither `None` nor of a type."""
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"change {name}, or leave it out")
+
+
 def check_tokenizer(tokenizer: Any) -> None:
     """Refuse what cannot turn texts into ids and back; `None` can be told from that."""
     if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):

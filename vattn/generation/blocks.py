@@ -121,22 +121,6 @@ class CacheBlocks:
         found = [table.narrow(1, 0, width).index_select(0, rows) for table in self.tables]
         return found if self.cache.groups else found[0]
 
-    def most_needed(self, num_tokens: int, chunk: int) -> int:
-        """Return how many blocks a request of `num_tokens` tokens can need at once, in steps of up to `chunk`."""
-        whole = -(-num_tokens // self.block_size)
-        return sum(
-            whole if spec is None else spec.max_blocks(num_tokens, min(chunk, num_tokens)) for spec in self._specs
-        )
-
-    def most_tokens(self, chunk: int) -> int:
-        """Return how long a request can be that has the cache for itself, in steps of up to `chunk` tokens."""
-        usable = self.pool.num_blocks - self.pool.reserved
-        low, high = 0, usable * self.block_size
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.most_needed(middle, chunk) <= usable else (low, middle - 1)
-        return low
-
     def num_wasted(self, requests: Sequence[Request]) -> int:
         """Return the places in the blocks of running requests that hold no token which a query still reads."""
         wasted = 0
@@ -185,6 +169,23 @@ class CacheBlocks:
 def _rows(table: BlockTable | HybridBlockTable | None) -> list[list[int]]:
     assert table is not None
     return [table.blocks] if isinstance(table, BlockTable) else table.rows
+
+
+def blocks_needed(cache: KVCacheAllocation, num_tokens: int, chunk: int) -> int:
+    """Return how many blocks a request of `num_tokens` tokens can need at once, in steps of up to `chunk` tokens."""
+    if not cache.groups:
+        return -(-num_tokens // cache.block_size)
+    return sum(group.spec.max_blocks(num_tokens, min(chunk, num_tokens)) for group in cache.groups)
+
+
+def longest_that_fits(cache: KVCacheAllocation, chunk: int) -> int:
+    """Return how long a request can be that has the cache for itself, in steps of up to `chunk` tokens."""
+    usable = cache.num_blocks - cache.reserved_blocks
+    low, high = 0, usable * cache.block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if blocks_needed(cache, middle, chunk) <= usable else (low, middle - 1)
+    return low
 
 
 def _first_block(spec: KVCacheSpec | None, num_tokens: int) -> int:

@@ -9,10 +9,11 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
+from vattn.errors import CacheError, MissingPackageError, RequestError, VattnError
 from vattn.generation.assembly import (
     capture,
     check_count,
+    check_kind,
     check_tokenizer,
     compiled,
     end_tokens,
@@ -21,7 +22,7 @@ from vattn.generation.assembly import (
     longest_request,
     make_builder,
 )
-from vattn.generation.blocks import CacheBlocks
+from vattn.generation.blocks import CacheBlocks, longest_that_fits
 from vattn.generation.launch import Launched, Launcher
 from vattn.generation.lookup import PromptLookup
 from vattn.generation.outcome import take_tokens
@@ -102,21 +103,21 @@ class Generator:
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
-        check_tokenizer(tokenizer)
-        self.model, self.tokenizer = model, tokenizer
-        self.cache = cache = find_cache(model, cache)
-        self.device = cache.device
         check_count("max_num_reqs", max_num_reqs)
         check_count("token_budget", token_budget)
         if max_queue is not None:
             check_count("max_queue", max_queue)
-        if speculation is not None and not isinstance(speculation, PromptLookup):
-            raise ConfigError(f"speculation={speculation!r:.60}", "a vattn.PromptLookup", "vattn.PromptLookup()")
-        sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
+        check_kind("reuse_prefixes", reuse_prefixes, bool)
+        check_kind("speculation", speculation, PromptLookup)
+        check_kind("compile_options", compile_options, dict)
+        check_tokenizer(tokenizer)
+        self.model, self.tokenizer = model, tokenizer
+        self.cache = cache = find_cache(model, cache)
+        self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
+        sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
-        most = CacheBlocks(cache, 0, 0).most_tokens(token_budget)
-        max_seq_len = longest_request(model, max_seq_len, most)
+        max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes)
         self.scheduler = Scheduler(self._blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget, max_num_reqs * (1 + num_drafts))
@@ -280,9 +281,15 @@ class Generator:
     ) -> Iterator[Progress]:
         """Run prompts to their end, yielding what each step brought, in the order in which it came.
 
-        Prompts that cannot be served come first, as failed requests. Stopping the iteration cancels what is left.
+        Prompts are queued when the iteration begins. Those that cannot be served come first, as failed requests.
+        Stopping the iteration cancels what is left.
         """
-        return self._run_to_end([self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling)])
+        pairs = pair(prompts, sampling)
+
+        def run() -> Iterator[Progress]:
+            yield from self._run_to_end([self._add_or_fail(prompt, one) for prompt, one in pairs])
+
+        return run()
 
     def generate(
         self,

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
-from vattn.generation.blocks import CacheBlocks
+from vattn.generation.blocks import CacheBlocks, blocks_needed
 from vattn.generation.lookup import LookupIndex, PromptLookup
 from vattn.generation.request import CANCELLED, RUNNING, WAITING, Request
 
@@ -83,8 +83,8 @@ class Scheduler:
                 "shorten the prompt, ask for fewer tokens, or give the generator a larger max_seq_len and cache",
             )
         # The last token is chosen and never computed.
-        needed = self.blocks.most_needed(prompt + new - 1, self.token_budget)
-        usable = self.blocks.pool.num_blocks - self.blocks.pool.reserved
+        needed = blocks_needed(self.blocks.cache, prompt + new - 1, self.token_budget)
+        usable = self.pool.num_blocks - self.pool.reserved
         if needed > usable:
             raise OutOfBlocksError(
                 f"a request of {prompt} + {new} tokens needs {needed} blocks",
