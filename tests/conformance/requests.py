@@ -43,7 +43,7 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 """Every pair of features that a config can ask for."""
 
 _SELDOM = {
-    "context_parallel": 0.06,
+    "context_parallel": 0.1,
     "context_only": 0.1,
     "batch_invariant": 0.12,
     "contiguous_kv": 0.12,
