@@ -247,3 +247,37 @@ def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
     for wrong, family in ((Cell(layer, cell.work, "fp8", 16, 0, "cpu"), "fa3"),):
         with pytest.raises(NotThisCellError):
             peers._flashinfer(family)(wrong)
+
+
+def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) -> None:
+    """benchmarks/variants.py on tiny cells: the interpreter runs the general kernel, on FP8 caches alone."""
+    pytest.importorskip("triton")
+    from benchmarks import variants as bench
+    from vattn.ops import variants
+
+    asked = list(bench.questions())
+    assert len({(q.key, q.work.name, q.cache, q.layer.name) for q in asked}) == len(asked)
+    assert all(len({way.name for way in q.ways}) == len(q.ways) for q in asked)
+    seen: list[str] = []
+    layer, work = small(work="mixed 8x512 + 128 decodes of 4k")
+
+    def spy(cell: Cell) -> Any:
+        with variants.using(mixed="two"):
+            seen.append(variants.current().mixed)
+        return bench.DEFAULT.make(cell)
+
+    def wrong(cell: Cell) -> Any:
+        return lambda: torch.zeros_like(cell.query)
+
+    ways = (
+        bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("folded"),
+        bench.way("spy", spy), bench.way("wrong", wrong),
+    )  # fmt: skip
+    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn folded": 5.0, "vattn spy": 6.0}
+    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
+    row = bench.answer(bench.Question("mixed", layer, work, "fp8", ways, 1.05, ("xqa",)), CPU)
+    assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)
+    assert "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
+    assert row["bar_met"] is None and variants.current() == variants.Variants()
+    (told,) = bench.winners([row])
+    assert told["question"] == "mixed" and told["bar"] == 1.05

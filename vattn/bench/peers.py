@@ -54,45 +54,52 @@ ROUNDED = (1.6e-2, 6.3e-2)
 """Limits of kernels that multiply in e4m3."""
 
 
+def attention_arguments(cell: Cell, backend: str, fp8_query: bool = False) -> AttentionArgs:
+    """Return the arguments of `vattn::attention` for a cell, its output filled with NaN, what is made once a step made.
+
+    Raises:
+        NotThisCellError: the backend has no such request.
+    """
+    if fp8_query and not cell.fp8:
+        raise NotThisCellError("a bf16 cache")
+    query = {"query_format": "fp8_e4m3", "query_scale": "tensor"} if fp8_query else {}
+    config = cell.config(backend, **query)
+    explanation = selector.explain(config, DeviceInfo.of(cell.device))
+    if explanation.chosen is None:
+        raise NotThisCellError("; ".join(explanation.refusals.get(backend, ("refused",))))
+    return AttentionArgs(
+        query=cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query,
+        kv_cache=cell.kv_cache.view(torch.uint8) if cell.fp8 else cell.kv_cache,
+        query_start_loc=cell.starts,
+        seq_lens=cell.seq_lens,
+        block_table=cell.table,
+        output=torch.full_like(cell.query, float("nan")),
+        output_block_scale=None,
+        lse=None,
+        output_scale=None,
+        q_scale=cell.one if fp8_query else None,
+        k_scale=cell.one,
+        v_scale=cell.one,
+        alibi_slopes=None,
+        sinks=cell.sinks,
+        causal_flags=None,
+        bias=None,
+        tree_id=None,
+        mm_ranges=None,
+        local_seq_lens=None,
+        plan=_plan(cell, config),
+        workspace=None,
+        config=config.encode(),
+    )
+
+
 def _vattn(backend: str, fp8_query: bool = False) -> Callable[[Cell], Call]:
     def make(cell: Cell) -> Call:
-        if fp8_query and not cell.fp8:
-            raise NotThisCellError("a bf16 cache")
-        query = {"query_format": "fp8_e4m3", "query_scale": "tensor"} if fp8_query else {}
-        config = cell.config(backend, **query)
-        info = DeviceInfo.of(cell.device)
-        explanation = selector.explain(config, info)
-        if explanation.chosen is None:
-            raise NotThisCellError("; ".join(explanation.refusals.get(backend, ("refused",))))
-        output = torch.full_like(cell.query, float("nan"))
-        args = AttentionArgs(
-            query=cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query,
-            kv_cache=cell.kv_cache.view(torch.uint8) if cell.fp8 else cell.kv_cache,
-            query_start_loc=cell.starts,
-            seq_lens=cell.seq_lens,
-            block_table=cell.table,
-            output=output,
-            output_block_scale=None,
-            lse=None,
-            output_scale=None,
-            q_scale=cell.one if fp8_query else None,
-            k_scale=cell.one,
-            v_scale=cell.one,
-            alibi_slopes=None,
-            sinks=cell.sinks,
-            causal_flags=None,
-            bias=None,
-            tree_id=None,
-            mm_ranges=None,
-            local_seq_lens=None,
-            plan=_plan(cell, config),
-            workspace=None,
-            config=config.encode(),
-        )
+        args = attention_arguments(cell, backend, fp8_query)
 
         def step() -> Tensor:
             torch.ops.vattn.attention(*args)
-            return output
+            return args.output
 
         return step
 

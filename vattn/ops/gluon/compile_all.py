@@ -89,7 +89,8 @@ def prefill_launch_of(config: AttentionConfig, cut: Cut, early: bool = False) ->
     with mock.patch.object(prefill_launch, "prefill_kernel", recorder):
         prefill_launch.launch(args, config, empty(9, 8), args.output, 132, cut, early)
     name = " ".join(["prefill", str(cut), *config.encode().split()[1:]])
-    return Launch(name, TARGET, recorder.kernel, recorder.arguments, {"num_warps": 4})
+    options = prefill_launch.launch_options(config, cut)
+    return Launch(name, TARGET, recorder.kernel, recorder.arguments, options)
 
 
 FEATURES: tuple[dict[str, Any], ...] = (

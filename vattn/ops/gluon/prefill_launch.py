@@ -243,7 +243,7 @@ def launch(
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        **constants(config, cut),
+        **constants(config, cut), **launch_options(config, cut),
     )  # fmt: skip
 
 
@@ -283,8 +283,18 @@ def constants(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
         "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
         "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config),
         "OUTPUT_GROUPS": group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
-        "num_warps": 4,
     }  # fmt: skip
+
+
+def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
+    """Return options of the compiler: eight warps have more registers between them than the assembler gives a thread.
+
+    It would drop the limit, and with it the hand-over of registers between partitions.
+    """
+    cache = products_of(config)
+    converters = 0 if cache == "plain" else cut.converters or converter_warps(cache, cut)
+    warps = 4 * cut.groups + converters + 1
+    return {"num_warps": 4} | ({"maxnreg": 240} if warps <= 8 else {})
 
 
 def converter_warps(cache: str, cut: Cut) -> int:

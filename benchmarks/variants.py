@@ -1,0 +1,310 @@
+"""Time the ways that one of vattn's steps can go beside other libraries' kernels, after checking every result.
+
+    python benchmarks/variants.py --fa3 fa3.so --json out.json --only "speculative;mixed"
+
+Each cell runs every way and every peer in one process, replays interleaved, inputs rotated past the L2 cache. The ways
+are those of `vattn.ops.variants`, of `decode_fast.Tuning` and of `prefill_launch.Cut`; the first is what runs now.
+For each cell the fastest right way is named, beside the fastest peer and the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from vattn.bench import attention, peers
+from vattn.bench.cell import Cell
+from vattn.bench.peers import Call, NotThisCellError, Peer
+from vattn.bench.report import write_result
+from vattn.bench.shapes import LAYERS, WORKS, LayerShape, Work
+from vattn.config import AttentionConfig
+from vattn.ops import variants
+from vattn.ops.arguments import VarlenAttentionArgs
+
+LLAMA, WIDE = LAYERS["llama3-8b"], LayerShape("16 heads of 256", 16, 8, 256)
+NARROW = LayerShape("64 heads of 64", 64, 8, 64)
+WINDOW = LayerShape("llama3-8b, window 1024", 32, 8, 128, window=1024)
+LONG_MIX = Work("8 x 2048 prefill + 128 decodes of 4k", ((2048, 2048),) * 8 + ((1, 4096),) * 128)
+SHORT_EXTENDS = Work("32 x 20 new of 4k + 32 decodes of 4k", ((20, 4096), (1, 4096)) * 32)
+
+
+def _found() -> None:
+    return None
+
+
+def way(name: str, make: Callable[[Cell], Call], fp8_query: bool = False) -> Peer:
+    """Return one of vattn's ways as something to time."""
+    return Peer(f"vattn {name}", name, _found, make, peers.ROUNDED if fp8_query else (1.6e-2, 1.6e-2))
+
+
+def by_variant(name: str, fp8_query: bool = False, **changes: Any) -> Peer:
+    """Return the op, and its schedule, under other variants."""
+
+    def make(cell: Cell) -> Call:
+        with variants.using(**changes):
+            args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
+
+        def step() -> Tensor:
+            with variants.using(**changes):
+                torch.ops.vattn.attention(*args)
+            return args.output
+
+        return step
+
+    return way(name, make, fp8_query)
+
+
+def by_tuning(name: str, tuning: Any, fp8_query: bool = False) -> Peer:
+    """Return the decode kernels with another tuning, the schedule made for it."""
+
+    def make(cell: Cell) -> Call:
+        from vattn.ops.triton import decode_fast
+
+        args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
+        config, (schedule,) = AttentionConfig.parse(args.config), args.plan
+        tokens = args.query.shape[0] // args.seq_lens.shape[0]
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens)
+
+        def step() -> Tensor:
+            decode_fast.decode(args, config, tuning)
+            return args.output
+
+        return step
+
+    return way(name, make, fp8_query)
+
+
+def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
+    """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group."""
+
+    def make(cell: Cell) -> Call:
+        from vattn.ops.gluon import prefill_launch
+
+        args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
+        config, (schedule,) = AttentionConfig.parse(args.config), args.plan
+        pack = prefill_launch.packs(config) if cut.get("pack") == -1 else cut.get("pack", 1)
+        chosen = prefill_launch.Cut(**{**cut, "pack": pack})
+        prefill_launch.plan(args.query_start_loc, args.seq_lens, schedule, args.query.shape[0], config, chosen)
+
+        def step() -> Tensor:
+            prefill_launch.prefill(args, config, chosen)
+            return args.output
+
+        return step
+
+    return way(name, make, fp8_query)
+
+
+def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
+    """Return the general Triton kernel, over the cache or over packed keys and values."""
+
+    def make(cell: Cell) -> Call:
+        from vattn.ops.triton import launch
+
+        args = peers.attention_arguments(cell, "TRITON_ATTN")
+        config = AttentionConfig.parse(args.config)
+        if not contiguous:
+
+            def step() -> Tensor:
+                with variants.using(general_prefill=name.split(",")[0]):
+                    launch.paged_attention(args, config)
+                return args.output
+
+            return step
+        if cell.fp8 or len(cell.work.requests) > 1 or cell.work.requests[0][0] != cell.work.requests[0][1]:
+            raise NotThisCellError("anything but one whole prompt on bf16")
+        _, key, value = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in cell.contiguous)
+        given = {name: getattr(args, name) for name in VarlenAttentionArgs._fields if hasattr(args, name)}
+        packed = VarlenAttentionArgs(**{**given, "key": key, "value": value, "kv_start_loc": cell.starts})
+        without_blocks = config.replace(block_size=0)
+
+        def packed_step() -> Tensor:
+            with variants.using(general_prefill=name.split(",")[0]):
+                launch.packed_attention(packed, without_blocks)
+            return args.output
+
+        return packed_step
+
+    return way(name, make)
+
+
+def _tuned(fp8_query: bool = False) -> list[Peer]:
+    """Return decode tunings: as it is, side by side in one CTA, with overlap, deeper."""
+    from vattn.ops.triton.decode_fast import Tuning
+
+    named = {
+        "2 heads, 3 stages": Tuning(2, 3, 4),
+        "2 heads, 3 stages, overlap": Tuning(2, 3, 4, overlap=True),
+        "2 heads, 4 stages": Tuning(2, 4, 4),
+        "4 heads, 3 stages": Tuning(4, 3, 2),
+        "slots 4, 5 stages": Tuning(2, 5, 1, slots=4, overlap=True),
+        "slots 4, 6 stages": Tuning(2, 6, 1, slots=4, overlap=True),
+        "slots 2 of 4 heads, 5 stages": Tuning(4, 5, 1, slots=2, overlap=True),
+        "slots 2 of 2 heads, 5 stages": Tuning(2, 5, 2, slots=2, overlap=True),
+    }
+    return [by_tuning(name, tuning, fp8_query) for name, tuning in named.items()]
+
+
+DEFAULT = by_variant("as it is")
+DEFAULT_FP8 = by_variant("as it is, FP8 query", True)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One cell and the ways that are tried on it.
+
+    Attributes:
+        key: on the command line.
+        layer, work, cache: of the cell.
+        ways: vattn's; the first is the default.
+        bar: least time of the best peer over the best way.
+        peers: keys of `vattn.bench.peers.PEERS`.
+    """
+
+    key: str
+    layer: LayerShape
+    work: Work
+    cache: str
+    ways: tuple[Peer, ...]
+    bar: float
+    peers: tuple[str, ...] = ("fa3", "flashinfer", "cudnn")
+
+
+def _mixed_ways(fp8_query: bool = False, below: int = 64) -> tuple[Peer, ...]:
+    label = ", FP8 query" if fp8_query else ""
+    return tuple(
+        by_variant(f"{name}{label}", fp8_query, mixed=name, mixed_below=below)
+        for name in ("packed", "two", "overlapped")
+    )
+
+
+def questions() -> Iterator[Question]:
+    """Yield what is to be decided, the most important first."""
+    eight, mixed = WORKS["speculative 64x4k, 8"], WORKS["mixed 8x512 + 128 decodes of 4k"]
+    packed = by_variant("packed", speculative="packed")
+    packed_fp8 = by_variant("packed, FP8 query", True, speculative="packed")
+    two_groups = by_cut("packed, two warpgroups", groups=2, pack=-1)
+    yield Question("mixed", LLAMA, mixed, "bf16", (DEFAULT, *_mixed_ways()), 1.05)
+    yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
+    yield Question("speculative", LLAMA, eight, "bf16", (DEFAULT, packed, two_groups), 1.0)
+    turned = by_cut("packed, FP8 query, 4 converters, panels of 64", True, groups=1, pack=-1, converters=4, turn=64)
+    ways = (DEFAULT, DEFAULT_FP8, packed, two_groups, packed_fp8, turned)
+    yield Question("speculative", LLAMA, eight, "fp8", ways, 1.2)
+    yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0)
+    yield Question("long mix", LLAMA, LONG_MIX, "bf16", (DEFAULT, *_mixed_ways(below=4096)), 1.0)
+    prompt = WORKS["prefill 1x8k"]
+    names = ("plain", "folded", "wide")
+    general = [by_general_kernel(name) for name in names]
+    contiguous = [by_general_kernel(f"{name}, contiguous", True) for name in names]
+    yield Question("general", LLAMA, prompt, "bf16", (*general, *contiguous), 0.7, ("fa3",))
+    yield Question("decode", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, *_tuned()), 1.05, ("xqa", "fa3"))
+    for name, bar in (("decode 32x8k", 1.2), ("decode 64x4k", 1.05)):
+        yield Question("decode", LLAMA, WORKS[name], "fp8", (DEFAULT, *_tuned()), bar, ("xqa",))
+    cuts = [
+        by_cut("panels of 64", True, turn=64),
+        by_cut("4 converters", True, converters=4),
+        by_cut("4 converters, panels of 64", True, converters=4, turn=64),
+    ]
+    yield Question("fp8 prefill", LLAMA, prompt, "fp8", (DEFAULT_FP8, *cuts), 1.3)
+    three = [by_cut("3 warpgroups", groups=3), by_cut("3 warpgroups, FP8 query", True, groups=3)]
+    yield Question("narrow fp8", NARROW, prompt, "fp8", (DEFAULT, DEFAULT_FP8, *three), 1.0)
+    packed_wide = by_cut("packed", pack=-1)
+    yield Question("wide", WIDE, prompt, "bf16", (DEFAULT, packed_wide), 0.95)
+    for layer, keys in ((WINDOW, 32768), (LLAMA, 1024)):
+        work = Work(f"decode 64 x {keys}", ((1, keys),) * 64)
+        for cache in ("bf16", "fp8"):
+            yield Question("window", layer, work, cache, (DEFAULT,), 1.0, ())
+
+
+def answer(question: Question, settings: attention.Settings) -> dict[str, Any]:
+    """Check and time one cell; name the winner."""
+    others = [peer for key in question.peers for peer in peers.choose_peers([key]) if peer.problem() is None]
+    row = attention.run_cell(
+        question.layer, question.work, question.cache, [*question.ways, *others], settings, ceilings={}
+    )
+    kernels = row.get("kernels", {})
+    default = kernels.get(question.ways[0].name, {}).get("us")
+    row |= {"question": question.key, "bar": question.bar, "default_us": default}
+    if "best_own" in row:
+        best = kernels[row["best_own"]]["us"]
+        row["winner"] = row["best_own"].removeprefix("vattn ")
+        row["winner_us"] = best
+        row["default_over_winner"] = round(default / best, 3) if default else None
+        row["bar_met"] = row["peer_over_own"] >= question.bar if "peer_over_own" in row else None
+    return row
+
+
+def warm(question: Question) -> None:
+    """Compile what vattn's ways of a cell run, so that a run of their times finds it in Triton's cache."""
+    cell = Cell(question.layer, question.work, question.cache, 16, 0)
+    for tried in question.ways:
+        try:
+            error = cell.error(tried.make(cell)())
+            print(f"{question.key}, {question.work.name}, {question.cache}: {tried.name}: {error:.1e}", flush=True)
+        except Exception as failure:
+            print(f"{question.key}, {question.work.name}, {question.cache}: {tried.name}: {failure!r:.300}", flush=True)
+
+
+def main() -> None:
+    """Answer the questions that are asked for, in their order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all numbers")
+    parser.add_argument("--only", default="", help="questions by the beginnings of their keys, by semicolons")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further cell after so long")
+    parser.add_argument("--replays", type=int, default=7)
+    parser.add_argument("--fa3", help="a FlashAttention-3 library to load")
+    parser.add_argument("--warm", action="store_true", help="run every way once, to compile it, and time nothing")
+    options = parser.parse_args()
+    if options.fa3:
+        from vattn.ops.flash_attention import load_flash_attn
+
+        load_flash_attn(options.fa3)
+    only = tuple(name.strip() for name in options.only.split(";") if name.strip())
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__}, "rows": [],
+    }  # fmt: skip
+    start = time.monotonic()
+    for question in questions():
+        if only and not question.key.startswith(only):
+            continue
+        if options.warm:
+            warm(question)
+            continue
+        if time.monotonic() - start > options.seconds:
+            print(f"stopped after {options.seconds} s", flush=True)
+            break
+        row = answer(question, attention.Settings(replays=options.replays))
+        result["rows"].append(row)
+        times = {name: entry.get("us") or next(iter(entry.values()), "-") for name, entry in row["kernels"].items()}
+        print(json.dumps({key: row.get(key) for key in SHOWN} | {"us": times}), flush=True)
+        if options.json:
+            write_result(options.json, result)
+        torch.cuda.empty_cache()
+    if not options.warm:
+        print(json.dumps(winners(result["rows"]), indent=1))
+
+
+SHOWN = ("question", "work", "cache", "winner", "winner_us", "default_over_winner", "best_peer", "peer_over_own", "bar")
+
+
+def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what each cell decided, without its times."""
+    return [{name: row.get(name) for name in (*SHOWN, "bar_met")} for row in rows]
+
+
+if __name__ == "__main__":
+    main()
