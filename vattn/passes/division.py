@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
 from vattn.passes.match import Match
-from vattn.passes.region import Refusal, value
+from vattn.passes.region import Refusal, op_name, value
 
 _DIVISIONS = ("div", "true_divide")
 
@@ -79,7 +79,7 @@ def _divisions_are_rounded() -> bool:
 def _divisor(scale: float, nodes: Sequence[Node]) -> float:
     """Return the number that a constant scale is the fp32 rounding of; Inductor takes the reciprocal of that number."""
     for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _DIVISIONS:
+        if op_name(node.target) in _DIVISIONS:
             divisor = node.args[1]
             if isinstance(divisor, (int, float)) and float(torch.tensor(float(divisor))) == scale:
                 return float(divisor)

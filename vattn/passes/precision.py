@@ -20,7 +20,7 @@ _EXACT = frozenset(
     "abs neg maximum minimum fmax fmin amax amin max min relu where masked_fill sort topk cummax kthvalue gather sign "
     "copysign nan_to_num full full_like empty new_empty isfinite".split()
 )
-_CASTS = frozenset({"convert_element_type", "_to_copy"})
+CASTS = frozenset({"convert_element_type", "_to_copy"})
 
 
 def is_low(node: Node) -> bool:
@@ -36,7 +36,7 @@ def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     if config.emulate_precision_casts:
         return frozenset(), frozenset()
     rounding = [n for n in nodes if is_low(n) and op_name(n.target) not in MOVES | _EXACT]
-    certain = {n for n in rounding if op_name(n.target) not in _CASTS and _ends_in_fp32(n)}
+    certain = {n for n in rounding if op_name(n.target) not in CASTS and _ends_in_fp32(n)}
     doubtful = set(rounding) - certain
     for node in nodes:
         if is_low(node) and node not in certain | doubtful:
@@ -53,7 +53,7 @@ def _ends_in_fp32(node: Node) -> bool:
         if len(users) != 1 or not isinstance(users[0].target, torch._ops.OpOverload):
             return False
         user = users[0]
-        if op_name(user.target) in _CASTS and value(user).dtype == torch.float32:
+        if op_name(user.target) in CASTS and value(user).dtype == torch.float32:
             return True
         moves = op_name(user.target) in MOVES and op_name(user.target) not in ("cat", "stack", "clone")
         pointwise = torch.Tag.pointwise in user.target.tags and is_low(user)  # type: ignore[union-attr]
@@ -69,7 +69,7 @@ def in_fp32(node: Node, env: dict[Node, object], wide: frozenset[Node]) -> dict[
     Args:
         wide: nodes that are not rounded; `env` holds their values in fp32.
     """
-    exact = node in wide or op_name(node.target) in _CASTS
+    exact = node in wide or op_name(node.target) in CASTS
 
     def seen(source: Node) -> object:
         val = env[source]

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from vattn.formats import MODEL_DTYPES
 from vattn.passes.moves import MOVES
-from vattn.passes.precision import LOW, in_fp32, is_low
+from vattn.passes.precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
 from vattn.passes.probe_inputs import probe_scales as probe_scales
 from vattn.passes.probe_inputs import probe_values as probe_values
@@ -34,8 +34,7 @@ _TURNS = 4
 
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
-_CASTS = frozenset({"convert_element_type", "_to_copy"})
-_SPREADS = MOVES | _CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
+_SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
 """What may stand between one value and a tensor that holds it many times."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -209,7 +208,7 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     name = op_name(node.target)
-    if name in _CASTS or name == "copy":
+    if name in CASTS or name == "copy":
         dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
         if dtype in FP8_DTYPES:
             return unsaturated_cast(args[1] if name == "copy" else args[0], dtype)
@@ -277,7 +276,7 @@ def run(
         seen = env
         if wide:
             seen = in_fp32(node, env, wide)
-        if node in wide and op_name(node.target) in _CASTS:
+        if node in wide and op_name(node.target) in CASTS:
             env[node] = seen[node.all_input_nodes[0]].float()
         else:
             env[node] = run_node(node, seen)

@@ -20,8 +20,9 @@ from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.passes import probe
 from vattn.passes.division import query_arithmetic
+from vattn.passes.precision import CASTS
 from vattn.passes.query_region import QueryRegion, Verdict, check_readers, classify_query, find_query_region
-from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, same_size, value
+from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, op_name, same_size, value
 
 IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
 IN_LOAD = "FP8, quantised as the attention kernel loads it"
@@ -36,7 +37,6 @@ _MOVES = frozenset(
     "unbind narrow".split()
 )
 _FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
-_CASTS = frozenset({"convert_element_type", "_to_copy"})
 _LONGEST_CHAIN = 100
 
 _known: dict[str, Verdict] = {}
@@ -218,7 +218,7 @@ def before_moves(node: Node) -> Node:
 def _before_casts(node: Node) -> Node:
     """Return what made the values of a node, whatever its dtype is."""
     node = before_moves(node)
-    while _name(node) in _CASTS:
+    while _name(node) in CASTS:
         node = before_moves(node.all_input_nodes[0])
     return node
 
@@ -234,8 +234,8 @@ def _is_extern(node: Node) -> bool:
 
 def _name(node: Node) -> str:
     """Return the name of the op that a node calls, or what else it is."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[1]
+    if op_name(node.target):
+        return op_name(node.target)
     if "auto_functionalized" in str(node.target) and node.args:
         return str(getattr(node.args[0], "_schema", node).name).split("::")[-1]
     return f"the input {node.name}" if node.op in ("placeholder", "get_attr") else node.name

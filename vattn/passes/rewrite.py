@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,19 +100,23 @@ def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
         builder.undo()
         raise
     _change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()}, hop.kwargs["_all_bases"])  # type: ignore[arg-type]
-    _erase_unread(old)
+    erase_unread([old])
 
 
-def _erase_unread(node: Node) -> None:
-    """Erase a node that nothing reads but checks of its metadata, and then what only it has read."""
-    if not can_run(node) or not all(map(is_check, node.users)):
-        return
-    sources = node.all_input_nodes
-    for user in list(node.users):
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
-    for source in sources:
-        _erase_unread(source)
+def erase_unread(nodes: Iterable[Node]) -> None:
+    """Erase nodes that nothing reads but checks of metadata, and then what only they have read."""
+    stack = list(nodes)
+    gone: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in gone or not can_run(node) or not all(map(is_check, node.users)):
+            continue
+        for user in list(node.users):
+            node.graph.erase_node(user)
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        gone.add(node)
+        stack.extend(sources)
 
 
 def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:

@@ -19,9 +19,9 @@ from vattn.config import AttentionConfig
 from vattn.errors import ConfigError
 from vattn.passes.division import query_arithmetic
 from vattn.passes.precision import is_low
-from vattn.passes.region import Refusal, can_run, is_check, value
+from vattn.passes.region import Refusal, can_run, is_check, op_name, value
 from vattn.passes.rope_probe import Turn, classify_turn
-from vattn.passes.rope_region import name_of, same_computation
+from vattn.passes.rope_region import same_computation
 from vattn.rope_config import RopeConfig
 
 ROPE_CHOICES = ("auto", "always", "never")
@@ -82,7 +82,7 @@ class FoundRope:
 def find_update(attention: Node, order: dict[Node, int]) -> Node | None:
     """Return the cache update whose keys an attention call is the first to read, `None` if there is none."""
     cache = attention.kwargs.get("kv_cache")
-    while isinstance(cache, Node) and name_of(cache) in _VIEWS:
+    while isinstance(cache, Node) and op_name(cache.target) in _VIEWS:
         cache = cache.all_input_nodes[0]
     if not isinstance(cache, Node) or cache.target is not operator.getitem:
         return None
@@ -98,7 +98,7 @@ def _attention_readers(cache: Node) -> Iterable[Node]:
     for user in cache.users:
         if user.args and user.args[0] in ops:
             yield user
-        elif name_of(user) in _VIEWS:
+        elif op_name(user.target) in _VIEWS:
             yield from _attention_readers(user)
 
 
@@ -234,7 +234,7 @@ def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
     if value(end).device.type != "cpu" or rope.norm == "none":
         return
     for node in dead:
-        if name_of(node) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
+        if op_name(node.target) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
             what = f"normalised values are concatenated in {value(node).dtype}, in which generated code stores them"
             raise Refusal(f"{what}: convert to float32 ahead of the rotation", node, near=True)
 

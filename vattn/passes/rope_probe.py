@@ -18,7 +18,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.rope_reference import normalise, rotate, scale_query
 from vattn.passes.probe import isolated
-from vattn.passes.region import FP8_DTYPES, Refusal, expression, value
+from vattn.passes.region import FP8_DTYPES, Refusal, expression, op_name, value
 from vattn.passes.rope_region import (
     Run,
     TurnRegion,
@@ -26,7 +26,6 @@ from vattn.passes.rope_region import (
     constants_of,
     fingerprint,
     history,
-    name_of,
     region_between,
 )
 from vattn.rope_config import ROPE_STYLES, RopeConfig
@@ -222,7 +221,7 @@ class _Trial:
         return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
 
     def _norms(self) -> list[tuple[str, float]]:
-        if not any(name_of(node) in _SUMS for node in self.region.nodes):
+        if not any(op_name(node.target) in _SUMS for node in self.region.nodes):
             return [("none", 0.0)]
         numbers = {0.0: None}
         for node in self.region.nodes:

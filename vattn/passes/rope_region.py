@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, value
+from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, op_name, value
 
 _LARGEST_REGION = 400
 _LARGEST_RUN = 1 << 23
@@ -26,11 +26,6 @@ _MOVES = frozenset(
 _UNINITIALISED = frozenset("empty empty_strided new_empty empty_like new_empty_strided".split())
 _PRIMES = (5, 7, 11, 13, 17, 19, 23)
 _WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
-
-
-def name_of(node: Node) -> str:
-    """Return the bare name of the op that a node calls, empty for anything else."""
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def is_size(node: Node) -> bool:
@@ -163,7 +158,7 @@ def behind_moves(node: Node) -> Node | None:
     if not can_run(node) or is_size(node):
         return None
     sources = [source for source in node.all_input_nodes if not is_size(source)]
-    name = name_of(node)
+    name = op_name(node.target)
     if len(sources) != 1 or not isinstance(value(sources[0]), Tensor):
         return None
     source = sources[0]
@@ -225,7 +220,7 @@ class Run:
 
         if node.target is operator.getitem:
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
-        name = name_of(node)
+        name = op_name(node.target)
         args: Any = torch.fx.map_arg(node.args, look_up)
         kwargs = {k: v for k, v in torch.fx.map_arg(dict(node.kwargs), look_up).items() if k not in _PLACES}
         if "device" in kwargs:

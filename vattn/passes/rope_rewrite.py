@@ -13,10 +13,9 @@ import torch
 from torch.fx import Node
 
 from vattn.formats import MODEL_DTYPES
-from vattn.passes.region import Refusal, can_run, expression, is_check, same_size, value
-from vattn.passes.rewrite import Builder
+from vattn.passes.region import Refusal, expression, op_name, same_size, value
+from vattn.passes.rewrite import Builder, erase_unread
 from vattn.passes.rope_kv_cache import FoundRope
-from vattn.passes.rope_region import name_of
 
 aten = torch.ops.aten
 
@@ -143,10 +142,10 @@ def _columns(builder: Builder, table: Node, part: range | None) -> Node:
 
 def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | None:
     """Return a table and the positions of which a node holds the rows, or some columns of them; `None`: neither."""
-    while name_of(node) in _RESHAPES:
+    while op_name(node.target) in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     part, split = None, node.args[0] if node.target is operator.getitem else None
-    if isinstance(split, Node) and name_of(split) in ("split", "split_with_sizes"):
+    if isinstance(split, Node) and op_name(split.target) in ("split", "split_with_sizes"):
         rows, at = split.args[0], node.args[1]
         if not isinstance(rows, Node) or value(rows).dim() != 2 or split.args[2:] not in ((-1,), (1,)):
             return None
@@ -173,7 +172,7 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:
     if part:
         pairs = builder.call(aten.view_as_real.default, node)
         node = builder.call(aten.select.int, pairs, -1, 0 if part == "real" else 1)
-    while name_of(node) in _RESHAPES:
+    while op_name(node.target) in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
     columns = int(expression(val.numel()) / expression(count))
@@ -190,19 +189,3 @@ def _flat(builder: Builder, node: Node | None) -> Node | None:
     if node is None or value(node).dim() == 1:
         return node
     return builder.call(aten.reshape.default, node, [value(node).numel()])
-
-
-def erase_unread(nodes: frozenset[Node]) -> None:
-    """Erase nodes that nothing reads but checks of metadata, and then what only they have read."""
-    stack = list(nodes)
-    gone: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in gone or not can_run(node) or not all(map(is_check, node.users)):
-            continue
-        for user in list(node.users):
-            node.graph.erase_node(user)
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        gone.add(node)
-        stack.extend(sources)
