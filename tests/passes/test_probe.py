@@ -56,8 +56,6 @@ ODD: dict[str, Callable[..., Any]] = {
     "maxima at powers of two": token(lambda scale: torch.where(scale == 1.0, 1.0009765625, scale)),
     "great maxima": token(lambda scale: scale.clamp(max=60.0)),
     "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
-    "fp16, divided": lambda o, s: cast(o.half().float() / s),
-    "fp16, times the scale": lambda o, s: cast(o.half().float() * s),
     "fp16, times its reciprocal": lambda o, s: cast(o.half() * (1 / s)),
     "beyond fp16": static(lambda x, s: x.clamp(-65504, 65504)),
     "below fp16": static(lambda x, s: torch.where(x.abs() < 2.0**-24, 0.0, x)),

@@ -168,9 +168,11 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
         order: position of every node of the graph.
     """
     reached, ends = _reach(output, whole=True)
-    packed = any(_covers(node, output, (torch.uint8,), 2) for node in reached)
-    if not ends and not packed:
-        reached, ends = _reach(output, whole=False)
+    if not ends:
+        part, ends_of_part = _reach(output, whole=False)
+        # Bytes that are reached through FP8 codes alone are those codes: of half the output, as many as packed ones.
+        if not any(_covers(node, output, (torch.uint8,), 2) for node in part):
+            reached, ends = part, ends_of_part
     again = {node for end in ends for node in _rounded_again(end)}
     after: set[Node] = set()
     nodes = []
