@@ -19,10 +19,11 @@ assert compile_all._spills("96 bytes spill stores, 90 bytes spill loads", nothin
 assert compile_all._spills("", SimpleNamespace(asm={"amdgcn": ".vgpr_spill_count: 40"}), 64)
 for line in ("Potential Performance Loss: wgmma.mma_async instructions are serialized due to", "ptxas warning : x"):
     assert compile_all._COMPLAINTS.search(line)
-launches = list(islice(compile_cases.all_launches(), 4000))
+launches = list(islice(compile_cases.all_launches(), 6000))
 kernels = {launch.kernel.__name__ for launch in launches}
 wanted = {"attention_kernel", "finish_kernel", "cache_update_kernel", "merge_kernel", "rope_update_kernel"}
 wanted |= {"round_query_kernel", "planned_rows_kernel", "mla_attention_kernel", "mla_merge_kernel", "mla_update_kernel"}
+wanted |= {"mla_project_kernel", "mla_expand_kernel", "mla_prefill_kernel", "mla_indexer_score_kernel"}
 assert kernels >= wanted, kernels
 assert {launch.target for launch in launches} == set(compile_cases.TARGETS) == set(compile_all.GPU_TARGETS)
 first, again = (compile_all._sample(launches, 90, 7) for _ in range(2))
