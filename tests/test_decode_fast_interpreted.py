@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.decode_support import interpret
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn.quantization import quantise_output
 
@@ -27,22 +28,9 @@ GROUPED = ["fp8_group64", "fp8_group64_pow2_col", "fp8_group128", "nvfp4", "nvfp
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
-    if not knobs.runtime.interpret:
-        pytest.skip("needs Triton's interpreter")
-    import triton.language as tl
-
     from vattn.ops.triton import decode_fast, decode_fast_kernels
 
-    for name, value in list(vars(decode_fast_kernels).items()):
-        if isinstance(value, tl.constexpr):
-            monkeypatch.setattr(decode_fast_kernels, name, value.value)
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
-    constants = decode_fast.decode_constants
-    monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    interpret(monkeypatch, decode_fast, decode_fast_kernels)
 
 
 def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, **changes: Any) -> Batch:

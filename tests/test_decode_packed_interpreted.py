@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.decode_support import interpret
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.formats import KV_FORMATS
 
@@ -21,29 +22,9 @@ FAST = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "tur
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
+    from vattn.ops.triton import decode_fast_kernels, decode_packed, decode_packed_codes, decode_packed_kernels
 
-    if not knobs.runtime.interpret:
-        pytest.skip("needs Triton's interpreter")
-    import triton.language as tl
-
-    from vattn.ops.triton import (
-        decode_fast,
-        decode_fast_kernels,
-        decode_packed,
-        decode_packed_codes,
-        decode_packed_kernels,
-    )
-
-    for module in (decode_fast_kernels, decode_packed_codes, decode_packed_kernels):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, tl.constexpr):
-                monkeypatch.setattr(module, name, value.value)
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
-    constants = decode_packed.decode_constants
-    monkeypatch.setattr(decode_packed, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    interpret(monkeypatch, decode_packed, decode_fast_kernels, decode_packed_codes, decode_packed_kernels)
 
 
 def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:

@@ -1,0 +1,36 @@
+"""What the tests of the fast decode paths' Triton kernels in the interpreter share."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_code: ModuleType) -> None:
+    """Make a decode path run in Triton's interpreter, or skip the test.
+
+    The interpreter knows no inline assembly, so that the plain lowering is taken; programmatic launches are nothing
+    there. It has three multiprocessors.
+
+    Args:
+        launcher: the module whose `decode_constants` the launches take.
+        device_code: modules whose module-level constants kernels read.
+    """
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    import triton.language as tl
+
+    from vattn.ops.triton import decode_fast
+
+    for module in device_code:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, tl.constexpr):
+                monkeypatch.setattr(module, name, value.value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    constants = launcher.decode_constants
+    monkeypatch.setattr(launcher, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
