@@ -33,7 +33,7 @@ from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
-SPILL_ALLOWANCE = 1024
+SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps more there than 3.6, outside of the loops."""
 
 SHARED_BYTES = 227 << 10
