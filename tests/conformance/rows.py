@@ -84,7 +84,7 @@ _SINGLE: dict[str, Row] = {
     "tree-decodes": Row(TREE, DECODES),
     "mm-full": Row({"mm_prefix": "full"}, IMAGES),
     "mm-clamped": Row({"mm_prefix": "clamped", "sliding_window": 6}, IMAGES),
-    "context-only": Row({"context_only": True, "lse": True}, MIXED),
+    "context-only": Row({"context_only": True}, MIXED),
     "context-only-long": Row({"context_only": True, "sliding_window": 9, "sinks": True, "lse": True}, LONG),
     "context-only-flags": Row({"context_only": True, **FLAGS, "alibi": "linear"}, MIXED),
     "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
