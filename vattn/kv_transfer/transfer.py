@@ -64,7 +64,8 @@ class KVTransfer:
         fingerprint: what the connector got.
 
     Raises:
-        CacheError: a cache in groups, cross attention, context parallelism, or layers whose scales are not calculated yet.
+        CacheError: a cache in groups, cross attention, context parallelism, or layers whose scales are not calculated
+            yet.
         ConfigError: the caches have a connector already, or a timeout that is not positive.
 
     Loading and saving overlap with the computation: on CUDA copies run on streams of their own, and each layer waits
