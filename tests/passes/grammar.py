@@ -136,6 +136,7 @@ def dynamic_form(*chosen: str) -> Form:
 PAIRS = [
     static_form(*STATIC_BASE[:3], "e4m3 twice", "first tokens"),
     static_form(*STATIC_BASE[:3], "to, bytes", "half the columns"),
+    static_form("float()", "/ full_like", "clamp", "to", "first tokens"),
     dynamic_form(*DYNAMIC_BASE[:2], "plus 1e-6", "* (1 / scale)", "power of two", "token", "none", *DYNAMIC_BASE[7:]),
     dynamic_form("float()", "abs().max()", "no floor", "* reciprocal()", "power of two", "group 64", *DYNAMIC_BASE[6:]),
 ]

@@ -61,7 +61,7 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
         assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} bytes differ"
 
 
-NODE_NAMES = re.compile(r"\b(view|mul|div|convert_element_type|reduce|unsqueeze|add|full|copy_?)(_\d+)?\b")
+NODE_NAMES = re.compile(r"\b(view|getitem|mul|div|convert_element_type|reduce|unsqueeze|add|full|copy_?)(_\d+)?\b")
 
 
 def row(form: Form, node: NodeReport) -> str:

@@ -358,8 +358,8 @@ def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
     """Return static scales that a region without an unknown value could have been written with."""
     found: dict[float, None] = {1.0: None}
     for tensor in inputs.constants.values():
-        if tensor.numel() == 1 and tensor.is_floating_point():
-            found[float(tensor)] = None
+        if tensor.numel() and tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all()):
+            found[float(tensor.flatten()[0])] = None
         elif tensor.numel() == 1 and abs(int(tensor)) < 64:
             found[2.0 ** int(tensor)] = None  # of ldexp
     for node in (*inputs.derived, *nodes):
