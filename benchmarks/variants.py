@@ -153,7 +153,6 @@ def _tuned(fp8_query: bool = False) -> list[Peer]:
         "slots 4, 5 stages": Tuning(2, 5, 1, slots=4, overlap=True),
         "slots 4, 6 stages": Tuning(2, 6, 1, slots=4, overlap=True),
         "slots 2 of 4 heads, 5 stages": Tuning(4, 5, 1, slots=2, overlap=True),
-        "slots 2 of 2 heads, 5 stages": Tuning(2, 5, 2, slots=2, overlap=True),
     }
     return [by_tuning(name, tuning, fp8_query) for name, tuning in named.items()]
 

@@ -100,6 +100,7 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             return record
 
     from vattn.ops.gluon import decode as gluon_decode
+    from vattn.ops.gluon import mixed_launch
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -127,7 +128,17 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
         stack.enter_context(mock.patch.object(launch, "_launch_finish"))  # Compiled with the general kernel.
-        (decode_packed if KV_FORMATS[config.kv_cache_dtype].packed else decode_fast).decode(args, config)
+        if KV_FORMATS[config.kv_cache_dtype].packed:
+            decode_packed.decode(args, config)
+            return found
+        decode_fast.decode(args, config)
+        if num_reqs > 4 and tokens == mixed_launch.short_rows(config):
+            # A step that the prefill kernel shares, and that starts before that one has ended.
+            tuning = mixed_launch.tuning_of(config, num_reqs, "overlapped")
+            sizes = decode_fast.sizing(config, num_reqs, tuning, query.device)
+            schedule = empty(1, 8, dtype=torch.int32)
+            decode_fast.plan(args.query_start_loc, lengths, schedule, config, tuning, tokens, short_only=True)
+            decode_fast.launch(args, config, schedule, output, tuning, sizes, tokens)
     return found
 
 
