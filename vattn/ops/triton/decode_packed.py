@@ -81,8 +81,7 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 
 def choose_tuning(config: AttentionConfig) -> Tuning:
-    """Return how the kernel is cut for a layer: its format's entry of `TUNINGS`, one tile at a time without, with heads that
-    fill their CTAs."""
+    """Return how the kernel is cut for a layer: as `TUNINGS` says, with heads that fill their CTAs."""
     tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
     heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
     return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
