@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.integrations.fp8_checkpoint import take_cache_hooks
 from vattn.integrations.transformers import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -97,7 +98,7 @@ def enable_latent_attention(
         )
         module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
         module.expand_kv = types.MethodType(_expand_kv, module)
-    model.__dict__["_vattn_before"] = model.config._attn_implementation
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model)
     ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
     ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
     set_attention(model, LATENT)
