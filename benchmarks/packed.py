@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from benchmarks.kv_formats import BASELINE, BLOCK, BLOCKS, CELLS, TOKENS, Filled
+from benchmarks.kv_formats import BASELINE, BLOCK, FULL, Filled
 from benchmarks.timing import Timer, interleave
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
@@ -54,7 +54,7 @@ def name_of(tuning: Tuning) -> str:
 def decode_steps(cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor) -> dict[str, Callable]:
     """Return the calls to time by name, each compared with the reference on two requests."""
     config = cache.config
-    args = cache.step(num_reqs, seq_len, query, table)
+    args = cache.step(seq_len, query, table)
     steps: dict[str, Callable] = {"in use": lambda: torch.ops.vattn.attention(*args)}
     two = args._replace(
         query=query[:2], query_start_loc=args.query_start_loc[:3], seq_lens=args.seq_lens[:2], block_table=table[:2]
@@ -107,19 +107,19 @@ def main() -> None:
     parser.add_argument("--what", choices=("both", "decode", "store"), default="both")
     options = parser.parse_args()
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
-    key, value = (torch.randn(TOKENS, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    base = Filled(BASELINE, key, value)
-    slots = torch.randperm(BLOCKS * BLOCK, device="cuda")[:TOKENS]
+    key, value = (torch.randn(FULL.tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    base = Filled(BASELINE, key, value, FULL)
+    slots = torch.randperm(FULL.blocks * BLOCK, device="cuda")[: FULL.tokens]
     inputs = {
         (num_reqs, seq_len): (
             torch.randn(num_reqs, 32, 128, device="cuda", dtype=torch.bfloat16),
-            torch.randperm(BLOCKS, device="cuda").int().view(num_reqs, seq_len // BLOCK),
+            torch.randperm(FULL.blocks, device="cuda").int().view(num_reqs, seq_len // BLOCK),
         )
-        for num_reqs, seq_len in CELLS
+        for num_reqs, seq_len in FULL.cells
     }
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "us": {}}
     for name in names:
-        cache = Filled(name, key, value)
+        cache = Filled(name, key, value, FULL)
         cells: dict[str, dict[str, Timer]] = {}
         if options.what != "decode":
             cells["store 8192"] = {BASELINE: Timer([lambda: base.store(slots)]), **store_timers(cache, slots)}
