@@ -136,13 +136,12 @@ def stand_in(batch: Batch, tiles: list[Any]) -> Any:
     return Kernel()
 
 
-@pytest.mark.parametrize("way", ["two", "overlapped"])
 @pytest.mark.parametrize(
-    ("padding", "changes"),
+    ("way", "padding", "changes"),
     [
-        (0, {}),
-        (9, {"sliding_window": 33, "sinks": True, **FP8}),
-        (2, {"output_format": "fp8_group64"}),
+        ("two", 0, {}),
+        ("overlapped", 9, {"sliding_window": 33, "sinks": True, **FP8}),
+        ("two", 2, {"output_format": "fp8_group64"}),
     ],
     ids=["plain", "window, sinks, fp8, padding", "groups"],
 )
