@@ -87,3 +87,17 @@ def test_no_tokens() -> None:
     config = make_mla_config(backend="TRITON_MLA")
     args = random_mla_batch(config, [0], [5])
     assert run_mla(args, config)[0].shape == (0, 3, 10)
+
+
+@pytest.mark.parametrize("lens", [([1, 2], [50, 9]), ([5, 1], [9, 3])], ids=str)
+def test_rows_that_see_a_nan_are_nan(lens: tuple[list[int], list[int]]) -> None:
+    """Split over programs or not, decoded or expanded: what is NaN isn't taken for empty. Others stay as they are."""
+    config = make_mla_config(lse=True, backend="TRITON_MLA", block_size=16)
+    args = random_mla_batch(config, *lens)
+    clean = run_mla(args, config)[0].clone()
+    cache = args.kv_cache.clone()
+    cache[args.block_table[0, 0], 0] = float("nan")
+    got, lse = run_mla(args._replace(kv_cache=cache), config)
+    rows = lens[0][0]
+    assert bool(got[:rows].isnan().all()) and lse is not None and bool(lse[:rows].isnan().all())
+    assert torch.equal(got[rows:], clean[rows:])

@@ -150,7 +150,7 @@ def consume(
                 gl.store(stats + place * 2, maximum, mask=inside)
                 gl.store(stats + place * 2 + 1, row_total, mask=inside)
             else:
-                seen = row_total > 0.0
+                seen = row_total != 0.0
                 safe = gl.where(seen, row_total, 1.0)
                 norm = gl.where(seen, 1.0 / safe, 0.0)
                 place = (row0 + row).to(gl.int64)

@@ -164,7 +164,7 @@ def mla_attention_kernel(
         total = total * alpha + tl.sum(weights, 1)
         acc = dot(cast(weights, DTYPE), latent, acc * alpha[:, None])
         m = m_new
-    seen = total > 0.0
+    seen = total != 0.0
     acc = acc * tl.where(seen, value_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
     log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     inside = known[:, None] & (latent_column < L)[None, :]

@@ -272,7 +272,7 @@ def mla_prefill_kernel(
             tl.store(carry_stats + row * 2 + 1, total, mask=known)
             tl.store(carry + row[:, None] * V + wide[None, :], acc, mask=inside)
             return
-    seen = total > 0.0
+    seen = total != 0.0
     safe = tl.where(seen, total, 1.0)
     acc = acc * tl.where(seen, 1.0 / safe, 0.0)[:, None]
     if lse is not None:

@@ -51,7 +51,7 @@ def mla_reduce_kernel(
         x = x * decay + tl.sum(weight[:, None] * part, 0)
         total = total * decay + tl.sum(weight * part_total, 0)
         maximum = new_maximum
-    seen = total > 0.0
+    seen = total != 0.0
     safe = tl.where(seen, total, 1.0)
     place = start * HEADS + row
     x = tl.where(seen, x / safe, 0.0)
