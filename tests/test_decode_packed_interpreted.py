@@ -42,6 +42,8 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes:
     decode_packed.decode(batch.args, config, Tuning(heads, 3, 2, slots=slots))
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE
+    # No zero below zero: codes of an output format would differ.
+    assert not batch.args.output[len(LENGTHS) :].signbit().any()
     assert relative_l2(batch.args.lse, lse) < 3e-4
 
 
@@ -71,3 +73,20 @@ def test_which_formats_go_the_fast_way() -> None:
         kind = "tensor" if KV_FORMATS[name].quantised else "none"
         config = make_config(head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=name, kv_scale=kind)
         assert (not decode_packed.refusals(config, hopper)) == (name in FAST)
+
+
+def test_a_key_that_is_nan() -> None:
+    """Stored as e4m3: the rows that see it are NaN, and no others."""
+    from vattn.ops.cache_layout import packed_views
+    from vattn.ops.triton import decode_packed
+
+    config = make_config(
+        num_heads=6, num_kv_heads=2, head_size=64, dtype="float16", block_size=16, kv_cache_dtype="turboquant_k8v4"
+    )
+    batch = random_paged_batch(config, [1] * len(LENGTHS), LENGTHS)
+    keys = packed_views(batch.args.kv_cache, config)[0]
+    keys.codes[batch.args.block_table[2, 0], 3, 1, 5] = 0x7F
+    decode_packed.decode(batch.args, config)
+    seen = batch.args.output.isnan().all(-1)
+    assert bool(seen[2, 3:].all()) and int(seen.sum()) == 3
+    assert not bool(batch.args.output[~seen].isnan().any())

@@ -138,6 +138,9 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             sizes = decode_fast.sizing(config, num_reqs, tuning, query.device)
             schedule = empty(1, 8, dtype=torch.int32)
             decode_fast.plan(args.query_start_loc, lengths, schedule, config, tuning, tokens, short_only=True)
+            grouped = OUTPUT_FORMATS[config.output_format].group_size > 0
+            if grouped and not decode_fast.computes_scales(config, num_reqs, tuning, tokens):
+                output = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
             decode_fast.launch(args, config, schedule, output, tuning, sizes, tokens)
     return found
 

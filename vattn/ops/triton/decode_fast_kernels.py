@@ -112,7 +112,7 @@ def unpack_values(pairs, ASSEMBLY: tl.constexpr):
 @triton.jit
 def decode_low_byte(pairs):
     """Return the e4m3 value of the low byte of each int16, as fp16."""
-    return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return decode((pairs & 0xFF).to(tl.uint8), "fp8_e4m3", tl.float16, False)
 
 
 @triton.jit

@@ -277,6 +277,8 @@ def finish_item(
             total = total * decay + tl.exp2(sink - with_sink)
             maximum = with_sink
         x = x * (decay / tl.where(total == 0.0, 1.0, total))[:, None]
+        # Rotating back gives zeros a sign, which a row of padding must not have.
+        x = tl.where(x == 0.0, 0.0, x)
         store_rows(output + row.to(tl.int64) * output_stride + columns, x, mask[:, None], scale, MODEL, OUTPUT)
         if lse is not None:
             log = LN2 * (maximum + tl.log2(total))
