@@ -43,12 +43,12 @@ PAIRS: tuple[tuple[str, str], ...] = tuple(
 """Every pair of features that a config can ask for."""
 
 _SELDOM = {
-    "context_parallel": 0.1,
-    "context_only": 0.1,
-    "batch_invariant": 0.12,
-    "contiguous_kv": 0.12,
+    "context_parallel": 0.14,
+    "context_only": 0.14,
+    "batch_invariant": 0.14,
+    "contiguous_kv": 0.14,
     "hnd_layout": 0.35,
-    "head_pairs": 0.1,
+    "head_pairs": 0.15,
 }
 """How often a feature is drawn, if not one time in four."""
 

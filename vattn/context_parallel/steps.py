@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.stripe import stripe_of
@@ -24,7 +24,8 @@ def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) ->
     Raises:
         ConfigError: the layer holds another share of the tokens, or combines otherwise.
     """
-    theirs = getattr(layer, "context_parallel", parallel)
+    # A config alone says which share, not how results are combined.
+    theirs = getattr(layer, "context_parallel", parallel) if isinstance(layer, nn.Module) else parallel
     stripe = None if parallel is None else parallel.stripe
     if stripe_of(config) != stripe or theirs != parallel:
         came = stripe_of(config) if stripe_of(config) != stripe else theirs
