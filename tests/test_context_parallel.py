@@ -199,6 +199,13 @@ REFUSED = {
         "a layer with no context parallelism",
         lambda: vattn.AttentionMetadataBuilder(layers=layer_of(None), context_parallel=PAIR, **SIZES),
     ),
+    "no-ranks-for-a-builder": (
+        ConfigError,
+        "context_parallel=1",
+        lambda: vattn.AttentionMetadataBuilder(context_parallel=1, **SIZES),
+    ),
+    "timeout": (ConfigError, "timeout='x'", lambda: ContextParallel(0, 2, timeout="x")),
+    "no-timeout": (ConfigError, "timeout=-1", lambda: ContextParallel(0, 2, timeout=-1)),
     "other-combine": (
         ConfigError,
         "all_to_all",

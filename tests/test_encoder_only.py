@@ -166,6 +166,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sharing": ({"kv_sharing_target_layer_name": "a"}, ConfigError, "no cache to share"),
     "ranges": ({"mm_prefix": "full"}, UnsupportedRequestError, "mm_prefix='full'"),
     "kept rows": ({"fast_prefill": True}, UnsupportedRequestError, "fast_prefill=True"),
+    "ranks": ({"context_parallel": 5}, UnsupportedRequestError, "context_parallel=5"),
     "no type": ({"attn_type": ""}, ConfigError, "attn_type=''"),
     "cache of a dict": ({"cache_config": {}}, ConfigError, "cache_config of type dict"),
     "scales of a dict": ({"quant_config": {"k_scale": 1.0}}, ConfigError, "quant_config of type dict"),

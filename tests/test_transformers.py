@@ -269,3 +269,24 @@ def test_wrong_arguments() -> None:
         enable(model)
     with pytest.raises(vattn.errors.CacheNotBoundError, match="no KV cache"):
         Runner(PackedModel(model))
+
+
+def test_models_of_one_config_object_are_enabled_apart() -> None:
+    """Which attention runs is written in a config; another model's must not change with it."""
+    first, second, plain = (make_model("llama") for _ in range(3))
+    for model in (second, plain):
+        for module in model.modules():
+            if "config" in module.__dict__:
+                module.config = first.config
+    ids = torch.tensor([[5, 6, 7]])
+    packed = enable(first, num_blocks=5), enable(second, num_blocks=5)
+    with torch.no_grad():
+        expected = plain(ids).logits
+        disable(packed[0])
+        assert torch.equal(first(ids).logits, first(ids).logits) and torch.equal(plain(ids).logits, expected)
+        builder = vattn.AttentionMetadataBuilder(2, 4, max_seq_len=16, layers=packed[1])
+        step = builder.build([3], [3], [[1]])
+        with vattn.forward_context(step):
+            got = packed[1](ids[0], step.positions)
+        disable(packed[1])
+        assert relative_l2(got, second(ids).logits[0]) < 1e-5

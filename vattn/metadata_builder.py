@@ -98,6 +98,12 @@ class AttentionMetadataBuilder:
         self.block_size, self.decode_threshold = block_size, decode_threshold
         self.device = torch.device(device)
         self.num_blocks = num_blocks
+        if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
+            raise ConfigError(
+                f"context_parallel={context_parallel!r:.60}",
+                "a vattn.context_parallel.ContextParallel, or None",
+                "make it with ContextParallel.of(group)",
+            )
         self.context_parallel = context_parallel
         stripe = None if context_parallel is None else context_parallel.stripe
         self.table_width = -(-most_held(stripe, max_seq_len) // block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class ContextParallel:
                 f"rank < world_size, and world_size * interleave up to {MAX_PERIOD}",
                 "use ContextParallel.of(group) and an interleave of 1, or of the block size",
             )
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r}", "seconds above 0", "leave it out for 30")
         if self.combine not in COMBINES:
             raise UnknownOptionError(f"combine={self.combine!r}", ", ".join(COMBINES), "choose one of these names")
 
@@ -105,16 +108,16 @@ class ContextParallel:
                 "make the layers on the ranks of the group alone",
             )
         ranks = distributed.get_process_group_ranks(group)
-        checking = ""
+        # Refuses what no group should be made for.
+        parallel = ContextParallel(
+            distributed.get_rank(group), len(ranks), interleave, combine, group.group_name, timeout=timeout
+        )
         if check:
             # Of its own, so that a check that fails by its timeout leaves the user's group as it was.
             own = distributed.new_group(
                 ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
             )
-            checking = own.group_name
-        parallel = ContextParallel(
-            distributed.get_rank(group), len(ranks), interleave, combine, group.group_name, checking, timeout
-        )
+            parallel = dataclasses.replace(parallel, check_group_name=own.group_name)
         parallel.agree({"interleave": interleave, "combine": combine})
         return parallel
 

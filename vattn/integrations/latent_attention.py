@@ -22,6 +22,7 @@ from vattn.integrations.transformers import (
     PackedModel,
     attend,
     no_mask,
+    own_config,
     set_attention,
 )
 from vattn.layers import MLAAttention, QuantConfig
@@ -98,6 +99,7 @@ def enable_latent_attention(
         )
         module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
         module.expand_kv = types.MethodType(_expand_kv, module)
+    own_config(model)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model)
     ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
     ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)

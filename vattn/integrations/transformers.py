@@ -23,7 +23,7 @@ from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
 from vattn.integrations import merged_linears
-from vattn.integrations.attention_calls import AttentionCall, observe, set_attention
+from vattn.integrations.attention_calls import AttentionCall, observe, own_config, set_attention
 from vattn.integrations.checkpoint_scales import checkpoint_configs
 from vattn.integrations.fp8_checkpoint import give_cache_hooks, take_cache_hooks
 from vattn.integrations.fp8_checkpoint import load_fp8_linears as load_fp8_linears
@@ -192,6 +192,7 @@ def enable(
             "leave sliding_window out",
         )
     scales = _scales(calibration, quant_config, cache_config, scales_per_head, query_format)
+    own_config(model)
     hooks = take_cache_hooks(model)
     try:
         calls = observe(model, PackedCache())

@@ -276,6 +276,12 @@ def _check_no_cache(prefix: str, target: str | None, options: dict[str, Any]) ->
             "False: keys come from the rows of the query, so all of them are needed",
             "leave it out",
         )
+    if options.get("context_parallel") is not None:
+        raise UnsupportedRequestError(
+            f"context_parallel={options['context_parallel']!r} in EncoderOnlyAttention {prefix!r}",
+            "None: it has no cache to share out among ranks",
+            "leave it out",
+        )
     if target is not None:
         raise ConfigError(
             f"kv_sharing_target_layer_name={target!r} in EncoderOnlyAttention {prefix!r}",
