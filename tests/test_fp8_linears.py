@@ -86,10 +86,12 @@ def test_the_gpu_product_takes_these_operands(fmt: str) -> None:
     quantised = make_fp8(fmt, make_linear(bias=False))
     x = torch.randn(5, 256).bfloat16()
     codes, scale = quantised.quantise_input(x)
-    try:
-        got = quantised._scaled_mm(codes, scale, torch.bfloat16)
+    try:  # Whether this torch has it, told by operands that are right for certain.
+        ones, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        torch._scaled_mm(ones, ones.t(), one, one, out_dtype=torch.bfloat16)
     except RuntimeError as error:
         pytest.skip(f"torch {torch.__version__}: {error}"[:120])
+    got = quantised._scaled_mm(codes, scale, torch.bfloat16)
     assert relative_l2(got.float(), quantised(x).float()) < 4e-3  # bf16, rounded once or twice
 
 

@@ -304,6 +304,10 @@ class AttentionConfig:
             "use causality='causal'",
         )
 
+    def with_plain_output(self) -> AttentionConfig:
+        """Return the same request with results in the model dtype."""
+        return self.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+
     @property
     def stripe(self) -> Stripe | None:
         """The share of each request's tokens that the cache holds; `None`: all."""

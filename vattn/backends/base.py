@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vattn.config import AttentionConfig
-from vattn.errors import DeviceError
+from vattn.errors import DeviceError, GraphContractError
 from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
 from vattn.ops.arguments import (
     AttentionArgs,
@@ -47,6 +47,20 @@ FEATURES: tuple[str, ...] = (
     "contiguous_kv",
 )
 """Everything beyond plain causal attention that a request can ask for, one name each."""
+
+
+def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "ask for another attn_backend") -> None:
+    """Refuse a call while a CUDA graph is captured, on behalf of a backend that none may hold.
+
+    Raises:
+        GraphContractError: one is.
+    """
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GraphContractError(
+            f"{backend} was called while a CUDA graph is captured; {why}",
+            "a backend whose capabilities say cuda_graphs='full'",
+            f"{instead}, or run this model without graphs",
+        )
 
 
 def requested_features(config: AttentionConfig) -> frozenset[str]:

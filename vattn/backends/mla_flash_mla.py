@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import DeviceInfo, Package, Sizes
+from vattn.backends.base import DeviceInfo, Package, Sizes, refuse_capture
 from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
-from vattn.errors import ConfigError, GraphContractError
+from vattn.errors import ConfigError
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.binary_rows import put_right
 from vattn.ops.mla_absorb import absorb, project_values, weights_of
@@ -95,12 +95,7 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        if args.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise GraphContractError(
-                "FLASHMLA was called while a CUDA graph is captured; nobody has tried that",
-                "a backend whose capabilities say cuda_graphs='full'",
-                "ask for attn_backend='TRITON_MLA', or run this model without graphs",
-            )
+        refuse_capture(args.query, self.name, "nobody has tried that", "ask for attn_backend='TRITON_MLA'")
         tokens = args.query.shape[0]
         if not tokens:
             return

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Package, Sizes
+from vattn.backends.base import Package, Sizes, refuse_capture
 from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
-from vattn.errors import GraphContractError
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.binary_rows import put_right, rows_that_ask
@@ -52,12 +51,7 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        if args.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise GraphContractError(
-                "FLASHINFER_MLA was called while a CUDA graph is captured; it plans from lengths on the host",
-                "a backend whose capabilities say cuda_graphs='full'",
-                "ask for attn_backend='TRITON_MLA', or run this model without graphs",
-            )
+        refuse_capture(args.query, self.name, "it plans from lengths on the host", "ask for attn_backend='TRITON_MLA'")
         args.output.zero_()
         if args.lse is not None:
             args.lse.fill_(-torch.inf)

@@ -16,9 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Sizes
+from vattn.backends.base import Sizes, refuse_capture
 from vattn.backends.mla import MLABackend, MLACapabilities
-from vattn.errors import GraphContractError
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.mla_formats import MLA_FORMATS, decode_rows, encode_rows
@@ -66,12 +65,7 @@ class TorchMLABackend(MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        if args.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise GraphContractError(
-                "TORCH_MLA was called while a CUDA graph is captured; it reads lengths on the host",
-                "a backend whose capabilities say cuda_graphs='full'",
-                "ask for another attn_backend, or run this model without graphs",
-            )
+        refuse_capture(args.query, self.name, "it reads lengths on the host")
         result = args.query.new_zeros(
             (args.query.shape[0], config.num_heads, config.v_head_dim), dtype=MODEL_DTYPES[config.dtype]
         )

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vattn import kv_formats, quantization
-from vattn.backends.base import FEATURES, PACKED_STRIPES, Backend, Capabilities, Sizes
+from vattn.backends.base import FEATURES, PACKED_STRIPES, Backend, Capabilities, Sizes, refuse_capture
 from vattn.config import AttentionConfig
 from vattn.context_parallel.stripe import Stripe
-from vattn.errors import GraphContractError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.ops import rope_reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -120,7 +119,7 @@ class TorchSDPABackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        _refuse_capture(args.query)
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         lengths = _to_host(args.seq_lens)
@@ -139,7 +138,7 @@ class TorchSDPABackend(Backend):
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
-        _refuse_capture(args.query)
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
         starts = _to_host(args.kv_start_loc)
         lengths = [max(0, end - start) for start, end in pairwise(starts)]
         requests = list(_requests(args, config, lengths, lengths, lengths))
@@ -177,15 +176,6 @@ class TorchSDPABackend(Backend):
         """Run `vattn::rope_kv_cache_update`, without a sync."""
         with torch.autocast(args.query.device.type, enabled=False):
             self.kv_cache_update(rope_reference.rotate_all(args, rope, config), config)
-
-
-def _refuse_capture(query: Tensor) -> None:
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise GraphContractError(
-            "TORCH_SDPA was called while a CUDA graph is captured; it reads lengths on the host",
-            "a backend whose capabilities say cuda_graphs='full'",
-            "ask for attn_backend='TRITON_ATTN', or run this model without graphs",
-        )
 
 
 def _decode(stored: PackedRows, config: AttentionConfig, of_values: bool, scale: Tensor | None) -> Tensor:

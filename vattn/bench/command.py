@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="ROWS",
-        help="rows as model/work/cache, each the beginning of a name or empty, by semicolons; run in this order",
+        help="rows as MODEL/WORK/CACHE, each the beginning of a name or empty, by semicolons; run in this order",
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep the rows that the file of --json has, and run those that it lacks"

@@ -155,7 +155,7 @@ def choose_rows(
 
     Args:
         cells, caches: what there is.
-        only: `model/work/cache`, each part the beginning of a name or empty for all; earlier ones run first. None
+        only: `MODEL/WORK/CACHE`, each part the beginning of a name or empty for all; earlier ones run first. None
             given: every row, in the order of the cells.
 
     Raises:
@@ -171,7 +171,7 @@ def choose_rows(
         found = [i for i in range(len(rows)) if len(parts) <= 3 and _begins(names[i], parts, names)]
         if not found:
             raise UnknownOptionError(
-                f"--only {name!r}", "model/work/cache of a row that is run", "see bench attention --list for names"
+                f"--only {name!r}", "MODEL/WORK/CACHE of a row that is run", "see bench attention --list for names"
             )
         picked.update(dict.fromkeys(found))
     return [rows[index] for index in picked]

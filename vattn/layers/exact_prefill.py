@@ -15,6 +15,7 @@ from torch import Tensor
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError
+from vattn.layers.layer_step import with_own_result
 from vattn.layers.request import StepKind, step_configs
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 
@@ -85,8 +86,7 @@ def step_parts(
         own_config: the step's part of `step_ops`.
     """
     args = AttentionArgs(*arguments)
-    rows = args.query.shape[:2]
-    context = args._replace(output=torch.empty_like(args.output), lse=args.query.new_empty(rows, dtype=torch.float32))
+    context = with_own_result(args, args.output.shape[2], args.output.dtype)
     starts = args.query_start_loc
     own = VarlenAttentionArgs(
         query=args.query,
@@ -96,7 +96,7 @@ def step_parts(
         kv_start_loc=starts,
         output=torch.empty_like(args.output),
         output_block_scale=None,
-        lse=args.query.new_empty(rows, dtype=torch.float32),
+        lse=args.query.new_empty(args.query.shape[:2], dtype=torch.float32),
         output_scale=None,
         q_scale=args.q_scale,
         k_scale=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from vattn.errors import MetadataError, ShapeError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.layers.request import StepKind
 from vattn.metadata import AttentionMetadata, host_plan_key
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
+
+Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
 
 
 class PrefixStep(NamedTuple):
@@ -213,6 +217,17 @@ class LayerResult(NamedTuple):
         """Return the output in the shape asked for, `[T, num_heads * head_size_v]` if none was, and its scales."""
         output = self.output.flatten(1) if self.shape is None else self.output.view(*self.shape)
         return output if self.block_scale is None else (output, self.block_scale)
+
+
+def with_own_result(args: Args, head_size_v: int, dtype: torch.dtype) -> Args:
+    """Return an op's arguments with a result of its own `[T, heads, head_size_v]` of `dtype`, and an LSE beside it."""
+    tokens, heads = args.query.shape[0], args.query.shape[1]
+    return args._replace(
+        output=args.query.new_empty((tokens, heads, head_size_v), dtype=dtype),
+        output_block_scale=None,
+        lse=args.query.new_empty((tokens, heads), dtype=torch.float32),
+        output_scale=None,
+    )
 
 
 def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:

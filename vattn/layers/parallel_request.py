@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,10 @@ from torch import Tensor
 from vattn.context_parallel.group import ContextParallel
 from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
 from vattn.formats import OUTPUT_FORMATS
-from vattn.layers.layer_step import LayerResult
+from vattn.layers.layer_step import Args, LayerResult, with_own_result
 from vattn.metadata import AttentionMetadata
-from vattn.ops.arguments import AttentionArgs
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.quantization import quantise_output
-
-Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
 
 
 def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, asked: dict[str, bool]) -> None:
@@ -113,16 +110,8 @@ def all_heads(query: Tensor, parallel: ContextParallel) -> Tensor:
 
 def partial_arguments(args: Args, query: Tensor, head_size_v: int, dtype: torch.dtype) -> Args:
     """Return the arguments of this rank's part: queries of all ranks, an output of its own, and an LSE beside it."""
-    tokens, heads = query.shape[0], query.shape[1]
     changes: dict[str, Any] = {} if isinstance(args, MLAAttentionArgs) else {"sinks": None}
-    return args._replace(
-        query=query,
-        output=torch.empty((tokens, heads, head_size_v), dtype=dtype, device=query.device),
-        output_block_scale=None,
-        lse=torch.empty((tokens, heads), dtype=torch.float32, device=query.device),
-        output_scale=None,
-        **changes,
-    )
+    return with_own_result(args._replace(query=query, **changes), head_size_v, dtype)
 
 
 def attend_parts(

@@ -16,7 +16,7 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo, requested_features
 from vattn.config import AttentionConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.layers.layer_step import LayerResult, LayerStep, PrefixStep
+from vattn.layers.layer_step import LayerResult, LayerStep, PrefixStep, with_own_result
 from vattn.layers.request import StepKind, step_configs
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization import quantise_output
@@ -57,7 +57,7 @@ def prefix_ops(config: AttentionConfig, device: DeviceInfo) -> PrefixOps:
     problems = [f"{name}: {why}" for name, why in _REFUSED.items() if name in asked]
     if config.attn_type != "decoder":
         problems.append(f"attn_type {config.attn_type}")
-    part = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None, lse=True)
+    part = config.with_plain_output().replace(lse=True)
     suffix, refused = step_configs(part, device)
     if not problems:
         prefix = part.replace(causality="bidirectional", sinks=False)
@@ -79,19 +79,8 @@ def prefix_parts(
         dtype: of the model.
     """
     args = AttentionArgs(*arguments)
-    rows, heads = args.query.shape[:2]
-
-    def own(config: str) -> dict[str, Any]:
-        return {
-            "output": args.query.new_empty((rows, heads, ops.columns), dtype=dtype),
-            "output_block_scale": None,
-            "output_scale": None,
-            "lse": args.query.new_empty((rows, heads), dtype=torch.float32),
-            "config": config,
-        }
-
-    suffix = args._replace(**own(suffix_config))
-    common = args._replace(**own(ops.prefix))._replace(
+    suffix = with_own_result(args._replace(config=suffix_config), ops.columns, dtype)
+    common = with_own_result(args._replace(config=ops.prefix), ops.columns, dtype)._replace(
         query_start_loc=prefix.start_loc,
         seq_lens=prefix.lens,
         block_table=prefix.block_table,

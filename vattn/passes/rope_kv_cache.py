@@ -167,7 +167,7 @@ def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
         raise Refusal(f"cache update and attention differ in {', '.join(differing)}", update, near=True)
     if config.query_format != "none" and config.query_load != "plain":
         raise Refusal("the attention call quantises the query as it loads it", update, near=True)
-    return config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    return config.with_plain_output()
 
 
 def _one_rope(key: Turn, query: Turn, end: Node) -> RopeConfig:

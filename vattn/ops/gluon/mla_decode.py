@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, load_box
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -26,7 +26,6 @@ from vattn.ops.gluon.mla_items import (
     clear_rows,
     first_item,
     init_barriers,
-    let_next_kernel_start,
     load_blocks,
     open_item,
 )

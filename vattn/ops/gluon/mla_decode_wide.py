@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, load_box
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -29,7 +29,6 @@ from vattn.ops.gluon.mla_items import (
     first_item,
     init_barriers,
     item_rows,
-    let_next_kernel_start,
     load_blocks,
     load_item,
     open_item,

@@ -168,14 +168,6 @@ def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
-def let_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def init_barriers(barriers, COUNT: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=1)

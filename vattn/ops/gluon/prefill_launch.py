@@ -215,7 +215,7 @@ def launch(
         early: whether the next kernel may start while this one runs; it has to wait for this one's end then.
     """
     if output is not args.output:
-        config = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+        config = config.with_plain_output()
     key, value = key_value_views(args.kv_cache, config)
     query, cache = args.query, products_of(config)
     if cache != "plain":

@@ -297,7 +297,7 @@ def launch(
     fmt, few = OUTPUT_FORMATS[config.output_format], num_reqs <= 4
     finished = output is args.output
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
-    written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     # A program that computes scales has whole groups, and more warps for its wider part.

@@ -106,7 +106,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     output, written = args.output, config
     if fmt.group_size:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-        written = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+        written = config.with_plain_output()
     partial_output, partial_stats = decode_fast._scratch(args.workspace, config, sizes.max_items, device)
     common = decode_fast._common_arguments(args, written, output)
     _launch(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
