@@ -110,6 +110,7 @@ def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
 
 def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
     """Return the general Triton kernel, over the cache or over packed keys and values."""
+    kind = name.split(",")[0]
 
     def make(cell: Cell) -> Call:
         from vattn.ops.triton import launch
@@ -119,7 +120,7 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
         if not contiguous:
 
             def step() -> Tensor:
-                with variants.using(general_prefill=name.split(",")[0]):
+                with variants.using(general_prefill=kind):
                     launch.paged_attention(args, config)
                 return args.output
 
@@ -127,12 +128,12 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
         if cell.fp8 or len(cell.work.requests) > 1 or cell.work.requests[0][0] != cell.work.requests[0][1]:
             raise NotThisCellError("anything but one whole prompt on bf16")
         _, key, value = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in cell.contiguous)
-        given = {name: getattr(args, name) for name in VarlenAttentionArgs._fields if hasattr(args, name)}
+        given = {field: getattr(args, field) for field in VarlenAttentionArgs._fields if hasattr(args, field)}
         packed = VarlenAttentionArgs(**{**given, "key": key, "value": value, "kv_start_loc": cell.starts})
         without_blocks = config.replace(block_size=0)
 
         def packed_step() -> Tensor:
-            with variants.using(general_prefill=name.split(",")[0]):
+            with variants.using(general_prefill=kind):
                 launch.packed_attention(packed, without_blocks)
             return args.output
 

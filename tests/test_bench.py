@@ -29,7 +29,8 @@ def test_names_are_beginnings_or_whole() -> None:
     def names(models: list[str], works: list[str]) -> set[str]:
         return {f"{layer.name}/{work.name}" for layer, work in shapes.choose_cells(models, works)}
 
-    assert names(["llama3-8b"], ["decode 1x"]) == {"llama3-8b/decode 1x1k", "llama3-8b/decode 1x8k"}
+    ones = {f"llama3-8b/decode 1x{keys}" for keys in ("1k", "8k", "128k")}
+    assert names(["llama3-8b"], ["decode 1x"]) == ones
     assert {name.split("/")[0] for name in names(["gpt"], ["decode 1x1k"])} == {"gpt-oss-20b", "gpt-oss-20b-window"}
     assert len(shapes.choose_cells([], [])) == len(shapes.WORKS) + 3 * (len(shapes.LAYERS) - 1)
     assert {layer.name for layer, _ in shapes.default_cells()} == set(shapes.LAYERS)
@@ -108,6 +109,26 @@ def test_peers_that_cannot_throw_or_are_wrong_are_reported_and_the_run_goes_on()
     assert report.failures([{**row, "kernels": {"vattn": {"failed": "x"}}}]) == 1
 
 
+def test_a_ceiling_is_no_peer(monkeypatch) -> None:
+    """What reads the keys is timed without a check, and only where it reads what attention does."""
+
+    def reads(cell: Cell) -> Any:
+        return lambda: torch.zeros(3)
+
+    stream = Peer(peers.STREAM.name, "s", lambda: None, reads, attends=False)
+    clock = {ON_CPU.name: 8.0, "stream": 6.0, "rival": 10.0}
+    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
+    found = [ON_CPU, stream, Peer("rival", "r", lambda: None, ON_CPU.make)]
+    row = attention.run_cell(*small(work="decode 32x1k"), "bf16", found, CPU, CEILINGS)
+    assert (row["best_peer"], row["peer_over_own"], row["stream_over_own"]) == ("rival", 1.25, 0.75)
+    assert report.cells_of(row)[7] == "0.75" and len(report.cells_of(row)) == len(report.COLUMNS)
+    plain, window = small()[0], small("mistral-7b-window")[0]
+    for layer, requests in ((plain, ((1, 40), (1, 30))), (plain, ((9, 40),) * 2), (window, ((1, 40),) * 2)):
+        cell = Cell(layer, shapes.Work("y", requests), "bf16", 16, 0, "cpu")
+        with pytest.raises(NotThisCellError, match="window"):
+            peers.STREAM.make(cell)
+
+
 def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "attention"]) == 2
@@ -132,7 +153,8 @@ def test_a_run_ends_in_time(tmp_path: Path, capsys) -> None:
     options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode", "--seconds", "0", "--json", str(path)]
     assert main(["bench", "attention", *options]) == 0
     assert len(report.read_result(path)["rows"]) == 1
-    assert "1 of 14 rows" in capsys.readouterr().err
+    count = 2 * sum(name.startswith("decode") for name in shapes.WORKS)
+    assert f"1 of {count} rows" in capsys.readouterr().err
 
 
 def test_rows_run_in_the_order_that_is_asked_for() -> None:
@@ -141,10 +163,11 @@ def test_rows_run_in_the_order_that_is_asked_for() -> None:
         return [f"{layer.name}/{work.name}/{cache}" for layer, work, cache in rows]
 
     assert len(names()) == 2 * len(shapes.LAYERS) * len(shapes.WORKS) == len(set(names()))
-    assert names("gemma3-12b/prefill 1x8k/fp8", "llama3-8b/decode 1x/bf16", "/decode 1x1k/bf16")[:4] == [
+    assert names("gemma3-12b/prefill 1x8k/fp8", "llama3-8b/decode 1x/bf16", "/decode 1x1k/bf16")[:5] == [
         "gemma3-12b/prefill 1x8k/fp8",
         "llama3-8b/decode 1x1k/bf16",
         "llama3-8b/decode 1x8k/bf16",
+        "llama3-8b/decode 1x128k/bf16",
         "llama3-8b-tp8/decode 1x1k/bf16",
     ]
     assert len(names("llama3-8b/speculative 64x4k, 8")) == 2
@@ -156,7 +179,7 @@ def test_rows_run_in_the_order_that_is_asked_for() -> None:
 def test_a_run_goes_on_where_another_stopped(tmp_path: Path, capsys, monkeypatch) -> None:
     path = tmp_path / "o.json"
     options = ["--device", "cpu", "--only", "llama3-8b/decode 1x;/prefill 1x8k/bf16", "--json", str(path)]
-    count = 4 + len(shapes.LAYERS)
+    count = 6 + len(shapes.LAYERS)
     assert main(["bench", "attention", *options, "--resume", "--seconds", "0"]) == 0
     assert f"1 of {count} rows" in capsys.readouterr().err
     before = report.read_result(path)

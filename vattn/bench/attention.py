@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vattn.bench.cell import Cell
-from vattn.bench.peers import BESIDE, NotThisCellError, Peer
+from vattn.bench.peers import BESIDE, STREAM, NotThisCellError, Peer
 from vattn.bench.shapes import LayerShape, Work
 from vattn.bench.timing import Timer, WallTimer, interleave
 
@@ -108,6 +108,8 @@ def _checked(peer: Peer, cells: Sequence[Cell], entry: dict[str, Any]) -> list[C
     try:
         calls: list[Callable[[], object]] = [peer.make(cell) for cell in cells]
         output = calls[-1]()
+        if not peer.attends:
+            return calls
         assert isinstance(output, torch.Tensor)
         if output.dim() == 4:
             output = output.transpose(1, 2).flatten(0, 1)
@@ -146,13 +148,14 @@ def add_ratios(row: dict[str, Any], peers: Sequence[Peer], ceilings: dict[str, A
     Adds:
         best_own, best_peer: names of the fastest of vattn's kernels and of the others; contiguous ones count too.
         peer_over_own: time of the best peer over vattn's; above one, vattn is faster.
+        stream_over_own: time of reading the same keys by the block table over vattn's.
         tb_s, tflops: rates of `best_own`.
         of_hbm, of_gemm: those rates over the ceilings of the same run.
     """
-    behind = {peer.name for peer in BESIDE}
+    behind = {peer.name for peer in (*BESIDE, STREAM)}
     times = {name: entry["us"] for name, entry in row["kernels"].items() if "us" in entry}
     own = {name: us for name, us in times.items() if name.startswith("vattn") and name not in behind}
-    others = {name: us for name, us in times.items() if not name.startswith("vattn")}
+    others = {name: us for name, us in times.items() if not name.startswith("vattn") and name not in behind}
     if not own:
         return
     row["best_own"] = min(own, key=lambda name: own[name])
@@ -161,6 +164,8 @@ def add_ratios(row: dict[str, Any], peers: Sequence[Peer], ceilings: dict[str, A
     if others:
         row["best_peer"] = min(others, key=lambda name: others[name])
         row["peer_over_own"] = round(others[row["best_peer"]] / us, 3)
+    if STREAM.name in times:
+        row["stream_over_own"] = round(times[STREAM.name] / us, 3)
     gemm = ceilings.get("fp8_tflops" if "FP8 query" in row["best_own"] else "bf16_tflops")
     if isinstance(hbm := ceilings.get("hbm_tb_s"), float):
         row["of_hbm"] = round(row["tb_s"] / hbm, 3)

@@ -41,6 +41,7 @@ class Peer:
         make: returns a step of a cell; what happens once a step of a model (schedules, plans) is done in it.
         limit: largest relative error that counts as right, on a bf16 and on an FP8 cache. Kernels that round query and
             weights to e4m3 get what that costs.
+        attends: whether it computes attention; what does not is a ceiling, which nothing is compared with.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Peer:
     problem: Callable[[], str | None]
     make: Callable[[Cell], Call]
     limit: tuple[float, float] = (1.6e-2, 1.6e-2)
+    attends: bool = True
 
 
 ROUNDED = (1.6e-2, 6.3e-2)
@@ -326,6 +328,15 @@ def _flex(cell: Cell) -> Call:
     return step
 
 
+def _stream(cell: Cell) -> Call:
+    from vattn.bench.stream import stream_decode
+
+    if not (cell.work.equal and cell.work.few_rows) or cell.layer.window is not None:
+        raise NotThisCellError("lengths that differ, a window, or many rows a request")
+    key, value = cell.kv_cache
+    return stream_decode(key, value, cell.table, len(cell.work.requests), cell.work.requests[0][1])
+
+
 def _none() -> None:
     return None
 
@@ -360,6 +371,9 @@ BESIDE: tuple[Peer, ...] = (
     Peer("vattn FLASH_ATTN", "fa3", _fa3_problem, _vattn("FLASH_ATTN")),
 )
 """The same libraries behind a backend of vattn, with what it adds."""
+
+STREAM = Peer("stream", "stream", _triton_problem, _stream, attends=False)
+"""What loads every key and value of a decode step by the block table, and does next to nothing with them."""
 
 ON_CPU = Peer("vattn TORCH_SDPA", "vattn", _none, _vattn("TORCH_SDPA"))
 

@@ -13,13 +13,16 @@ from vattn.errors import ConfigError, MissingPackageError
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning."""
 
-COLUMNS = ("model", "work", "cache", "vattn us", "best peer", "peer us", "peer / vattn", "of HBM", "of GEMM", "error")
+COLUMNS = (
+    "model", "work", "cache", "vattn us", "best peer", "peer us", "peer / vattn", "stream / vattn", "of HBM", "of GEMM",
+    "error",
+)  # fmt: skip
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
     """Return a row of `COLUMNS` of one row of results."""
     if "failed" in row:
-        return [row["model"], row["work"], row["cache"], f"failed: {row['failed']}", *["-"] * 6]
+        return [row["model"], row["work"], row["cache"], f"failed: {row['failed']}", *["-"] * 7]
     kernels, best, peer = row["kernels"], row.get("best_own"), row.get("best_peer")
     own = kernels[best] if best else {}
     name = "" if best in (None, "vattn") else f" ({best.removeprefix('vattn').strip(', ')})"
@@ -31,6 +34,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
         peer or "-",
         str(kernels[peer]["us"]) if peer else "-",
         str(row.get("peer_over_own", "-")),
+        str(row.get("stream_over_own", "-")),
         str(row.get("of_hbm", "-")),
         str(row.get("of_gemm", "-")),
         f"{own['error']:.1e}" if own else "-",

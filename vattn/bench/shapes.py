@@ -62,6 +62,11 @@ class Work:
         """Whether every request has one new token."""
         return all(query == 1 for query, _ in self.requests)
 
+    @property
+    def few_rows(self) -> bool:
+        """Whether every request has so few new tokens that reading its keys is what takes time."""
+        return all(query <= 8 for query, _ in self.requests)
+
 
 _LAYERS = (
     LayerShape("llama3-8b", 32, 8, 128),
@@ -74,6 +79,12 @@ _LAYERS = (
     LayerShape("gemma3-12b-window-cap", 16, 8, 256, window=1024, soft_cap=50.0),
     LayerShape("gpt-oss-20b", 64, 8, 64, sinks=True),
     LayerShape("gpt-oss-20b-window", 64, 8, 64, window=128, sinks=True),
+    LayerShape("mistral-7b-window", 32, 8, 128, window=1024),
+    LayerShape("llama2-7b", 32, 32, 128),
+    LayerShape("qwen2.5-7b", 28, 4, 128),
+    LayerShape("qwen2.5-32b", 40, 8, 128),
+    LayerShape("llama3-405b", 128, 8, 128),
+    LayerShape("llama3.2-1b", 32, 8, 64),
 )
 
 LAYERS: dict[str, LayerShape] = {layer.name: layer for layer in _LAYERS}
@@ -83,19 +94,31 @@ _MIXED = tuple((n, n) for n in (8192, 1, 77, 3000, 513, 5000, 1024, 250, 2048, 4
 _WORKS = (
     Work("decode 1x1k", ((1, 1024),)),
     Work("decode 1x8k", ((1, 8192),)),
+    Work("decode 1x128k", ((1, 131072),)),
+    Work("decode 8x1k", ((1, 1024),) * 8),
     Work("decode 8x8k", ((1, 8192),) * 8),
     Work("decode 32x1k", ((1, 1024),) * 32),
     Work("decode 32x8k", ((1, 8192),) * 32),
     Work("decode 64x4k", ((1, 4096),) * 64),
+    Work("decode 128x2k", ((1, 2048),) * 128),
+    Work("decode 256x1k", ((1, 1024),) * 256),
+    Work("decode 256x8k", ((1, 8192),) * 256),
     Work("decode skewed", ((1, 131072), *((1, 512 + 56 * i) for i in range(63)))),
     Work("speculative 64x4k, 2", ((2, 4096),) * 64),
     Work("speculative 64x4k, 4", ((4, 4096),) * 64),
     Work("speculative 64x4k, 8", ((8, 4096),) * 64),
     Work("prefill 1x8k", ((8192, 8192),)),
+    Work("prefill 1x32k", ((32768, 32768),)),
     Work("prefill 16x1k", ((1024, 1024),) * 16),
     Work("prefill mixed 1 to 8k", _MIXED),
     Work("chunk 4x512 of 8k", ((512, 8192),) * 4),
     Work("mixed 8x512 + 128 decodes of 4k", ((512, 512),) * 8 + ((1, 4096),) * 128),
+    # Its parts, and what a window of 1024 over 32k is compared with.
+    Work("prefill 8x512", ((512, 512),) * 8),
+    Work("decode 128x4k", ((1, 4096),) * 128),
+    Work("prefill 32x1k", ((1024, 1024),) * 32),
+    Work("decode 64x1k", ((1, 1024),) * 64),
+    Work("decode 64x32k", ((1, 32768),) * 64),
 )
 
 WORKS: dict[str, Work] = {work.name: work for work in _WORKS}
@@ -110,6 +133,12 @@ _OTHERS = (
     "llama3-70b",
     "gemma3-12b-window",
     "llama3-8b-tp8",
+    "mistral-7b-window",
+    "llama3.2-1b",
+    "llama3-405b",
+    "qwen2.5-32b",
+    "qwen2.5-7b",
+    "llama2-7b",
 )
 """The layers beside the first, in the order in which they run."""
 
