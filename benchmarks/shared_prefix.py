@@ -69,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="one small cell, also on a CPU")
+    parser.add_argument("--only", default="", help="cells whose text, such as '64 x 8192 + 256, fp8', contains this")
     given = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +78,8 @@ def main() -> None:
     cells = []
     for requests, shared, own in [(4, 64, 20)] if given.small else CELLS:
         for cache_dtype in ("auto", "fp8"):
+            if given.only not in f"{requests} x {shared} + {own}, {cache_dtype}":
+                continue
             with torch.no_grad():
                 cells.append(measure(requests, shared, own, cache_dtype, device))
             print(cells[-1], flush=True)

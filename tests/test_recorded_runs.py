@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.conformance.record import merge_files, merged
+from tests.conformance.record import Recorder, merge_files, merged
 from vattn.backends import recorded_runs, selector
 from vattn.backends.base import DeviceInfo, request_parts
 from vattn.backends.mla import mla_backends
@@ -105,3 +105,15 @@ def test_committed_records_are_of_backends_that_exist() -> None:
     for path in FOLDER.glob("*.json"):
         assert path.stem in (*selector.backend_names(), *mla_backends())
         assert recorded_runs.runs_of(path.stem)
+
+
+def test_a_long_run_leaves_what_it_saw_when_it_is_killed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tests.conformance.record.SAVE_SECONDS", -1.0)
+    recorder = Recorder("TORCH_SDPA", "cpu", out=tmp_path / "TORCH_SDPA-0.json")
+    parts = request_parts(PLAIN)
+    recorder.count(lambda: 0.25, parts, "")
+    recorder.count(lambda: 1 / 0, parts, "how to repeat it")
+    (run,) = read_runs(recorder.out)
+    assert (run.requests, run.accepted, run.failed) == (2, 2, 1)
+    assert run.cells["dtype=bfloat16"] == 0.25
+    assert run.errors == ("ZeroDivisionError: division by zero [how to repeat it]",)

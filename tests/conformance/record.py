@@ -39,6 +39,9 @@ LARGE = Size(seq_len=700, reqs=8, wide_heads=0.3)
 MOST_ERRORS = 20
 """Lines of errors that a record keeps."""
 
+SAVE_SECONDS = 20.0
+"""How often a long run writes its record, so that whatever ends it leaves what was seen."""
+
 
 class Recorder:
     """Run requests on one backend and keep what was right.
@@ -47,10 +50,12 @@ class Recorder:
         backend: name of the backend.
         device: where it runs.
         made: the backend itself, if `vattn.backends.selector` does not know it.
+        out: file of the record, written every now and then; default none.
     """
 
-    def __init__(self, backend: str, device: str, made: Backend | None = None) -> None:
-        self.backend, self.device = backend, device
+    def __init__(self, backend: str, device: str, made: Backend | None = None, out: Path | None = None) -> None:
+        self.backend, self.device, self.out = backend, device, out
+        self.saved = time.monotonic()
         self.made = made or selector.get_backend(backend)
         self.requests = self.accepted = self.failed = 0
         self.cells: dict[str, float | None] = {}
@@ -75,6 +80,22 @@ class Recorder:
             for part in parts:
                 counts = plain or part.startswith("output_format=")
                 self.cells[part] = _larger(self.cells.get(part), error[0] if counts else None)
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write what was seen so far, if there is a file for it."""
+        if self.out is not None:
+            write_runs(self.out, [self.record()])
+        self.saved = time.monotonic()
+
+    def report(self) -> None:
+        """Print and save what was seen."""
+        run = self.record()
+        print(f"{self.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
+        for line in self.errors:
+            print("  ", line)
+        self.save()
 
     def record(self) -> RunRecord:
         """Return what was seen so far."""
@@ -215,23 +236,18 @@ def main() -> None:
     if given.merge:
         print(*merge_files(given.merge), sep="\n")
         return
-    recorder = Recorder(given.backend, given.device)
+    part, parts = map(int, given.part.split("/"))
+    recorder = Recorder(given.backend, given.device, out=given.out and given.out / f"{given.backend}-{part}.json")
     problem = selector.get_backend(given.backend).problem()
     if problem is not None:
         parser.exit(1, f"{given.backend}: {problem}\n")
-    part, parts = map(int, given.part.split("/"))
     until = time.monotonic() + given.seconds
     # Who interrupts a long run gets what it has seen.
     with contextlib.suppress(KeyboardInterrupt):
         if not given.no_rows:
             record_rows(recorder, until, part, parts)
         record_fuzz(recorder, until, given.most, part, given.batches)
-    run = recorder.record()
-    print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
-    for line in recorder.errors:
-        print("  ", line)
-    if given.out:
-        write_runs(given.out / f"{given.backend}-{part}.json", [run])
+    recorder.report()
 
 
 if __name__ == "__main__":

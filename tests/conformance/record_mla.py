@@ -24,7 +24,6 @@ from tests.mla_support import exact, make_mla_config, random_mla_batch, rounded_
 from tests.support import relative_l2
 from vattn.backends.base import DeviceInfo
 from vattn.backends.mla import mla_backends
-from vattn.backends.recorded_runs import write_runs
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.mla_formats import MLA_FORMATS
@@ -121,15 +120,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    recorder = Recorder(given.backend, given.device, mla_backends()[given.backend])
+    out = given.out and given.out / f"{given.backend}-0.json"
+    recorder = Recorder(given.backend, given.device, mla_backends()[given.backend], out)
     with contextlib.suppress(KeyboardInterrupt):
         record(recorder, given.seconds)
-    run = recorder.record()
-    print(f"{given.backend}: {run}: {run.requests} requests, {run.accepted} accepted, {run.failed} wrong")
-    for line in recorder.errors:
-        print("  ", line)
-    if given.out:
-        write_runs(given.out / f"{given.backend}-0.json", [run])
+    recorder.report()
 
 
 if __name__ == "__main__":

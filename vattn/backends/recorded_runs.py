@@ -28,8 +28,9 @@ class RunRecord:
         date: day of the run, ISO.
         requests, accepted, failed: how many were tried, how many the backend took, and how many of those were wrong.
         cells: part of a request (a name of `vattn.backends.base.FEATURES` or a pair `field=value`) -> largest relative
-            L2 error of one row of one head in the requests that have it; only parts of requests that were right. Errors
-            of a quantised output count for its format alone: parts seen with no other output have `None`.
+            L2 error of one row of one head in the requests that have it; only parts of requests that were right. A row
+            that cancels out to less than 1 % of the values' size counts as that large. Errors of a quantised output
+            count for its format alone: parts seen with no other output have `None`.
         errors: what went wrong, a line each.
     """
 
@@ -69,7 +70,9 @@ def write_runs(path: Path, runs: Iterable[RunRecord]) -> None:
     """Write a file of records."""
     entries = [{**asdict(run), "cells": {k: _short(v) for k, v in sorted(run.cells.items())}} for run in runs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(entries, indent=1) + "\n")
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(entries, indent=1) + "\n")
+    beside.replace(path)
 
 
 def _short(error: float | None) -> float | None:
