@@ -322,20 +322,28 @@ def transformers_ms(sizes: Sizes, batch: int, context: int, new_tokens: int, dev
 
     The vocabulary is small, so that the head costs next to nothing. A step is what more tokens add to a call.
     """
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=1024, hidden_size=sizes.hidden, intermediate_size=sizes.ffn, num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_size,
         max_position_embeddings=8192, dtype=torch.bfloat16,
     )  # fmt: skip
-    torch._dynamo.reset()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(before)
-    prompt = torch.randint(2, 1000, (batch, context), device=device)
+    return generate_ms(model, batch, context, new_tokens)
+
+
+def generate_ms(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, float]:
+    """Return ms a step of `model.generate` with a static cache, compiled, and seconds of its first call."""
+    from transformers import GenerationConfig
+
+    torch._dynamo.reset()
+    device = model.device.type
+    prompt = torch.randint(2, model.config.vocab_size, (batch, context), device=device)
     seconds: dict[int, list[float]] = {}
     for tokens in (new_tokens, 4) * 3:
         how = GenerationConfig(

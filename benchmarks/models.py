@@ -4,8 +4,8 @@
 
 The model has the shape of Llama 3 8B and random weights. A step's floor is the bytes of weights and cache that it must
 read, at the rate that reading large tensors reached in the same run; with `--fp8` those of FP8 weights, of the head in
-bf16 and of the FP8 cache. The baseline is transformers' own `generate` with a static cache, compiled; a step of it is
-what more tokens add to a call. `--small` tries the benchmark on a CPU.
+bf16 and of the FP8 cache. The baseline is the same model under transformers' own `generate` with a static cache,
+compiled; a step of it is what more tokens add to a call. `--small` tries the benchmark on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn
-from benchmarks.fused_steps import Sizes, transformers_ms
+from benchmarks.fused_steps import generate_ms
 from benchmarks.kernels import profile_kernels
 from vattn.integrations.transformers import PackedModel, disable, enable
 from vattn.layers.fp8_linear import LINEAR_FORMATS
@@ -224,7 +224,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
         "merged": args.merge, "max_autotune": args.max_autotune, "weight_bytes": weight_bytes(packed),
-        "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [],
+        "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
     }  # fmt: skip
 
     if args.max_autotune or args.fp8:
@@ -261,14 +261,10 @@ def main() -> None:
         show("serve", serve(packed, lengths, new, None, {**options, "compile": how}))
     if args.baseline:
         del packed, model
-        sizes = Sizes() if not args.small else Sizes(2, 64, 4, 2, 16, 128)
-        result["baseline"] = {}
+        torch.cuda.empty_cache() if device == "cuda" else None
+        model = make_model(shape, args.layers, device)
         for batch in args.baseline:
-            torch.cuda.empty_cache() if device == "cuda" else None
-            result["baseline"][batch] = transformers_ms(sizes, batch, context, 24, device)
-            print("transformers", batch, result["baseline"][batch], flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+            show("baseline", {"batch": batch, **generate_ms(model, batch, context, 24)})
 
 
 if __name__ == "__main__":
