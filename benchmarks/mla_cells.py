@@ -121,7 +121,8 @@ class Inputs:
         return MLAAttentionArgs(
             query, cache, self.starts, self.seq_lens, self.table, (weight * config.kv_lora_rank**-0.5).to(self.dtype),
             None, output, block_scale, None, one if fmt.static_scale else None,
-            one if config.kv_scale == "tensor" else None, topk, None, [], None, config.encode(),
+            one if config.query_format != "none" else None, one if config.kv_scale == "tensor" else None, topk, None,
+            [], None, config.encode(),
         )  # fmt: skip
 
     def op(self, **changes: Any) -> Step:

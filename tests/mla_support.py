@@ -94,6 +94,7 @@ def random_mla_batch(
         output_block_scale=block_scale,
         lse=poisoned_empty((tokens, config.num_heads), torch.float32) if config.lse else None,
         output_scale=torch.tensor([0.013]) if fmt.static_scale else None,
+        q_scale=torch.tensor([0.021]) if config.query_format != "none" else None,
         k_scale=k_scale,
         topk_indices=random_topk(query_lens, seq_lens, tokens, topk, rng) if config.sparse else None,
         local_seq_lens=None if config.stripe is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),

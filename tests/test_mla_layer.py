@@ -254,15 +254,37 @@ def test_formats_of_latents_are_refused_elsewhere() -> None:
         vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(cache_dtype="fp8_ds_mla"))
 
 
-def test_windows_and_query_formats_are_refused() -> None:
+def test_windows_and_layouts_are_refused() -> None:
     proj = nn.Linear(L, N * (P + V), bias=False)
     for option in (
         {"cache_config": vattn.CacheConfig(sliding_window=8)},
         {"cache_config": vattn.CacheConfig(kv_cache_layout="HND")},
-        {"quant_config": vattn.QuantConfig(query_format="fp8_e4m3", q_scale="unit")},
     ):
         with pytest.raises(UnsupportedRequestError):
             vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **option)
+
+
+def test_quantised_queries() -> None:
+    proj, cache = nn.Linear(L, N * (P + V), bias=False), vattn.CacheConfig(cache_dtype="fp8")
+    asked: dict[str, Any] = {"cache_config": cache, "quant_config": vattn.QuantConfig(k_scale=0.02)}
+    plain = vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **asked)
+    asked["quant_config"] = vattn.QuantConfig(k_scale=0.02, query_format="fp8_e4m3", q_scale=0.03)
+    layer = vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **asked)
+    given, later, results = inputs(9), inputs(2), []
+    for made in (plain, layer):
+        vattn.allocate_kv_cache(made, num_blocks=8, dtype=torch.float32)
+        builder = make_builder(made)
+        with torch.no_grad():
+            made(*given, metadata=builder.build([9], [9], TABLES[:1]))
+            results.append(made(*later, metadata=builder.build([2], [11], TABLES[:1])))
+    assert "query_format=fp8_e4m3" in layer._op_config and "q_scale" in layer.state_dict()
+    assert 0.002 < relative_l2(results[1], results[0]) < 0.1
+    for wrong in (
+        {"cache_config": vattn.CacheConfig(), "quant_config": vattn.QuantConfig(query_format="fp8_e4m3", q_scale=1.0)},
+        {"cache_config": cache, "quant_config": vattn.QuantConfig(k_scale=1.0, query_format="fp8_e4m3")},
+    ):
+        with pytest.raises((ConfigError, ScaleError)):
+            vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **wrong)
 
 
 def test_wrong_steps_are_refused_and_change_nothing() -> None:

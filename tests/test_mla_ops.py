@@ -204,6 +204,32 @@ def test_quantised_outputs(output_format: str) -> None:
     assert not got[8:].any()
 
 
+def test_absorbed_queries_are_quantised() -> None:
+    plain = make_mla_config(kv_cache_dtype="fp8_e4m3", lse=True, decode_threshold=3)
+    config = plain.replace(query_format="fp8_e4m3")
+    lens = [1, 5, 0, 3], [30, 21, 0, 17]
+    check(config, *lens, 16, padding_tokens=2)
+    args = random_mla_batch(config, *lens)
+    got = run_mla(args, config)[0].clone()
+    unrounded, _ = run_mla(args._replace(q_scale=None, config=plain.encode()), plain)
+    # Five rows are too many to be absorbed; the others differ by some per cent.
+    assert torch.equal(got[1:6], unrounded[1:6])
+    assert 0.002 < relative_l2(got[:1], unrounded[:1]) < 0.1 and 0.002 < relative_l2(got[6:], unrounded[6:]) < 0.1
+
+
+def test_codes_of_a_query_by_hand() -> None:
+    config = make_mla_config(num_heads=1, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", lse=True)
+    args = random_mla_batch(config, [1], [7])
+    assert args.q_scale is not None and args.k_scale is not None
+    latent_row = (args.query[0, 0, :12].double() @ args.kv_b_weight[0, :12].double()).float()
+    row = torch.cat((latent_row, args.query[0, 0, 12:]))
+    codes = (row / args.q_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * args.q_scale.double()
+    stored = args.kv_cache[args.block_table[0, 0].long()][:7].view(torch.float8_e4m3fn).double() * args.k_scale.double()
+    expected = torch.logsumexp((stored * codes).sum(-1) * config.scale, 0)
+    _, lse = run_mla(args, config)
+    assert lse is not None and abs(float(lse[0, 0]) - float(expected)) < 1e-5
+
+
 def bad_calls() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
     config = make_mla_config()
     args = random_mla_batch(config, [1, 3], [9, 12])
@@ -223,6 +249,7 @@ def bad_calls() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "output of another width": (ShapeError, {"output": torch.zeros(4, 3, 11)}),
         "lse unasked": (ConfigError, {"lse": torch.zeros(4, 3)}),
         "scale unasked": (ScaleError, {"k_scale": torch.ones(1)}),
+        "scale of queries unasked": (ScaleError, {"q_scale": torch.ones(1)}),
         "top-k unasked": (ConfigError, {"topk_indices": torch.zeros(4, 2).int()}),
         "a workspace smaller than a block": (
             ShapeError,
@@ -252,6 +279,8 @@ def test_wrong_arguments_are_refused_by_name(name: str) -> None:
         {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "none"},
         {"kv_scale": "tensor"},
         {"kv_cache_dtype": "fp8_ds_mla"},
+        {"query_format": "fp8_e4m3"},
+        {"query_format": "int8"},
         {"weight_format": "int4"},
         {"output_format": "fp8_group64"},
         {"output_arithmetic": "multiply"},

@@ -13,7 +13,7 @@ from functools import lru_cache
 from vattn import canonical
 from vattn.canonical import check as _check
 from vattn.context_parallel.stripe import Stripe, check_stripe, stripe_of
-from vattn.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.mla_formats import MLA_FORMATS
 
 MLA_VERSION = 1
@@ -39,6 +39,9 @@ class MLAConfig:
         kv_cache_dtype: row format (`vattn.mla_formats.MLA_FORMATS`), never `"auto"`.
         block_size: tokens per cache block.
         kv_scale: `"tensor"` with an FP8 cache that takes one scale for latent and rotated key, `"none"` otherwise.
+        query_format: `"fp8_e4m3"`, with an `fp8_e4m3` cache: queries that a backend absorbs into the latent space are
+            quantised there, latent and rotated columns by one scale, behind a rounding to the model dtype; queries that
+            meet expanded keys are not. `"none"`: queries stay in the model dtype.
         weight_format: see `WEIGHT_FORMATS`.
         output_format, output_arithmetic, output_min_scale: as in `AttentionConfig`, over rows of N * V columns.
         lse: the op also writes the log-sum-exp.
@@ -65,6 +68,7 @@ class MLAConfig:
     kv_cache_dtype: str
     block_size: int = 16
     kv_scale: str = "none"
+    query_format: str = "none"
     weight_format: str = "none"
     output_format: str = "none"
     output_arithmetic: str = "divide"
@@ -88,6 +92,7 @@ class MLAConfig:
             "dtype": tuple(MODEL_DTYPES),
             "kv_cache_dtype": tuple(MLA_FORMATS),
             "kv_scale": ("none", "tensor"),
+            "query_format": QUERY_FORMATS,
             "weight_format": WEIGHT_FORMATS,
             "output_format": tuple(OUTPUT_FORMATS),
             "output_arithmetic": OUTPUT_ARITHMETICS,
@@ -105,6 +110,12 @@ class MLAConfig:
             f"kv_scale={self.kv_scale!r} with kv_cache_dtype={self.kv_cache_dtype!r}",
             "'tensor' for an fp8_e4m3 cache, 'none' otherwise: packed rows carry their scales",
             "give a scale with an fp8_e4m3 cache, and only with one",
+        )
+        _check(
+            self.query_format == "none" or self.kv_cache_dtype == self.query_format,
+            f"query_format={self.query_format!r} with kv_cache_dtype={self.kv_cache_dtype!r}",
+            "FP8 queries over an fp8_e4m3 cache",
+            "drop query_format, or store the cache as fp8_e4m3",
         )
         _check(
             self.kv_lora_rank % row.latent_multiple == 0,
@@ -164,11 +175,6 @@ class MLAConfig:
     def qk_head_dim(self) -> int:
         """Columns of a query head, P + R."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def query_format(self) -> str:
-        """Always `"none"`: queries come in the model dtype."""
-        return "none"
 
     @property
     def attn_type(self) -> str:

@@ -126,6 +126,7 @@ def _latent(backends: Sequence[Any]) -> list[str]:
     table.row("block sizes", (str(c.block_sizes) for c in table.can))
     table.flags("feature", "features", MLA_FEATURES)
     table.flags("KV cache", "kv_cache_dtypes", MLA_FORMATS, "kv_cache_dtype")
+    table.flags("query", "query_formats", QUERY_FORMATS, "query_format")
     table.flags("weights", "weight_formats", WEIGHT_FORMATS, "weight_format")
     table.flags("output", "output_formats", OUTPUT_FORMATS, "output_format")
     return table.lines

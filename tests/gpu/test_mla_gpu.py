@@ -190,7 +190,7 @@ def test_a_captured_layer_replays_other_lengths(heads: int) -> None:
             config = layer.config.replace(lse=False)
             args = MLAAttentionArgs(
                 q, layer.kv_cache, step.query_start_loc, step.seq_lens, step.block_table, layer.kv_b_weight, None,
-                torch.empty(4, heads, 32), None, None, None, None, None, None, [], None, config.encode(),
+                torch.empty(4, heads, 32), None, None, None, None, None, None, None, [], None, config.encode(),
             )  # fmt: skip
             expected, _ = exact(on_cpu(args), config)
             allowed = 2 * relative_l2(rounded_formula(args, config), expected)

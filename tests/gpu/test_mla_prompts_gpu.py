@@ -248,7 +248,8 @@ def test_a_sparse_layer_compiled_with_its_indexer_in_a_graph() -> None:
         config = layer.config.replace(lse=False)
         args = MLAAttentionArgs(
             q, layer.kv_cache, step.query_start_loc, step.seq_lens, step.block_table, layer.kv_b_weight, None,
-            torch.empty(2, 16, 32), None, None, None, None, indexer.topk_indices[:2], None, [], None, config.encode(),
+            torch.empty(2, 16, 32), None, None, None, None, None, indexer.topk_indices[:2], None, [], None,
+            config.encode(),
         )  # fmt: skip
         expected, _ = exact(args, config)
         allowed = 2 * relative_l2(rounded_formula(on_cpu(args), config), expected)

@@ -45,6 +45,7 @@ class MLABackend(Backend):
         names = {
             "dtype": can.dtypes,
             "kv_cache_dtype": can.kv_cache_dtypes,
+            "query_format": can.query_formats,
             "weight_format": can.weight_formats,
             "output_format": can.output_formats,
         }
@@ -85,6 +86,8 @@ class MLABackend(Backend):
         """Return what a request consists of, by the names that recorded runs have for it."""
         fields = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
         asked = {name for name in MLA_FEATURES if getattr(config, name)}
+        if config.query_format != "none":
+            asked.add(f"query_format={config.query_format}")
         return frozenset(asked | {f"{name}={getattr(config, name)}" for name in fields})
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from vattn.backends.base import Sizes, refuse_capture
 from vattn.backends.mla import MLABackend, MLACapabilities
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.mla_formats import MLA_FORMATS, decode_rows, encode_rows
+from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import row_view
 from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_TOKENS, workspace_tokens
@@ -52,7 +53,7 @@ class TorchMLABackend(MLABackend):
         devices=("cpu", "cuda"),
         dtypes=tuple(MODEL_DTYPES),
         kv_cache_dtypes=tuple(MLA_FORMATS),
-        query_formats=("none",),
+        query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 1 << 16),
@@ -166,6 +167,8 @@ def _attend_absorbed(
     w_uk, w_uv = key_and_value_weights(weight, config)
     nope, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
     absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rope), dim=-1)
+    if args.q_scale is not None:
+        absorbed = quantised_query(absorbed, args.q_scale, config).float() * args.q_scale
     merged = _Merged.empty(query, config.kv_lora_rank)
     step = max(1, min(chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
     for latent, rotated, visible in _keys(args, request, step, config):

@@ -71,7 +71,8 @@ class MLAAttention(OwnBuffers):
         kv_b_proj: linear module from L to `num_heads * (P + V)` columns: `nn.Linear`, one with e4m3 weights and scales,
             or any other; it stays the caller's, and only `process_weights_after_loading` reads it.
         cache_config: block size and cache dtype (`vattn.mla_formats.MLA_FORMATS`); default `CacheConfig()`.
-        quant_config: `k_scale` of an FP8 cache; output quantisation.
+        quant_config: `k_scale` of an FP8 cache; `query_format` with `q_scale`, which quantise queries once they are
+            absorbed; output quantisation.
         prefix: unique name of the layer in its model.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         use_sparse: rows see the positions alone that `indexer` lists.
@@ -107,6 +108,7 @@ class MLAAttention(OwnBuffers):
     takes_context_parallel = True
 
     kv_b_weight: Tensor | None
+    q_scale: Tensor | None
     k_scale: Tensor | None
     output_scale: Tensor | None
     workspace: Tensor | None
@@ -155,6 +157,7 @@ class MLAAttention(OwnBuffers):
             "kv_lora_rank": kv_lora_rank,
             "scale": scale,
             "block_size": self.cache_config.block_size,
+            "query_format": self.quant_config.query_format,
             "output_format": self.quant_config.output_format,
             "decode_threshold": options["decode_threshold"],
             "sparse": use_sparse,
@@ -200,7 +203,6 @@ class MLAAttention(OwnBuffers):
             raise ScaleError(f"v_scale in {layer}", "k_scale alone: a cached row is key and value", "drop v_scale")
         unsupported = {
             "sliding_window": cache.sliding_window is not None,
-            "query_format": quant.query_format != "none",
             "calculate_kv_scales": cache.calculate_kv_scales,
             "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
             "kv_cache_layout": cache.kv_cache_layout != "NHD",
@@ -221,6 +223,14 @@ class MLAAttention(OwnBuffers):
                 "QuantConfig(k_scale='unit') if 1.0 is meant" if scaled else "drop k_scale",
             )
         self.register_buffer("k_scale", make_scale("k_scale", quant.k_scale, (1,)) if scaled else None)
+        if (quant.query_format != "none") != (quant.q_scale is not None):
+            raise ScaleError(
+                f"layer {self.prefix!r} has query_format={quant.query_format!r} and no q_scale",
+                "a number, a tensor of one value or 'unit' with an FP8 query",
+                "QuantConfig(q_scale='unit') if 1.0 is meant",
+            )
+        q_scale = quant.q_scale
+        self.register_buffer("q_scale", None if q_scale is None else make_scale("q_scale", q_scale, (1,)))
         output_scale = quant.output_scale
         self.register_buffer(
             "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
@@ -390,8 +400,8 @@ class MLAAttention(OwnBuffers):
         plan = metadata.plans.get(self._plan_key)
         arguments: tuple[Any, ...] = (
             q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
-            result.output, result.block_scale, None, self.output_scale, self.k_scale, topk, metadata.local_seq_lens,
-            [] if plan is None else [plan], self.workspace, config,
+            result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
+            metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             check_step_ranks(self.prefix, parallel, metadata)

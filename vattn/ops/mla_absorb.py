@@ -9,6 +9,7 @@ from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
+from vattn.quantization import quant_fp8_static
 
 
 def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
@@ -18,6 +19,12 @@ def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
     torch.bmm(nope, w_uk, out=absorbed[..., : config.kv_lora_rank].transpose(0, 1))
     absorbed[..., config.kv_lora_rank :] = query[..., config.qk_nope_head_dim :]
     return absorbed
+
+
+def quantised_query(absorbed: Tensor, q_scale: Tensor, config: MLAConfig) -> Tensor:
+    """Return e4m3 codes of absorbed queries `[..., L + R]` of any dtype, rounded to the model dtype first."""
+    rounded = absorbed.to(MODEL_DTYPES[config.dtype])
+    return quant_fp8_static(rounded.flatten(0, -2), q_scale).view(absorbed.shape)
 
 
 def weights_of(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,9 @@ class MLAAttentionArgs(NamedTuple):
     """fp32 `[T, N]`, natural log of the denominator, -inf where it is empty; written."""
     output_scale: Tensor | None
     """fp32, one value: the static FP8 scale, or NVFP4's global scale."""
+    q_scale: Tensor | None
+    """fp32, 1 value, with `query_format="fp8_e4m3"`: absorbed queries `[latent | rotated]` are e4m3 codes of the
+    model dtype's values divided by it. Queries that meet expanded keys stay as they are."""
     k_scale: Tensor | None
     """fp32, 1 value: that of the cache."""
     topk_indices: Tensor | None

@@ -58,6 +58,7 @@ def check_mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
     _expect("block_table", args.block_table, (reqs, max(1, width)), _INT32, device, "[B, W] with W >= 1", rows=True)
     _expect_cache(args.kv_cache, config, device)
     _expect_weight(args, config, device)
+    _expect_scale("q_scale", args.q_scale, config.query_format != "none", "query_format='fp8_e4m3'", device)
     _expect_scale("k_scale", args.k_scale, config.kv_scale != "none", "kv_scale='tensor'", device)
     _expect_outputs(args, config, tokens, device)
     if (args.topk_indices is not None) != config.sparse:

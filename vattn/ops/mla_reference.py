@@ -1,6 +1,7 @@
 """What the latent attention ops mean, un-absorbed, in fp32 or fp64 on any device: the executable specification.
 
-Every head gets its own keys and values, expanded from the latents; requests are taken one by one.
+Every head gets its own keys and values, expanded from the latents; requests are taken one by one. Queries are absorbed
+where they are quantised alone: in requests of at most `decode_threshold` rows, under a `query_format`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vattn.context_parallel.stripe import Stripe
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.mla_formats import decode_rows, encode_rows
+from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import row_view
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
@@ -66,8 +68,9 @@ def attend_latents(
         visible = visible_keys(end - start, seq_lens[request], topk, device)
         held = held_positions(config.stripe, stored[request], device)
         visible = (visible if held is None else visible[:, held]) & exists
+        q_scale = args.q_scale if end - start <= config.decode_threshold else None
         out[start:end], lse[start:end] = attend_expanded(
-            args.query[start:end].to(dtype), latent.to(dtype), rope.to(dtype), weight, visible, config
+            args.query[start:end].to(dtype), latent.to(dtype), rope.to(dtype), weight, visible, config, q_scale
         )
     return out, lse
 
@@ -104,7 +107,13 @@ def visible_keys(
 
 
 def attend_expanded(
-    query: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, visible: Tensor, config: MLAConfig
+    query: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    weight: Tensor,
+    visible: Tensor,
+    config: MLAConfig,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend one request's rows to keys and values that are expanded for every head, in the dtype of `query`.
 
@@ -113,6 +122,7 @@ def attend_expanded(
         latent, rope: `[s, L]` and `[s, R]`; rows that no query row sees may hold anything.
         weight: `[N, P + V, L]`.
         visible: bool `[q, s]`.
+        q_scale: with it, queries are absorbed and quantised before they meet keys.
 
     Returns:
         `[q, N, V]`, zero for rows that see no key, and LSE `[q, N]`, -inf for them.
@@ -120,10 +130,15 @@ def attend_expanded(
     seen = visible.any(dim=0)[:, None]
     latent, rope = torch.where(seen, latent, 0.0), torch.where(seen, rope, 0.0)
     w_uk, w_uv = key_and_value_weights(weight, config)
-    key = torch.einsum("sl,npl->snp", latent, w_uk)
     value = torch.einsum("sl,nlv->snv", latent, w_uv)
     nope, rotated = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    scores = torch.einsum("qnp,snp->nqs", nope, key) + torch.einsum("qnr,sr->nqs", rotated, rope)
+    if q_scale is None:
+        key = torch.einsum("sl,npl->snp", latent, w_uk)
+        scores = torch.einsum("qnp,snp->nqs", nope, key) + torch.einsum("qnr,sr->nqs", rotated, rope)
+    else:
+        absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rotated), dim=-1)
+        codes = quantised_query(absorbed, q_scale, config).to(query.dtype) * q_scale.to(query.dtype)
+        scores = torch.einsum("qnd,sd->nqs", codes, torch.cat((latent, rope), dim=-1))
     scores = torch.where(visible, scores * config.scale, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))

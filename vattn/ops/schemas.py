@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -59,7 +59,8 @@ MUTATING_OPS: dict[str, str] = {
     "mla_attention": (
         "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
         "Tensor kv_b_weight, Tensor? kv_b_scale, Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
-        "Tensor? output_scale, Tensor? k_scale, Tensor? topk_indices, Tensor? local_seq_lens, Tensor[] plan, "
+        "Tensor? output_scale, Tensor? q_scale, Tensor? k_scale, Tensor? topk_indices, Tensor? local_seq_lens, "
+        "Tensor[] plan, "
         "Tensor(d!)? workspace, str config) -> ()"
     ),
     "plan": "(Tensor query_start_loc, Tensor seq_lens, Tensor(a!) schedule, str config) -> ()",
