@@ -10,8 +10,10 @@ Python does. `--small` tries the benchmark on a CPU.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -64,8 +66,17 @@ def first_token(args: argparse.Namespace) -> None:
     while not request.done:
         generator.step()
     captured = generator.graphs.report if generator.graphs is not None else None
-    graphs = {"sizes": len(captured.costs), "seconds": captured.seconds} if captured is not None else None
+    graphs = {cost.batch_size: cost.seconds for cost in captured.costs} if captured is not None else None
     print(json.dumps({"seconds": total, "phases": seconds, "graphs": graphs}))
+
+
+def profiled(args: argparse.Namespace) -> None:
+    """Serve one prompt under cProfile, which takes time itself, and write where the time went."""
+    profile = cProfile.Profile()
+    profile.runcall(first_token, args)
+    with args.profile.open("a") as file:
+        for order in ("cumulative", "tottime"):
+            pstats.Stats(profile, stream=file).sort_stats(order).print_stats(90)
 
 
 def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -87,12 +98,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="which decides how many graphs are captured")
     parser.add_argument("--compile", choices=["layers", "model", "none"])
     parser.add_argument("--merge", action="store_true", help="merge projections")
+    parser.add_argument("--profile", type=Path, help="file to write a profile of both runs to")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.since is not None:
-        first_token(args)
+        first_token(args) if args.profile is None else profiled(args)
         return
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +113,9 @@ def main() -> None:
             print(f"compile cache {cache}: {rows[cache]['seconds']:.1f} s to the first token", flush=True)
             for name, seconds in rows[cache]["phases"].items():
                 print(f"  {seconds:7.2f} s {name}", flush=True)
+            if rows[cache]["graphs"]:
+                each = ", ".join(f"{size}: {seconds:.2f}" for size, seconds in rows[cache]["graphs"].items())
+                print(f"  graphs of sizes {each} s", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1))
 

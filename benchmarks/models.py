@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import vattn
 from benchmarks.fused_steps import generate_ms
 from benchmarks.kernels import profile_kernels
+from benchmarks.serving import serve
 from vattn.integrations.transformers import PackedModel, disable, enable
 from vattn.layers.fp8_linear import LINEAR_FORMATS
 
@@ -158,37 +159,6 @@ def decode_steps(
     }  # fmt: skip
 
 
-def serve(
-    packed: PackedModel, lengths: list[int], new: int, graph_sizes: Any, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Run requests to their end; wall time includes everything but compiling."""
-    rng, vocabulary = random.Random(0), packed.model.config.vocab_size
-    generator = vattn.Generator(packed, max_num_reqs=len(lengths), graph_sizes=graph_sizes, **options)
-    sampling = vattn.Sampling(new, stop_token_ids=())
-    # Kernels of the prefill are compiled by a prompt as long.
-    generator.generate([[1] * max(lengths)] * 2, vattn.Sampling(2, stop_token_ids=()))
-    prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
-    before = generator.statistics()
-    counted = before.steps, before.seconds, before.device_seconds
-    requests = [generator.add(prompt, sampling) for prompt in prompts]
-    begin, waste = time.perf_counter(), []
-    while generator.busy:
-        generator.step()
-        now = generator.statistics()
-        waste.append((now.wasted_tokens, now.used_blocks))
-    seconds = time.perf_counter() - begin
-    assert all(request.state == "finished" for request in requests)
-    size = packed.kv_cache.block_size
-    now = generator.statistics()
-    steps, taken, busy = now.steps - counted[0], now.seconds - counted[1], now.device_seconds - counted[2]
-    return {
-        "requests": len(lengths), "prompt": [min(lengths), max(lengths)], "new": new, "seconds": seconds,
-        "tokens_per_second": len(lengths) * new / seconds, "steps": steps, "idle_share": 1 - busy / taken,
-        "preemptions": now.preemptions, "waste": max((w / (u * size) for w, u in waste if u), default=0.0),
-        "first_token_seconds": statistics.median(now.first_token_seconds[2:]),
-    }  # fmt: skip
-
-
 def main() -> None:
     """Run what was asked for and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -254,7 +224,7 @@ def main() -> None:
     new = 4 if args.small else 128
     if "64" in args.serve:
         lengths = [1024 if not args.small else 64] * (64 if not args.small else 8)
-        show("serve", serve(packed, lengths, new, None, {**options, "compile": how}))
+        show("serve", serve(packed, lengths, new, None, {**options, "compile": how}, args.profile))
     if "mixed" in args.serve:
         rng = random.Random(1)
         lengths = [rng.randint(16, 4096 if not args.small else 128) for _ in range(256 if not args.small else 8)]

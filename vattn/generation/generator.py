@@ -354,7 +354,9 @@ class Generator:
             if start < len(request.prompt):
                 so_far.prompt_tokens += min(end, len(request.prompt)) - start
                 so_far.reused_tokens += request.reused if start == request.reused else 0
-        so_far.seconds += time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        so_far.seconds += taken
+        so_far.host_seconds += taken - now.waited
         so_far.device_seconds += now.device_seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Launched:
         result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
         errors: what the logits processors of a request raised, by place in `tokens`.
         begin, done: events around the step, `None` without a GPU.
+        waited: seconds for which `read` waited for the device.
     """
 
     batch: Batch
@@ -39,11 +41,14 @@ class Launched:
     errors: dict[int, VattnError]
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
+    waited: float = 0.0
 
     def read(self) -> tuple[list[int], list[int]]:
         """Wait for the step and return its tokens, and 1 for those whose logits could be used."""
         if self.done is not None:
+            begin = time.perf_counter()
             self.done.synchronize()
+            self.waited = time.perf_counter() - begin
         tokens, usable = self.result.tolist()
         return tokens, usable
 
@@ -88,9 +93,7 @@ class Launcher:
         counts = [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
         ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
         tables = self.blocks.rows(batch.requests, max(batch.ends))
-        if begin is not None:
-            begin.record()
-        logits = self._run(batch, counts, ids, rows, tables)
+        logits = self._run(batch, counts, ids, rows, tables, begin)
         requests, places = _chosen(batch)
         tokens, result, errors = choose_tokens(logits, requests, places)
         if not cuda:
@@ -101,15 +104,25 @@ class Launcher:
         done.record()
         return Launched(batch, tokens, host, errors, begin, done)
 
-    def _run(self, batch: Batch, counts: list[int], ids: Tensor, rows: Tensor | None, tables: Any) -> Tensor:
-        """Return the logits of every chosen token, replaying a graph where one holds the step."""
+    def _run(
+        self,
+        batch: Batch,
+        counts: list[int],
+        ids: Tensor,
+        rows: Tensor | None,
+        tables: Any,
+        begin: torch.cuda.Event | None,
+    ) -> Tensor:
+        """Return the logits of every chosen token, replaying a graph where one holds the step; note when it begins."""
         total = sum(counts)
         graphs = self.graphs[bool(batch.drafts)]
         drafts = max(map(len, batch.drafts), default=0)
         if graphs is not None and max(counts) <= 1 + drafts and graphs.key_for(len(counts), total) is not None:
             metadata = graphs.build(on_host(counts), on_host(batch.ends), tables)
+            _record(begin)
             return graphs(*model_inputs(ids[:total], metadata, rows), metadata=metadata)  # type: ignore[no-any-return]
         metadata = self.builder.build(on_host(counts), on_host(batch.ends), tables, num_tokens_padded=ids.shape[0])
+        _record(begin)
         with forward_context(metadata):
             return self.forward(*model_inputs(ids, metadata, rows))
 
@@ -158,6 +171,11 @@ class Launcher:
         ]
         few = 2 - len(ids)
         return _merged(ids + [0] * few, sources + [-1] * few, before)
+
+
+def _record(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.record()
 
 
 def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:

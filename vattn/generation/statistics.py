@@ -26,6 +26,7 @@ class Statistics:
         seconds: wall time of all steps.
         device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. What `seconds` is
             longer, the device waited for the host.
+        host_seconds: the part of `seconds` in which the host worked; in the rest it waited for the device.
         first_token_seconds: from arrival to the first token, of every request that has one.
     """
 
@@ -44,6 +45,7 @@ class Statistics:
     wasted_tokens: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
+    host_seconds: float = 0.0
     first_token_seconds: tuple[float, ...] = ()
 
     @property

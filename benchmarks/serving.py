@@ -1,0 +1,110 @@
+"""Run many requests through a generator and say what their time went to: `benchmarks/models.py --serve` calls it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import vattn
+from benchmarks.kernels import profile_kernels
+from vattn.generation.statistics import Statistics
+from vattn.integrations.transformers import PackedModel
+
+
+def serve(
+    packed: PackedModel, lengths: list[int], new: int, graph_sizes: Any, options: dict[str, Any], profile: bool = False
+) -> dict[str, Any]:
+    """Run requests to their end, behind a few that have every kernel compiled.
+
+    Args:
+        packed: a model with a cache.
+        lengths: of the prompts.
+        new: tokens for each.
+        graph_sizes, options: of the generator.
+        profile: list the kernels of a step of prompts.
+
+    Returns:
+        Tokens a second; steps that hold prompts and steps that do not, apart; what the host computed in a decode step,
+        and which share of the time the device waited for it (`idle_share`: of all steps, of decode steps).
+    """
+    rng, vocabulary = random.Random(0), packed.model.config.vocab_size
+    generator = vattn.Generator(packed, max_num_reqs=len(lengths), graph_sizes=graph_sizes, **options)
+
+    def add(length: int, count: int) -> vattn.Request:
+        prompt = [rng.randrange(vocabulary) for _ in range(length)]
+        return generator.add(prompt, vattn.Sampling(count, stop_token_ids=()))
+
+    # Prompts alone, prompts beside decodes, decodes alone.
+    for length in _some(lengths, 3 * generator.scheduler.token_budget):
+        add(length, 4)
+    while generator.busy:
+        generator.step()
+    if profile and torch.cuda.is_available():
+        _profile(generator, add, lengths)
+    requests = [add(length, new) for length in lengths]
+    count = generator.statistics()
+    begin, waste, steps = time.perf_counter(), [0.0], []
+    first = len(count.first_token_seconds)
+    while generator.busy:
+        before = count.seconds, count.device_seconds, count.host_seconds, count.prompt_tokens
+        generator.step()
+        steps.append([now - then for now, then in zip(_times(count), before, strict=True)])
+        if len(steps) % 16 == 0:
+            count = generator.statistics()
+            waste.append(count.wasted_tokens / max(1, count.used_blocks * packed.kv_cache.block_size))
+    seconds = time.perf_counter() - begin
+    assert all(request.state == "finished" for request in requests)
+    prompts, decodes = [s for s in steps if s[3]], [s for s in steps[:-1] if not s[3]]
+    count = generator.statistics()
+    return {
+        "requests": len(lengths), "prompt": [min(lengths), max(lengths)], "new": new, "seconds": seconds,
+        "tokens_per_second": len(lengths) * new / seconds, "steps": len(steps),
+        "prompt_steps": len(prompts), "prompt_seconds": sum(s[0] for s in prompts),
+        "prompt_tokens_per_second": sum(s[3] for s in prompts) / max(1e-9, sum(s[0] for s in prompts)),
+        "longest_step_seconds": max(s[0] for s in steps),
+        "decode_ms": _median(decodes, 0) * 1e3, "decode_device_ms": _median(decodes, 1) * 1e3,
+        "decode_host_us": _median(decodes, 2) * 1e6,
+        "idle_share": [_idle(steps), _idle(decodes)],
+        "preemptions": count.preemptions, "waste": max(waste),
+        "first_token_seconds": statistics.median(count.first_token_seconds[first:]),
+    }  # fmt: skip
+
+
+def _some(lengths: list[int], total: int) -> list[int]:
+    """Return the first lengths, up to a sum."""
+    taken: list[int] = []
+    while len(taken) < len(lengths) and sum(taken) < total:
+        taken.append(lengths[len(taken)])
+    return taken
+
+
+def _times(count: Statistics) -> tuple[float, float, float, int]:
+    return count.seconds, count.device_seconds, count.host_seconds, count.prompt_tokens
+
+
+def _median(steps: list[list[float]], column: int) -> float:
+    return statistics.median(step[column] for step in steps) if steps else float("nan")
+
+
+def _idle(steps: list[list[float]]) -> float:
+    """Return the share of some steps in which the device had nothing to do."""
+    return 1 - sum(step[1] for step in steps) / max(1e-9, sum(step[0] for step in steps))
+
+
+def _profile(generator: vattn.Generator, add: Any, lengths: list[int]) -> None:
+    """Print the kernels of a step full of prompts, by name."""
+    for length in _some(lengths, 4 * generator.scheduler.token_budget):
+        add(length, 1)
+    total: dict[str, list[float]] = {}
+    for kernel in profile_kernels(generator.step):
+        total.setdefault(kernel.name, []).append(kernel.us)
+    whole = sum(map(sum, total.values()))
+    for name, each in sorted(total.items(), key=lambda item: -sum(item[1]))[:24]:
+        share = sum(each) / whole
+        print(f"  {sum(each):9.1f} us {share:5.1%} in {len(each):4d} of {statistics.median(each):8.2f}: {name[:110]}")
+    while generator.busy:
+        generator.step()
