@@ -149,6 +149,7 @@ def test_any_requests(data: st.DataObject) -> None:
         ({"shared_prefix_len": 12}, "whole blocks of 8 tokens"),
         ({"shared_prefix_len": -8}, "whole blocks"),
         ({"shared_prefix_len": 8.0}, "whole blocks"),
+        ({"shared_prefix_len": torch.tensor(8)}, "whole blocks"),
         ({"shared_prefix_len": True}, "whole blocks"),
         ({"shared_prefix_len": 24}, "request 0: 17 cached tokens"),
         ({"block_tables": [[1, 3, 2], [1, 4, 5, 6], [1, 3, 7]]}, "request 1: its first 2 blocks are not those"),
@@ -195,6 +196,24 @@ def test_layers_of_other_kinds_are_refused() -> None:
     step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
     with pytest.raises(UnsupportedRequestError, match="differential"):
         attend(layer, step)
+
+
+def test_the_advice_names_another_backend_only_where_it_helps() -> None:
+    step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
+    with pytest.raises(UnsupportedRequestError) as caught:
+        attend(make_layer(per_layer_sliding_window=9), step)
+    assert "attn_backend" not in str(caught.value)
+
+
+def test_a_length_of_numpy_is_a_length() -> None:
+    numpy = pytest.importorskip("numpy")
+    layer = make_layer()
+    fill(layer)
+    want, got = (
+        attend(layer, make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=length))
+        for length in (16, numpy.int64(16))
+    )
+    assert torch.equal(got, want)
 
 
 def test_steps_with_other_prefixes_share_one_compiled_graph() -> None:

@@ -20,7 +20,7 @@ from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
 from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
-from vattn.shared_prefix import check_shared_prefix, write_shared_prefix
+from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
 from vattn.step_buffers import StepBuffers
 from vattn.step_input import Lengths, Limits, Step, most_held, read_positions, read_step
 
@@ -276,8 +276,7 @@ class AttentionMetadataBuilder:
         step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
         step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
         if shared_prefix_len is not None:
-            check_shared_prefix(step, shared_prefix_len, self.block_size)
-            step.shared_prefix_len = shared_prefix_len
+            step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
         if capture_key is not None:
             captured = {name: shape[0] for name, shape in capture_key.optional}
             num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)

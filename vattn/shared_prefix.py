@@ -6,6 +6,8 @@ see what lies behind it; `merge_attn_states` weighs the two results. The prefix 
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,23 @@ from vattn.errors import MetadataError
 from vattn.step_input import Step
 
 
-def check_shared_prefix(step: Step, length: int, block_size: int) -> None:
+def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
     """Refuse a prefix that the requests of a step do not share, or that rows of the step would have to be masked in.
 
     Args:
         length: tokens of the prefix; 0: none, in a step that replays a graph which has one.
 
+    Returns:
+        The length as an int.
+
     Raises:
         MetadataError: so it is.
     """
-    if type(length) is not int or length < 0 or length % block_size:
+    try:
+        tokens = -1 if isinstance(length, (bool, Tensor)) else operator.index(length)
+    except TypeError:
+        tokens = -1
+    if tokens < 0 or tokens % block_size:
         raise MetadataError(
             f"shared_prefix_len={length!r}",
             f"whole blocks of {block_size} tokens, or 0",
@@ -35,23 +44,24 @@ def check_shared_prefix(step: Step, length: int, block_size: int) -> None:
     if step.packed:
         raise MetadataError("shared_prefix_len without block tables", "a step of layers with a cache", "leave it out")
     cached = step.seq_lens - step.query_lens
-    short = (cached < length) | (step.seq_lens == 0)
+    short = (cached < tokens) | (step.seq_lens == 0)
     if bool(short.any()):
         row = int(short.nonzero()[0])
         raise MetadataError(
-            f"request {row}: {int(cached[row])} cached tokens in a step with shared_prefix_len={length}",
+            f"request {row}: {int(cached[row])} cached tokens in a step with shared_prefix_len={tokens}",
             "requests whose tokens before this step hold the prefix",
             "shorten the prefix, or build the request into another step",
         )
-    blocks = step.table[:, : length // block_size]
+    blocks = step.table[:, : tokens // block_size]
     other = (blocks != blocks[:1]).any(1)
     if bool(other.any()):
         row = int(other.nonzero()[0])
         raise MetadataError(
-            f"request {row}: its first {length // block_size} blocks are not those of request 0",
+            f"request {row}: its first {tokens // block_size} blocks are not those of request 0",
             "the same blocks for the prefix in every request",
             "shorten the prefix to what all of them share",
         )
+    return tokens
 
 
 def write_shared_prefix(

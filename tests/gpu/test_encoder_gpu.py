@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3"}
 LENS = ([729, 0, 1, 130, 64, 300, 7], [729, 0, 1, 130, 64, 300, 5])
-BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
+BACKENDS = ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA")
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +59,17 @@ def test_encoder_kernel_with_quantised_outputs(size: int, output: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
+@pytest.mark.parametrize("size", [72, 128])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_layers_on_every_backend(name: str, fp8: bool) -> None:
+def test_layers_on_every_backend(name: str, size: int, fp8: bool) -> None:
     """FlashAttention rounds the weights to e4m3 too, half a unit of which is 2**-4."""
     quant = vattn.EncoderFP8Config(dynamic=True) if fp8 else None
-    layer = vattn.MMEncoderAttention(4, 72, num_kv_heads=2, attn_backend=name, quant_config=quant).cuda()
+    layer = vattn.MMEncoderAttention(4, size, num_kv_heads=2, attn_backend=name, quant_config=quant).cuda()
     refusal = vattn.explain(vattn.AttentionConfig.parse(layer._ops["bfloat16"]), "cuda").refusals[name]
     if refusal:
         pytest.skip("; ".join(refusal))
     lens = [300, 0, 17, 64]
-    qkv = [t.cuda() for t in random_qkv(sum(lens), 4, 2, 72, dtype=torch.bfloat16)]
+    qkv = [t.cuda() for t in random_qkv(sum(lens), 4, 2, size, dtype=torch.bfloat16)]
     out = layer(*(t[None] for t in qkv), offsets(lens).cuda(), 300)
     parts = [t.cpu() for t in qkv]
     if fp8:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from vattn.backends import selector
 
 pytestmark = pytest.mark.gpu
 
@@ -47,16 +48,16 @@ def no_sync() -> Iterator[None]:
 class Model(nn.Module):
     """Self-attention with sinks, cross attention, and a layer that shares the first one's cache and keeps rows."""
 
-    def __init__(self, **cache: Any) -> None:
+    def __init__(self, size: int = SIZE, attn_backend: str | None = None, **cache: Any) -> None:
         super().__init__()
         quant = None
         if cache:
             quant = vattn.QuantConfig(k_scale=0.02, v_scale=0.02)
-        options = {"cache_config": vattn.CacheConfig(block_size=BLOCK, **cache)}
-        arguments = (HEADS, SIZE, SIZE**-0.5)
+        options = {"cache_config": vattn.CacheConfig(block_size=BLOCK, **cache), "attn_backend": attn_backend}
+        arguments = (HEADS, size, size**-0.5)
         generator = torch.Generator().manual_seed(7)
         sinks = {
-            name: torch.randn(SINKS, KV_HEADS, SIZE, generator=generator, dtype=torch.float32)
+            name: torch.randn(SINKS, KV_HEADS, size, generator=generator, dtype=torch.float32)
             for name in ("sink_key", "sink_value")
         }
         kinds = {"num_kv_heads": KV_HEADS, "sink_len": SINKS, **options}
@@ -64,8 +65,8 @@ class Model(nn.Module):
         self.cross = vattn.CrossAttention(*arguments, KV_HEADS, prefix="cross", quant_config=quant, **options)
         shared = {"kv_sharing_target_layer_name": "own", "fast_prefill": True}
         self.last = vattn.StaticSinkAttention(*arguments, prefix="last", **shared, **kinds)
-        self.project = nn.Linear(HEADS * SIZE, HEADS * SIZE, bias=False)
-        self.widths = [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE]
+        self.project = nn.Linear(HEADS * size, HEADS * size, bias=False)
+        self.widths = [HEADS * size, KV_HEADS * size, KV_HEADS * size]
 
     def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
         query, key, value = x.split(self.widths, dim=-1)
@@ -107,15 +108,17 @@ STEPS: list[tuple[list[int], list[int], list[int], list[int] | None]] = [
 """Query lengths, sequence lengths, whose encoder runs, how many last rows are kept."""
 
 
-def step_of(builder: vattn.AttentionMetadataBuilder, index: int) -> tuple[vattn.AttentionMetadata, list[Tensor]]:
+def step_of(
+    builder: vattn.AttentionMetadataBuilder, index: int, size: int = SIZE
+) -> tuple[vattn.AttentionMetadata, list[Tensor]]:
     queries, lens, new, kept = STEPS[index]
     count = len(queries)
     encoders = {name: values[:count] for name, values in ENCODERS.items()}
     step = builder.build(queries, lens, TABLES[:count], new_encoder=new, num_logits=kept, **encoders)
-    inputs = [rows(sum(queries), (HEADS + 2 * KV_HEADS) * SIZE, index)]
+    inputs = [rows(sum(queries), (HEADS + 2 * KV_HEADS) * size, index)]
     written = sum(n for n, run in zip(encoders["encoder_lens"], new, strict=True) if run)
     if written:
-        inputs.append(rows(written, 2 * KV_HEADS * SIZE, index + 50))
+        inputs.append(rows(written, 2 * KV_HEADS * size, index + 50))
     return step, inputs
 
 
@@ -139,6 +142,34 @@ def test_steps_equal_the_cpu(cache: dict[str, Any], how: str) -> None:
             got = run(*(t.to("cuda", DTYPE) for t in inputs))
         # Keys that are rounded to fp16 first may move to the next FP8 code, 6 % away.
         close(got, want, TOLERANCE if not cache else 2e-2)
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "FLASH_ATTN", "FLASHINFER"])
+def test_steps_on_named_backends_equal_the_cpu(backend: str) -> None:
+    """Heads of 128 in bf16, which all of them have kernels for."""
+    problem = selector.get_backend(backend).problem()
+    if problem is not None:
+        pytest.skip(problem)
+    size, dtype = 128, torch.bfloat16
+    torch.manual_seed(0)
+    host = Model(size).eval().requires_grad_(False).to(dtype).float()
+    device = Model(size, backend).eval().requires_grad_(False)
+    device.load_state_dict(host.state_dict())
+    device.to("cuda", dtype)
+    vattn.allocate_kv_cache(host, num_blocks=NUM_BLOCKS, dtype=torch.float32)
+    vattn.allocate_kv_cache(device, num_blocks=NUM_BLOCKS, dtype=dtype)
+    assert {layer.config.backend for layer in (device.own, device.cross, device.last)} == {backend}
+    builders = make_builder(host), make_builder(device)
+    for index in range(len(STEPS)):
+        step, inputs = step_of(builders[0], index, size)
+        inputs = [t.to(dtype) for t in inputs]
+        with vattn.forward_context(step):
+            want = host(*(t.float() for t in inputs))
+        step, _ = step_of(builders[1], index, size)
+        with vattn.forward_context(step):
+            got = device(*(t.cuda() for t in inputs))
+        # Roundings of bf16 are eight times those of fp16.
+        close(got, want, 8 * TOLERANCE)
 
 
 def test_no_step_waits_for_the_device() -> None:

@@ -181,7 +181,7 @@ class CachedAttention(BoundCache):
                 f"layer {self.prefix!r} cannot run this step: causality {variant[0]}, tree bias {variant[1]}, "
                 f"multimodal ranges {variant[2]}\n{self._refused[variant]}\n",
                 "what its backend accepts",
-                "ask for another attn_backend",
+                "build the step without what the reason names, or ask for another attn_backend",
             )
         return self._ops[variant]
 

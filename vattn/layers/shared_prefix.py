@@ -42,12 +42,14 @@ class PrefixOps(NamedTuple):
         prefix: of the prefix.
         refused: why kinds are refused that have none.
         columns: of a head's output.
+        advice: what to do about a refusal.
     """
 
     suffix: dict[StepKind, str]
     prefix: str
     refused: dict[StepKind, str]
     columns: int
+    advice: str = "build the step without shared_prefix_len, or ask for another attn_backend"
 
 
 @lru_cache(maxsize=256)
@@ -59,9 +61,11 @@ def prefix_ops(config: AttentionConfig, device: DeviceInfo) -> PrefixOps:
         problems.append(f"attn_type {config.attn_type}")
     part = config.with_plain_output().replace(lse=True)
     suffix, refused = step_configs(part, device)
-    if not problems:
-        prefix = part.replace(causality="bidirectional", sinks=False)
-        problems = selector.get_backend(prefix.backend).reasons(prefix, device)
+    if problems:
+        why = dict.fromkeys((*suffix, *refused), "; ".join(problems))
+        return PrefixOps({}, "", why, 0, "build the step without shared_prefix_len: no backend could")
+    prefix = part.replace(causality="bidirectional", sinks=False)
+    problems = selector.get_backend(prefix.backend).reasons(prefix, device)
     if problems:
         return PrefixOps({}, "", dict.fromkeys((*suffix, *refused), "; ".join(problems)), 0)
     return PrefixOps(suffix, prefix.encode(), refused, config.head_size_v)
@@ -119,6 +123,6 @@ def suffix_config(ops: PrefixOps, step: LayerStep, layer: str) -> str:
         raise UnsupportedRequestError(
             f"layer {layer!r} cannot attend a shared prefix apart ({ops.refused.get(kind, 'this kind of step')})",
             "layers of plain decoder attention, whose backend writes LSE and takes bidirectional queries",
-            "build the step without shared_prefix_len, or ask for another attn_backend",
+            ops.advice,
         )
     return ops.suffix[kind]
