@@ -58,3 +58,14 @@ def test_the_check_notices_a_wrong_result() -> None:
             right[2 * request + i] = scores.softmax(-1) @ seen[:, :64]
     assert inputs.error(query, right) < 1e-5
     assert inputs.error(query, right.flip(0)) > 0.1
+
+
+def test_the_whole_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import mla_layer
+
+    file = tmp_path / "rows.jsonl"
+    assert mla_layer.main(["--device", "cpu", "--json", str(file), "--only", "0", "2"]) == 0
+    plain, fp8 = (json.loads(line) for line in file.read_text().splitlines())
+    # In fp32 hardly a code may differ; FP8 rows of a cache cost some per cent.
+    assert plain["difference"] < 0.005 and fp8["difference"] < 0.1 and plain["ratio"] > 0
