@@ -81,7 +81,8 @@ class Inputs:
         self.table = ids.view(cell.batch, self.per_request)
         self.starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.tokens
         self.dtype, self.rng = MODEL_DTYPES[sizes.dtype], rng
-        self.cache = self._filled(self.config())
+        self._caches: dict[str, Tensor] = {}
+        self.cache = self.cache_of(self.config())
 
     def config(self, **changes: Any) -> MLAConfig:
         """Return the layer of this cell."""
@@ -91,10 +92,16 @@ class Inputs:
         scale = (s.nope + s.rope) ** -0.5
         return MLAConfig(self.cell.heads, s.nope, s.rope, s.value, s.latent, scale, s.dtype, **values)
 
+    def cache_of(self, config: MLAConfig) -> Tensor:
+        """Return a cache in the layer's format, always the same one."""
+        if config.kv_cache_dtype not in self._caches:
+            self._caches[config.kv_cache_dtype] = self._filled(config)
+        return self._caches[config.kv_cache_dtype]
+
     def _filled(self, config: MLAConfig) -> Tensor:
         """Return a cache of random rows in the layer's format."""
         cache = torch.zeros(mla_cache_shape(config, self.blocks + 1), dtype=mla_cache_dtype(config), device=self.device)
-        scale = None if config.kv_scale == "none" else torch.full((1,), 0.005, device=self.device)
+        scale = self.scale_of(config)
         slots = torch.arange((self.blocks + 1) * config.block_size, device=self.device)
         for part in slots.split(1 << 16):
             rows = 0.3 * torch.randn(len(part), config.head_size, generator=self.rng, device=self.device)
@@ -102,6 +109,10 @@ class Inputs:
             latent, rope = rows[:, : config.kv_lora_rank], rows[:, config.kv_lora_rank :]
             torch.ops.vattn.mla_kv_cache_update(*MLACacheUpdateArgs(latent, rope, cache, part, scale, config.encode()))
         return cache
+
+    def scale_of(self, config: MLAConfig) -> Tensor | None:
+        """Return the scale of an FP8 cache."""
+        return None if config.kv_scale == "none" else torch.full((1,), 0.005, device=self.device)
 
     def absorbed(self) -> Tensor:
         """Return absorbed queries `[T, N, L + R]`."""
@@ -128,7 +139,7 @@ class Inputs:
     def op(self, **changes: Any) -> Step:
         """Return a call of `vattn::mla_attention`, planned before where there is a plan."""
         config = self.config(**changes)
-        cache = self.cache if config.kv_cache_dtype == self.sizes.dtype else self._filled(config)
+        cache = self.cache_of(config)
         topk = self.listed() if config.sparse else None
         args = self.arguments(config, cache, topk)
         if self.device == "cuda":
@@ -152,18 +163,19 @@ class Inputs:
         chosen = [torch.randperm(abs(self.cell.length), generator=self.rng, device=self.device) for _ in range(rows)]
         return torch.stack([positions[:count].sort().values for positions in chosen]).int()
 
-    def decode(self) -> tuple[Step, Tensor]:
+    def decode(self, **changes: Any) -> tuple[Step, Tensor]:
         """Return a step of vattn's decode path on absorbed queries, its schedule made before, and the queries."""
         from vattn.ops.gluon import mla_launch
 
-        query, config = self.absorbed(), self.config()
+        query, config = self.absorbed(), self.config(**changes)
         shape = mla_launch.plan_shape(len(query), self.cell.batch, query.device)
         schedule = torch.zeros(shape, dtype=torch.int32, device=self.device)
         mla_launch.plan(self.starts, self.seq_lens, schedule, config)
         none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
         args = MLAAttentionArgs(**{
-            **none, "query": query, "kv_cache": self.cache, "query_start_loc": self.starts, "seq_lens": self.seq_lens,
-            "block_table": self.table, "plan": [schedule], "config": config.encode(),
+            **none, "query": query, "kv_cache": self.cache_of(config), "query_start_loc": self.starts,
+            "seq_lens": self.seq_lens, "block_table": self.table, "k_scale": self.scale_of(config), "plan": [schedule],
+            "config": config.encode(),
         })  # fmt: skip
         return lambda: mla_launch.attend_latents(query, args, config), query
 
@@ -172,16 +184,18 @@ class Inputs:
         """Bytes of the cache that one step must read."""
         return int(self.seq_lens.sum()) * (self.sizes.latent + self.sizes.rope) * self.cache.itemsize
 
-    def error(self, query: Tensor, result: Tensor) -> float:
+    def error(self, query: Tensor, result: Tensor, **changes: Any) -> float:
         """Return the worst relative L2 error of absorbed results over a few requests, against fp32."""
-        cell, width = self.cell, self.sizes.latent
+        cell, width, config = self.cell, self.sizes.latent, self.config(**changes)
+        cache, scale = self.cache_of(config), self.scale_of(config)
         result = result.view(cell.batch, cell.tokens, cell.heads, width).float()
         found = []
         for request in sorted({0, cell.batch // 2, cell.batch - 1}):
             length = int(self.seq_lens[request])
-            rows = self.cache[self.table[request].long()].flatten(0, 1)[:length].float()
+            rows = cache[self.table[request].long()].flatten(0, 1)[:length]
+            rows = rows.float() if scale is None else rows.view(torch.float8_e4m3fn).float() * scale
             part = query[request * cell.tokens : (request + 1) * cell.tokens].float()
-            scores = torch.einsum("qnd,sd->qns", part, rows) * self.config().scale
+            scores = torch.einsum("qnd,sd->qns", part, rows) * config.scale
             position = length - cell.tokens + torch.arange(cell.tokens, device=rows.device)
             hidden = torch.arange(length, device=rows.device)[None, :] > position[:, None]
             expected = torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1) @ rows[:, :width]

@@ -12,7 +12,7 @@ import vattn
 from tests.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
 from vattn.mla_config import MLAConfig
-from vattn.ops import mla_reference
+from vattn.ops import mla_reference, variants
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 
@@ -89,7 +89,55 @@ def test_decode_lengths(heads: int, lengths: list[int]) -> None:
 @pytest.mark.parametrize("tokens", [2, 3, 8])
 def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     seq_lens = [n + tokens for n in RAGGED[:8]]
-    check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=1)
+    # With padding, steps of 8 tokens a request would be taken for prompts.
+    check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
+
+
+def codes(**changes: Any) -> MLAConfig:
+    return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_decode_from_codes(heads: int, block_size: int) -> None:
+    with variants.using(latent_fp8="gluon"):
+        config = codes(num_heads=heads, block_size=block_size)
+        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
+def test_decode_lengths_from_codes(lengths: list[int]) -> None:
+    with variants.using(latent_fp8="gluon"):
+        check(codes(), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_decode_of_uneven_queries_from_codes(heads: int) -> None:
+    with variants.using(latent_fp8="gluon"):
+        lens = [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]
+        check(codes(num_heads=heads), *lens, True, padding_tokens=2)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_that_are_none_are_not_seen_in_codes(block_size: int) -> None:
+    hopper()
+    config = codes(block_size=block_size)
+    args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
+    args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
+    args.block_table[2] = -1
+    with variants.using(latent_fp8="gluon"):
+        compare(args, config, 3)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e4, 1e25])
+def test_queries_of_any_size_meet_codes(factor: float) -> None:
+    """The kernel multiplies in fp16, which holds none of these queries as they are."""
+    hopper()
+    config = codes(scale=0.1 / factor)
+    args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
+    args.query.mul_(factor)
+    with variants.using(latent_fp8="gluon"):
+        compare(args, config, 4)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

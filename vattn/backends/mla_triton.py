@@ -54,7 +54,9 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
     def plan_key(self, config: Any) -> str:
         """Return what two layers must have in common to share one schedule."""
-        return f"{self.name} num_heads={config.num_heads}"
+        from vattn.ops.gluon import mla_launch
+
+        return f"{self.name} {mla_launch.plan_key(config)}"
 
     def plan(self, args: PlanArgs, config: Any) -> None:
         """Fill the decode schedule."""

@@ -18,6 +18,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide"),
+    "latent_fp8": ("plain", "gluon"),
 }
 """What each field may be."""
 
@@ -36,12 +37,14 @@ class Variants:
         mixed_below: rows per request on average below which `mixed` holds.
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
+        latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's.
     """
 
     speculative: str = "general"
     mixed: str = "general"
     mixed_below: int = 64
     general_prefill: str = "plain"
+    latent_fp8: str = "plain"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

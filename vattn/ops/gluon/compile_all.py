@@ -45,7 +45,7 @@ SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps up to a hundred values there where an output
 computes scales and the log-sum-exp is wanted too; Triton 3.6, with which these kernels were timed, a value at most."""
 
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int16: "i16"}
 
 
 class _Kernel:

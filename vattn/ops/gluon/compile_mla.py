@@ -29,6 +29,7 @@ from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.ops.gluon import compile_all, mla_launch
 from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.mla_cache_layout import mla_cache_dtype
 from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
@@ -37,7 +38,8 @@ SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps more there than 3.6, outside of the loops."""
 
 SHARED_BYTES = 227 << 10
-KERNELS = ("mla_schedule_kernel", "mla_decode_kernel", "mla_decode_wide_kernel", "mla_reduce_kernel")
+GLUON = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
+KERNELS = ("mla_schedule_kernel", *GLUON, "mla_reduce_kernel")
 HARMLESS = "Too many maxnreg specified"
 
 
@@ -48,6 +50,9 @@ def configs() -> Iterator[tuple[MLAConfig, int]]:
         yield base.replace(num_heads=heads), tokens
         yield base.replace(num_heads=heads, block_size=16, lse=False), tokens
     yield base.replace(block_size=128), 1
+    codes = base.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    for heads, block_size in ((16, 64), (32, 64), (8, 16), (128, 32)):
+        yield codes.replace(num_heads=heads, block_size=block_size, lse=heads == 16), 1
     yield base.replace(num_heads=64, block_size=32, dtype="float16", kv_cache_dtype="float16"), 1
 
 
@@ -74,11 +79,13 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
         return torch.empty(shape, dtype=dtype)
 
     dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs
+    stored = mla_cache_dtype(config)
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args = MLAAttentionArgs(**{
-        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
+        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=stored),
         "query_start_loc": empty(reqs + 1), "seq_lens": empty(reqs), "block_table": empty(reqs, 64),
         "lse": empty(rows, config.num_heads, dtype=torch.float32) if config.lse else None, "plan": [],
+        "k_scale": None if config.kv_scale == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
@@ -90,7 +97,7 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
 
 def problems_of(launch: Launch) -> list[str]:
     """Compile one launch and return what is wrong with it."""
-    is_gluon = launch.kernel.__name__ in ("mla_decode_kernel", "mla_decode_wide_kernel")
+    is_gluon = launch.kernel.__name__ in GLUON
     source, log = (compile_all.source_of if is_gluon else plain_source_of)(launch), io.StringIO()
     with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         compiled = triton.compile(source, target=GPU_TARGETS[launch.target], options=launch.options)
@@ -107,11 +114,12 @@ def main() -> int:
     """Compile and report; return 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="compile everything")
+    parser.add_argument("--only", default="", help="compile layers whose config contains this text")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
-    cases = list(configs())
+    cases = [case for case in configs() if options.only in case[0].encode()]
     if not options.all:
-        cases = random.Random(options.seed).sample(cases, 2)
+        cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
         for config, tokens in cases:

@@ -18,7 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo, Sizes
 from vattn.errors import ShapeError
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.gluon.mla_decode import mla_decode_kernel
+from vattn.ops.gluon.mla_decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
@@ -31,11 +33,13 @@ DTYPES = ("bfloat16",)
 """Of the kernels' two; in the other one they have not run on a GPU."""
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
 NUM_HEADS = Sizes(values=(8, 16, 32, 64, 128))
+FP8 = "fp8_e4m3"
 MOST_QUERY_TOKENS = 8
 """Longest query of a request that is split over programs."""
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
+_FP8_STAGES = 4
 
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
@@ -45,8 +49,8 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
         found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
     if config.dtype not in DTYPES:
         found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
-    if config.kv_cache_dtype != config.dtype:
-        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype)")
+    if config.kv_cache_dtype not in (config.dtype, FP8):
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {FP8})")
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     if widths != (LATENT.value, ROPE.value):
         found.append(f"rows of {widths[0]} + {widths[1]} columns (runs {LATENT.value} + {ROPE.value})")
@@ -59,9 +63,15 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=4096)
 def runs(config: MLAConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
+    """Return whether nothing is refused, and this way is the one that is taken."""
+    if config.kv_cache_dtype == FP8 and variants.current().latent_fp8 == "plain":
+        return False
+    return _can_run(config, device)
+
+
+@lru_cache(maxsize=4096)
+def _can_run(config: MLAConfig, device: torch.device) -> bool:
     return not refusals(config, DeviceInfo.of(device))
 
 
@@ -78,12 +88,19 @@ def query_tokens(num_tokens: int, num_reqs: int) -> int:
 
 def rows_per_program(config: MLAConfig, tokens: int) -> int:
     """Return the rows of the query that one program works on: the fewest that waste no program."""
-    return next(rows for rows in (16, 32, 64) if config.num_heads * tokens <= rows or rows == 64)
+    # Twice as many rows of widened codes do not fit into registers.
+    sizes = (16,) if config.kv_cache_dtype == FP8 else (16, 32, 64)
+    return next(rows for rows in sizes if config.num_heads * tokens <= rows or rows == sizes[-1])
 
 
 def groups_of_rows(config: MLAConfig, tokens: int) -> int:
     """Return how many programs share the rows of a request."""
     return -(-config.num_heads * tokens // rows_per_program(config, tokens))
+
+
+def plan_key(config: MLAConfig) -> str:
+    """Return what layers that share a schedule have in common."""
+    return f"num_heads={config.num_heads} rows={rows_per_program(config, MOST_QUERY_TOKENS)}"
 
 
 def plan_shape(num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
@@ -140,7 +157,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     stats = torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
     output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value))
     common: dict[str, Any] = {
-        **_boxes(absorbed, args.kv_cache, rows, config), "query_start_loc": args.query_start_loc,
+        "query_start_loc": args.query_start_loc,
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
@@ -148,10 +165,17 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
         "num_warps": 4,
     }  # fmt: skip
-    if rows == 64:
-        mla_decode_wide_kernel[(ctas * groups,)](ROWS_OF_PROGRAM=rows, **common)
+    grid = (ctas * groups,)
+    if config.kv_cache_dtype == FP8:
+        boxes = _code_boxes(args.kv_cache, config)
+        mla_decode_fp8_kernel[grid](
+            query=absorbed, k_scale=args.k_scale, ROWS=rows, STAGES=_FP8_STAGES, **boxes, **common
+        )
+    elif rows == 64:
+        mla_decode_wide_kernel[grid](ROWS_OF_PROGRAM=rows, **_boxes(absorbed, args.kv_cache, rows, config), **common)
     else:
-        mla_decode_kernel[(ctas * groups,)](ROWS=rows, STAGES=_STAGES, **common)
+        boxes = _boxes(absorbed, args.kv_cache, rows, config)
+        mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
     few = num_reqs * rows * groups
     columns = 64 if few <= 64 else 128 if few <= 512 else 512
     mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // columns)](
@@ -182,3 +206,16 @@ def _boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> 
         "boxes": boxes(cached, high, (LATENT.value // (2 if rows == 64 else 1)) if whole else 64),
         "rope_boxes": boxes(cached, high, ROPE.value),
     }
+
+
+def _code_boxes(kv_cache: Tensor, config: MLAConfig) -> dict[str, Any]:
+    """Return tensor maps over cached rows of codes, pairs of which are int16 `[slots, 288]`."""
+    cached = kv_cache.view(-1, LATENT.value + ROPE.value).view(torch.int16)
+    whole = config.block_size >= TILE.value
+    high = TILE.value if whole else config.block_size
+
+    def boxes(wide: int, swizzle: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle, 16, 2)
+        return TensorDescriptor(cached, list(cached.shape), [cached.shape[1], 1], [high, wide], layout)
+
+    return {"boxes": boxes(PAIRS.value if whole else 64, 128), "rope_boxes": boxes(ROPE_PAIRS.value, 64)}
