@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vattn
 from tests.support import relative_l2
 from vattn import errors
-from vattn.layers.fp8_linear import FP8Linear
+from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -28,7 +28,7 @@ from tests.fp8_checkpoints import (
     write_compressed_tensors,
     write_transformers_fp8,
 )
-from tests.test_fp8_linears import make_llama
+from tests.test_fp8_linears import calibrated, make_llama
 from tests.test_transformers import PROMPTS, Runner, eager_logits
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 
@@ -81,6 +81,46 @@ def test_compressed_tensors(weights: str, inputs: str, fmt: str, tmp_path: Path)
     assert relative_l2(got, theirs) < 0.03
     disable(model)
     assert any(module._forward_pre_hooks for module in model.modules()), "their own cache hooks are back"
+
+
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
+def test_a_quantised_model_saves_and_loads(fmt: str, tmp_path: Path) -> None:
+    """By `save_pretrained` and `from_pretrained`, twice, to the bit; merged the second time."""
+    model = make_llama()
+    seen = calibrated(model) if fmt == "fp8_static" else None
+    report = vattn.quantise_linears(model, fmt, calibration=seen, skip="*.0.mlp.up_proj")
+    expected = eager_logits(model, PROMPTS[1])
+    for number in range(2):
+        folder = tmp_path / str(number)
+        if number:
+            enable(model, merge_projections=True, num_blocks=17)
+        model.save_pretrained(folder)
+        model = load(folder)
+        again = load_fp8_linears(model)
+        assert {k: v for k, v in again.items() if v == fmt} == {k: v for k, v in report.items() if v == fmt}
+        assert torch.equal(eager_logits(model, PROMPTS[1]), expected)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_per_token", "fp8_group128"])
+def test_a_saved_model_without_load_fp8_linears(fmt: str, tmp_path: Path) -> None:
+    """transformers reads scales as well; inputs are rounded by compressed-tensors."""
+    model = make_llama()
+    vattn.quantise_linears(model, fmt)
+    model.save_pretrained(tmp_path)
+    assert relative_l2(eager_logits(load(tmp_path), PROMPTS[1]), eager_logits(model, PROMPTS[1])) < 0.03
+
+
+def test_two_formats_in_one_checkpoint_and_a_shared_config(tmp_path: Path) -> None:
+    model = make_llama()
+    other = type(model)(model.config)
+    vattn.quantise_linears(model, "fp8_per_token", skip="*.mlp.*")
+    vattn.quantise_linears(model, "fp8_group128", skip="*.self_attn.*")
+    assert not hasattr(other.config, "quantization_config")
+    expected = eager_logits(model, PROMPTS[1])
+    model.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert set(load_fp8_linears(model).values()) >= {"fp8_per_token", "fp8_group128"}
+    assert torch.equal(eager_logits(model, PROMPTS[1]), expected)
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -236,6 +276,12 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         load_fp8_linears(model)
     with pytest.raises(errors.ConfigError, match=r"\*\.safetensors"):
         load_fp8_linears(model, tmp_path)
+    with pytest.raises(errors.ConfigError, match="folder=5"):
+        load_fp8_linears(model, 5)
+    with pytest.raises(errors.ConfigError, match="a model of type str"):
+        load_fp8_linears("model", tmp_path)
+    with pytest.raises(errors.ArgumentsError, match="load_fp8_linears without model"):
+        load_fp8_linears()
     model.save_pretrained(tmp_path)
     with pytest.raises(errors.ConfigError, match="quantise_linears"):
         load_fp8_linears(model, tmp_path)

@@ -125,6 +125,13 @@ def test_codes_survive_what_happens_to_models(fmt: str, tmp_path: Path) -> None:
     assert fmt in repr(model)
 
 
+def test_the_bias_has_the_dtype_of_the_input() -> None:
+    linear = make_fp8("fp8_per_token")
+    with pytest.raises(errors.DtypeError, match="bfloat16 with a bias in"):
+        linear(torch.randn(2, 256).bfloat16())
+    assert linear.bfloat16()(torch.randn(2, 256).bfloat16()).dtype is torch.bfloat16
+
+
 def test_gradients_are_refused() -> None:
     linear = make_fp8("fp8_per_token")
     with pytest.raises(errors.GradientError, match="FP8Linear"):
@@ -203,6 +210,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "no path": (None, {"format": "fp8_static", "calibration": 5}, errors.ConfigError, "calibration=5"),
     "keyword": (None, {"skipp": "out"}, errors.UnknownOptionError, "skip"),
+    "a number to skip": (None, {"skip": 5}, errors.ConfigError, "skip=5"),
+    "numbers to skip": (None, {"skip": [5]}, errors.ConfigError, r"skip=\[5\]"),
     "hooks": (hooked, {}, errors.ConfigError, "hooks"),
     "tied": (tied, {}, errors.ConfigError, "block.q_proj.weight and block.out.weight"),
     "sizes": (odd, {}, errors.ShapeError, "block.out.*60 output"),
@@ -222,6 +231,17 @@ def test_refusals_leave_the_model_alone(case: str) -> None:
     with pytest.raises(kind, match=text):
         vattn.quantise_linears(model, **{"format": "fp8_per_token", **options})
     assert before == {name: type(module) for name, module in model.named_modules()}
+
+
+def test_what_is_no_model() -> None:
+    for call in (
+        lambda: vattn.quantise_linears("model", "fp8_per_token"),
+        lambda: vattn.quantise_linears(None, "fp8_per_token", skip=["*"]),
+    ):
+        with pytest.raises(errors.ConfigError, match=r"a model of type (str|NoneType).*torch.nn.Module"):
+            call()
+    with pytest.raises(errors.ArgumentsError, match="quantise_linears without format"):
+        vattn.quantise_linears(make_net())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import vattn
-from vattn.errors import ConfigError, UnknownOptionError, VattnError
+from vattn.errors import ArgumentsError, ConfigError, UnknownOptionError, VattnError
 from vattn.keywords import known_keywords, meant
 
 
@@ -51,8 +51,11 @@ def test_what_is_checked_stays_what_it_was() -> None:
     assert [field.name for field in dataclasses.fields(config)][:2] == ["block_size", "cache_dtype"]
     with pytest.raises(ConfigError, match="block_size=7"):
         vattn.CacheConfig(block_size=7)
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(ArgumentsError, match="build without query_lens"):
         builder().build()
+    with pytest.raises(ArgumentsError, match="CacheConfig with 90 positional arguments"):
+        vattn.CacheConfig(*range(90))
+    assert issubclass(ArgumentsError, TypeError)
 
 
 def test_methods_and_functions() -> None:
@@ -62,6 +65,8 @@ def test_methods_and_functions() -> None:
         return value * factor
 
     assert (scaled(3), scaled(3, factor=4), scaled.__doc__) == (6, 12, "Doc.")
+    with pytest.raises(ArgumentsError, match=r"scaled without value. Allowed: value, factor"):
+        scaled(factor=4)
     with pytest.raises(UnknownOptionError, match=r"factr.*Allowed: value, factor.*Try: factor"):
         scaled(3, factr=4)
 

@@ -222,7 +222,17 @@ def observing(model: nn.Module) -> Iterator[dict[str, _Seen]]:
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """Return the model by whose names checkpoints and calibrations go: what is inside a `PackedModel`."""
+    """Return the model by whose names checkpoints and calibrations go: what is inside a `PackedModel`.
+
+    Raises:
+        ConfigError: no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a model of type {type(model).__name__}",
+            "a torch.nn.Module",
+            "load it first, such as by transformers.AutoModelForCausalLM.from_pretrained(folder)",
+        )
     inner = getattr(model, "wrapped", None)
     return inner if isinstance(inner, nn.Module) else model
 

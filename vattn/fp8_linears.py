@@ -40,6 +40,8 @@ def quantise_linears(
 
     Args:
         model: on its device, in its dtype; a model of transformers, before or after `enable`, or any other.
+            Its configuration then describes the FP8 layers, so that `save_pretrained` writes a checkpoint which
+            `load_fp8_linears` reads.
         format: of inputs and weights; see `FP8Linear`. `"fp8_static"`: a given scale for the input, one for the weight.
             `"fp8_dynamic"`: a scale over all tokens of a step, so that requests of one step differ by what else is in
             it. `"fp8_per_token"`: a scale for each token, and for each row of the weight. `"fp8_group128"`: for every
@@ -71,7 +73,7 @@ def quantise_linears(
             "projections of their own",
             "quantise before enable() merges them",
         )
-    left = _left(root, found, (skip,) if isinstance(skip, str) else tuple(skip))
+    left = _left(root, found, _patterns(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
     if not chosen:
         kept = "; ".join(f"{name}: {why}" for name, why in left.items()) or "it has none"
@@ -89,6 +91,10 @@ def quantise_linears(
         scale = scales[name]
         codes = encode_weight(linear.weight, scale)
         replace(root, name, FP8Linear(codes, scale, format, inputs.get(name), linear.bias))
+    if callable(getattr(root, "save_pretrained", None)):
+        from vattn.integrations.fp8_saving import describe_linears
+
+        describe_linears(root)
     return {name: left.get(name, format) for name in found}
 
 
@@ -98,7 +104,14 @@ def replace(root: nn.Module, name: str, linear: FP8Linear) -> None:
     setattr(root.get_submodule(parent), child, linear.train(root.training))
 
 
-def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[Any, ...]) -> dict[str, str]:
+def _patterns(skip: Any) -> tuple[str, ...]:
+    patterns = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"skip={skip!r:.80}", "names or patterns of linear layers", "skip=['*.down_proj']")
+    return patterns
+
+
+def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -> dict[str, str]:
     """Return which layers stay as they are, and why."""
     left = {}
     head = root.get_output_embeddings() if callable(getattr(root, "get_output_embeddings", None)) else None  # type: ignore[operator]
@@ -108,7 +121,7 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[Any, ...]) -
         elif not (type(linear).forward is nn.Linear.forward or type(linear).__name__ in ("FP8Linear", *PLAIN)):
             left[name] = f"left: {type(linear).__name__} has a forward of its own"
     for pattern in skip:
-        same = [name for name in found if fnmatch(name, str(pattern)) or name.rpartition(".")[2] == pattern]
+        same = [name for name in found if fnmatch(name, pattern) or name.rpartition(".")[2] == pattern]
         if not same:
             raise ConfigError(f"skip={pattern!r}, which no linear layer is called", _some(found), "check the pattern")
         left.update(dict.fromkeys(same, "left: skip"))

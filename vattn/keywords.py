@@ -1,14 +1,15 @@
-"""Unknown names of arguments: refused with our own error and the name that was meant, as layers do."""
+"""Unknown, missing and superfluous arguments: refused with our own errors, which say what was meant, as layers do."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from vattn.errors import UnknownOptionError
+from vattn.errors import ArgumentsError, UnknownOptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -39,7 +40,7 @@ def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> Non
 
 
 def known_keywords(function: F) -> F:
-    """Make a function without `**options` refuse keywords that it does not have, by `refuse_unknown`.
+    """Make a function without `**options` refuse keywords that it does not have, and calls that lack arguments.
 
     Example:
         >>> from vattn.keywords import known_keywords
@@ -55,7 +56,7 @@ def known_keywords(function: F) -> F:
 
 
 def known_fields(kind: C) -> C:
-    """Make a class refuse unknown keywords of its constructor; goes above `@dataclass`."""
+    """Make a class refuse unknown keywords and missing ones of its constructor; goes above `@dataclass`."""
     kind.__init__ = _checked(kind.__init__, kind.__qualname__)  # type: ignore[misc]
     return kind
 
@@ -66,11 +67,21 @@ def _checked(function: F, of: str) -> F:
         raise TypeError(f"{of} takes **options: what it passes them on to knows their names")
     names = [name for name in parameters if name != "self"]
     known = frozenset(names)
+    by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()) else len(by_place)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not known.issuperset(kwargs):
             refuse_unknown(of, set(kwargs) - known, names)
+        given = by_place[: len(args)]
+        missing = [name for name in required if name not in kwargs and name not in given]
+        if missing or len(args) > most:
+            own = "self" in by_place
+            came = f"without {', '.join(missing)}" if missing else f"with {len(args) - own} positional arguments"
+            allowed = f"at most {most - own}, {', '.join(by_place[own:])}" if not missing else ", ".join(names)
+            raise ArgumentsError(f"{of} {came}", allowed, "pass them" if missing else "name the others")
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -41,7 +41,7 @@ def test_products(fmt: str, tokens: int) -> None:
     quantised = FP8Linear.of(linear, fmt, STATIC if fmt == "fp8_static" else None)
     x = torch.randn(tokens, 512).bfloat16()
     expected = quantised(x.float()).float()
-    got = quantised.cuda()(x.cuda())
+    got = quantised.bfloat16().cuda()(x.cuda())
     assert got.dtype is torch.bfloat16 and quantised.weight.is_cuda
     assert relative_l2(got.float().cpu(), expected) < 6e-3
 

@@ -8,6 +8,7 @@ of transformers' own FP8 format (`weight_scale_inv`, `activation_scale`).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from vattn.calibration import linears_of, root_of
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
 from vattn.fp8_linears import check_device, replace
+from vattn.integrations.fp8_saving import describe_linears
+from vattn.keywords import known_keywords
 from vattn.layers.fp8_linear import BLOCK, LINEAR_FORMATS, FP8Linear
 
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -170,7 +173,8 @@ def give_cache_hooks(taken: list[tuple[nn.Module, int, Any]]) -> None:
 # Linear layers
 
 
-def load_fp8_linears(model: nn.Module, folder: str | Path | None = None) -> dict[str, str]:
+@known_keywords
+def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, str]:
     """Replace the linear layers that a checkpoint holds in FP8 by `vattn.layers.fp8_linear.FP8Linear`s, in place.
 
     Codes and scales are those of the files, whether transformers has dequantised them meanwhile or not. Needs neither
@@ -191,6 +195,8 @@ def load_fp8_linears(model: nn.Module, folder: str | Path | None = None) -> dict
     Example: see the guide, "Hugging Face models".
     """
     root = root_of(model)
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"folder={folder!r:.80}", "a path", "name the checkpoint's folder")
     path = folder_of(root) if folder is None else Path(folder)
     if path is None:
         raise ConfigError(
@@ -213,6 +219,7 @@ def load_fp8_linears(model: nn.Module, folder: str | Path | None = None) -> dict
     _check_all_used(checkpoint, weights)
     for name, linear in made.items():
         replace(root, name, linear)
+    describe_linears(root)
     return {name: made[name].format.name if name in made else "left: not FP8 in the checkpoint" for name in linears}
 
 

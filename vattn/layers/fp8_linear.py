@@ -90,17 +90,18 @@ class FP8Linear(nn.Linear):
         format: `"fp8_static"`, one given scale for the input; `"fp8_dynamic"`, one computed over all tokens of a call,
             padding included; `"fp8_per_token"`; `"fp8_group128"`, one for every 128 columns of a token, with blocks.
         input_scale: fp32 `[1]`, for `"fp8_static"` alone.
-        bias: `[N]` in the model's dtype, or `None`.
+        bias: `[N]` in the dtype of inputs, or `None`.
 
     Attributes:
         weight: a parameter without gradient. Codes and scales keep their dtype under `model.to(dtype)`.
-        weight_scale, input_scale: buffers, in the state dict.
+        weight_scale, input_scale: buffers, in the state dict; there, scales of rows are `[N, 1]`, as in checkpoints of
+            compressed-tensors, and both shapes load.
 
     Raises:
         ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError: when
-            called, for what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16,
-            and blocks with K that is no multiple of 512. GradientError: gradients are enabled and the input requires
-            one.
+            called, with an input in another dtype than the bias, and for what `torch._scaled_mm` cannot do on a GPU,
+            scales of rows and blocks in other dtypes than bf16, and blocks with K that is no multiple of 512.
+            GradientError: gradients are enabled and the input requires one.
 
     Example:
         >>> import torch
@@ -171,6 +172,10 @@ class FP8Linear(nn.Linear):
         """Return `x @ weight.T + bias` of x `[..., K]`, in its dtype."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise GradientError("a gradient through FP8Linear", "inference", "call the model under torch.no_grad()")
+        if self.bias is not None and self.bias.dtype is not x.dtype:
+            raise DtypeError(
+                f"an input in {x.dtype} with a bias in {self.bias.dtype}", "one dtype", "linear.to(x.dtype)"
+            )
         rows = x.reshape(-1, self.in_features)
         if self.quantises_input:
             out = self._product(*self.quantise_input(rows), x.dtype)
@@ -249,6 +254,22 @@ class FP8Linear(nn.Linear):
             self.weight = nn.Parameter(moved, requires_grad=False)
         self._buffers.update({name: None if x is None else _moved(x, fn) for name, x in buffers.items()})
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.scales_rows:
+            destination[prefix + "weight_scale"] = destination[prefix + "weight_scale"][:, None]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        scale = state_dict.get(prefix + "weight_scale")
+        if self.scales_rows and scale is not None and scale.shape == (self.out_features, 1):
+            state_dict[prefix + "weight_scale"] = scale[:, 0]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def scales_rows(self) -> bool:
+        """Return whether every row of the weight has a scale."""
+        return self.weight_scale.dim() == 1 and self.weight_scale.numel() > 1
 
     def extra_repr(self) -> str:
         """Say the sizes and the format."""
