@@ -289,6 +289,22 @@ def test_compiled_in_one_graph_for_all_lengths() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_exports_with_lambda_in_the_program() -> None:
+    layer = make_layer()
+    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(4, 16, 32, BLOCK, layers=layer)
+
+    def rows(count: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(count, heads * WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+    exported = vattn.export_step(layer, rows(3), builder.build([2, 1], [2, 5], [[1], [2]]))
+    step, given = builder.build([4, 2, 1], [4, 2, 9], [[3], [4], [5, 6]]), rows(7)
+    with torch.no_grad():
+        want = layer(*given, metadata=step)
+        got = exported.program.module()(*exported.inputs(given, step))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("kind", ["buffers", "parameters"])
 def test_lambda_follows_reloaded_weights(kind) -> None:
     given = lambdas()
