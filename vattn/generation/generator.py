@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -199,39 +201,56 @@ class Generator:
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
-        if self.scheduler.lookup is not None:
-            return False
+        if now.follows or self.scheduler.lookup is not None:
+            return now.follows
         sampled = [request for request in now.requests[: now.ready] if not request.greedy]
         return not any(request.sampling.needs_history for request in sampled)
 
     def _launch(self, before: Launched | None) -> Launched | None:
         """Launch the next step, `None` if there is nothing to do; `before` is on its way."""
-        for place, request in enumerate(before.batch.requests[: before.batch.ready] if before is not None else ()):
-            # A request that is sure to end with that token needs no further step.
-            if not request.coming and request.ended is None and request.num_tokens + 1 < request.limit:
-                request.coming, request.place = True, place
-                request.num_tokens += 1
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.follow(before.batch) if before is not None else None
+        if batch is None:
+            self._await_tokens(before)
+            batch = self.scheduler.schedule()
         if not batch.requests:
             return None
         try:
             return self._launcher.launch(batch, before)
         except BaseException:
+            if batch.follows:
+                self._await_tokens(before)
             for request in reversed(batch.requests):
                 self.scheduler.preempt(request)
             raise
+
+    def _await_tokens(self, before: Launched | None) -> None:
+        """Count the tokens that a step on its way will bring."""
+        for place, request in enumerate(before.batch.requests[: before.batch.ready] if before is not None else ()):
+            # A request that is sure to end with that token needs no further step.
+            if not request.coming and request.ended is None and request.num_tokens + 1 < request.limit:
+                request.coming, request.place = True, place
+                request.behind += 1
 
     def _accept(self, now: Launched) -> list[Progress]:
         """Wait for a step, and give its requests their tokens."""
         tokens, usable = now.read()
         if now.batch.drafts:
             return self._accept_drafts(now, tokens, usable)
+        if self._ahead is not None and self._ahead.batch.follows:
+            run = now.batch.run
+            assert run is not None
+            if run.plain(now.batch.requests) and 0 not in usable and run.stops.isdisjoint(tokens):
+                for request, token in zip(now.batch.requests, tokens, strict=True):
+                    request.output.append(token)
+                return list(map(Progress, now.batch.requests, repeat(""), zip(tokens)))
+            for request in now.batch.requests:
+                request.coming = True
         came = []
         for place, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
             if request.ended is not None:
                 continue
             if request.coming and request.plain and usable[place] and token not in request.stop_token_ids:
-                # By far the most frequent case, and `take_tokens` in short: its next step is on its way too.
+                # The most frequent case, and `take_tokens` in short: its next step is on its way too.
                 request.output.append(token)
                 request.coming = False
                 came.append(Progress(request, "", (token,)))
@@ -271,6 +290,11 @@ class Generator:
     def _publish(self, batch: Batch) -> None:
         """Make the blocks that a step fills with known tokens known by their content."""
         size, drafts = self._blocks.block_size, batch.drafts
+        if batch.follows:
+            for index, end in enumerate(batch.ends):
+                if not end % size:
+                    self._blocks.publish(batch.requests[index], end)
+            return
         ends = [end - len(guesses) for end, guesses in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
         for request, end in zip(batch.requests, ends, strict=True):
             if end // size > request.published:
@@ -346,11 +370,11 @@ class Generator:
     def _count(self, now: Launched, came: Sequence[Progress], begin: float) -> None:
         so_far, batch = self._statistics, now.batch
         so_far.steps += 1
-        so_far.generated_tokens += sum(len(progress.tokens) for progress in came)
+        so_far.generated_tokens += sum(map(len, map(_TOKENS, came)))
         for drafts in batch.drafts:
             so_far.drafted_tokens += len(drafts)
             so_far.drafted_steps += bool(drafts)
-        for request, start, end in zip(batch.requests, batch.starts, batch.ends, strict=True):
+        for request, start, end in () if batch.follows else zip(batch.requests, batch.starts, batch.ends, strict=True):
             if start < len(request.prompt):
                 so_far.prompt_tokens += min(end, len(request.prompt)) - start
                 so_far.reused_tokens += request.reused if start == request.reused else 0
@@ -362,6 +386,9 @@ class Generator:
 
 _OWNERS: WeakValueDictionary[int, Generator] = WeakValueDictionary()
 """Which generator writes to a cache, by where its first storage lies."""
+
+
+_TOKENS = attrgetter("tokens")
 
 
 def _place(cache: KVCacheAllocation) -> int:

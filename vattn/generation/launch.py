@@ -79,6 +79,8 @@ class Launcher:
     ) -> None:
         self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
         self.device = builder.device
+        with torch.inference_mode(False):
+            self._places = torch.arange(builder.max_num_reqs, device=self.device)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
@@ -129,7 +131,7 @@ class Launcher:
     def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
         """Return the rows of a step whose logits are needed; `None` for the last one of each request."""
         if not batch.drafts:
-            return None
+            return self._places[: max(2, len(counts))] if max(counts) == 1 else None
         rows: list[int] = []
         end = 0
         for count, drafts in zip(counts[: batch.ready], batch.drafts, strict=False):
@@ -139,6 +141,8 @@ class Launcher:
 
     def _ids(self, batch: Batch, counts: list[int], before: Launched | None) -> Tensor:
         """Return int64 ids on the device, two at least: one token would compile a graph of its own."""
+        if before is not None and batch.follows:
+            return before.tokens if len(counts) > 1 else before.tokens.repeat(2)
         if before is not None and max(counts) == 1:
             return self._single_ids(batch, before)
         ids: list[int] = []

@@ -31,9 +31,6 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
         if request.first_token is None:
             request.first_token = time.monotonic()
             request.plain = request.stream is None and not request.sampling.stopping_criteria
-        if not request.coming:
-            request.num_tokens += 1
-        request.coming = False
         try:
             reason = _append(request, token)
             text += _show(request, bool(reason))
@@ -52,6 +49,9 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
 
 def _append(request: Request, token: int) -> str:
     """Append a token to a request's output, unless it ends it; return why the request ends, "" if it does not."""
+    # The token is one more that is not in the cache, unless it counted already.
+    request.behind += not request.coming
+    request.coming = False
     if token in request.stop_token_ids:
         return "stop token"
     request.output.append(token)

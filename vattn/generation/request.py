@@ -31,9 +31,8 @@ class Request:
         drafted, accepted: tokens that were guessed for it, and those of them that were right.
         preemptions: how often it had to give its blocks back and start again.
         arrived, first_token, ended: seconds of a monotonic clock, `None` before.
-        num_tokens: tokens of prompt and output together, and the one that a step on its way will bring.
-        limit: the most that they can become.
-        cached: tokens whose keys and values lie in the cache, or will when the steps on their way have run.
+        limit: the most that prompt and output can become together.
+        behind: tokens whose keys and values are not in the cache, nor will be when the steps on their way have run.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, stop_token_ids: frozenset[int] = frozenset()) -> None:
@@ -53,8 +52,8 @@ class Request:
         self.table: BlockTable | HybridBlockTable | None = None
         self.row = -1
         self.freed: list[int] = []
-        self.num_tokens, self.cached, self.room, self.published = len(self.prompt), 0, 0, 0
-        # Whether a token is on its way, and at which place among those that its step brings.
+        self.behind, self.room, self.published = len(self.prompt), 0, 0
+        # Whether a token that is on its way counts already, and at which place among those that its step brings.
         self.coming, self.place = False, -1
         self.greedy = sampling.greedy
         # Whether a token that is no end token changes nothing but the output.
@@ -66,6 +65,20 @@ class Request:
     def __repr__(self) -> str:
         state = f"{self.state}: {self.reason}" if self.reason else self.state
         return f"Request({len(self.prompt)} + {len(self.output)} tokens, {state})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together, and the one that is on its way, where it counts."""
+        return len(self.prompt) + len(self.output) + self.coming
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values lie in the cache, or will when the steps on their way have run."""
+        return len(self.prompt) + len(self.output) + self.coming - self.behind
+
+    @cached.setter
+    def cached(self, count: int) -> None:
+        self.behind = self.num_tokens - count
 
     @property
     def done(self) -> bool:

@@ -38,9 +38,9 @@ def choose_tokens(
     usable = largest.isfinite()
     errors: dict[int, VattnError] = {}
     groups: dict[Any, list[int]] = {}
-    for row, request in enumerate(requests):
-        if not request.greedy:
-            groups.setdefault(row if request.sampling.needs_history else _cuts(request.sampling), []).append(row)
+    for row in [row for row, request in enumerate(requests) if not request.greedy]:
+        sampling = requests[row].sampling
+        groups.setdefault(row if sampling.needs_history else _cuts(sampling), []).append(row)
     for members in groups.values():
         index = on_device(members, rows.device)
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
+from operator import ge
 
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
 from vattn.generation.blocks import CacheBlocks, blocks_needed
@@ -20,6 +22,8 @@ class Batch:
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
         drafts: for the first ones, how their last tokens were guessed; empty in a step without guesses.
+        follows: whether it takes the tokens of the step before as they come, see `Scheduler.follow`.
+        run: what the steps that may follow have to know; `None` where the next one has to be planned.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -27,6 +31,35 @@ class Batch:
     ends: list[int] = field(default_factory=list)
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
+    follows: bool = False
+    run: DecodeRun | None = None
+
+
+class DecodeRun:
+    """Steps of one token for each of the same requests, behind each other.
+
+    Args:
+        requests: all that run.
+        ends: of the first step.
+        changes: of the scheduler's batch, when that step was planned.
+
+    Attributes:
+        left: steps in which no request reaches its limit.
+        rooms: tokens that each request has blocks for.
+        stops: tokens that end one of the requests.
+    """
+
+    def __init__(self, requests: list[Request], ends: list[int], changes: int) -> None:
+        self.changes = changes
+        self.left = min(request.limit - end for request, end in zip(requests, ends, strict=True)) - 1
+        self.rooms = [request.room for request in requests]
+        self.stops = frozenset().union(*{request.stop_token_ids for request in requests})
+        self._plain = False
+
+    def plain(self, requests: list[Request]) -> bool:
+        """Return whether a token that ends no request changes nothing but its output."""
+        self._plain = self._plain or all(request.plain for request in requests)
+        return self._plain
 
 
 class Scheduler:
@@ -64,6 +97,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self._changes = 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -103,15 +137,8 @@ class Scheduler:
         ready, rest = Batch(), Batch()
         for request in list(self.running):
             start = request.cached
-            count = min(request.num_tokens - start, budget)
-            if count == 1 and start < request.room and self.lookup is None and start + 1 == request.num_tokens:
-                # By far the most frequent case, and `_put` in short.
-                ready.requests.append(request)
-                ready.starts.append(start)
-                ready.ends.append(start + 1)
-                request.cached = start + 1
-                budget -= 1
-            elif count and (start + count <= request.room or self._grow(request, count)):
+            count = min(request.behind, budget)
+            if count and (start + count <= request.room or self._grow(request, count)):
                 budget -= self._put(request, count, budget, ready, rest)
         while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
             request = self.waiting[0]
@@ -126,7 +153,32 @@ class Scheduler:
         ready.drafts += rest.drafts
         if not any(ready.drafts):
             ready.drafts = []
+        singles = self.token_budget - budget == len(ready.requests) == len(self.running) == ready.ready
+        if singles and ready.requests and self.lookup is None:
+            ready.run = DecodeRun(ready.requests, ready.ends, self._changes)
         return ready
+
+    def follow(self, before: Batch) -> Batch | None:
+        """Return the step behind one that is on its way, if the same requests get one token each, and nothing else.
+
+        That is what most steps are. Blocks are taken, and nothing else changes for a request: when the tokens of
+        `before` are appended to the outputs, everything is as after `schedule`. Returns `None` where the step has to
+        be planned.
+        """
+        run = before.run
+        if run is None or run.changes != self._changes or run.left < 1:
+            return None
+        if self.waiting and len(self.running) < self.max_num_reqs:
+            return None
+        for index in itertools.compress(itertools.count(), map(ge, before.ends, run.rooms)):
+            try:
+                self.blocks.grow(before.requests[index], 1)
+            except OutOfBlocksError:
+                return None
+            run.rooms[index] = before.requests[index].room
+        run.left -= 1
+        ends = [end + 1 for end in before.ends]
+        return Batch(before.requests, before.ends, ends, len(ends), follows=True, run=run)
 
     def _put(self, request: Request, count: int, budget: int, ready: Batch, rest: Batch) -> int:
         """Put a request with room for `count` tokens into the batch, and guesses behind them; return how many."""
@@ -185,6 +237,7 @@ class Scheduler:
         if not request.output:
             request.reused = found
         self.running.append(request)
+        self._changes += 1
         return count
 
     def preempt(self, request: Request) -> None:
@@ -205,6 +258,7 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """Take a request out of the batch and give its blocks back."""
         self.running.remove(request)
+        self._changes += 1
         self.blocks.close(request)
 
     def cancel(self, request: Request) -> None:
