@@ -174,6 +174,7 @@ def main() -> None:
                         help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
+    parser.add_argument("--pdl", action="store_true", help="let kernels of Inductor begin while those before them end")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -193,12 +194,13 @@ def main() -> None:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
-        "merged": args.merge, "max_autotune": args.max_autotune, "weight_bytes": weight_bytes(packed),
+        "merged": args.merge, "max_autotune": args.max_autotune, "pdl": args.pdl, "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
     }  # fmt: skip
 
-    if args.max_autotune or args.fp8:
-        inductor = {"max_autotune_gemm": True} if args.max_autotune else {}
+    inductor = {"max_autotune_gemm": args.max_autotune, "triton.enable_pdl": args.pdl}
+    inductor = {name: True for name, wanted in inductor.items() if wanted}
+    if device == "cuda" or inductor or args.fp8:  # The passes: RoPE and the cache write are one kernel.
         options["compile_options"] = {"options": vattn.options(inductor)}
 
     def show(kind: str, row: dict[str, Any]) -> None:
@@ -214,7 +216,7 @@ def main() -> None:
         if how in (None, "layers"):  # the layers are compiled by now
             how = "none"
             options.pop("compile_options", None)
-            if args.fp8:
+            if args.fp8 or device == "cuda":
                 result["fusion"] = list(dict.fromkeys(str(node).partition(" [")[0] for node in vattn.fusion_report()))
                 print("fusion", vattn.fusion_report().summary(), flush=True)
         row["floor_ms"] = row["bytes"] / rate * 1e3
