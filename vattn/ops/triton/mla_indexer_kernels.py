@@ -13,7 +13,7 @@ from vattn.ops.triton.cache_update import slot_start
 from vattn.ops.triton.codec import decode, dot, encode_quotient
 from vattn.ops.triton.epilogue import absolute_maximum
 from vattn.ops.triton.mla_kernels import find_request
-from vattn.ops.triton.mla_rows import LEAST_SCALE
+from vattn.ops.triton.mla_rows import LEAST_SCALE, row_offset
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
@@ -83,8 +83,7 @@ def mla_indexer_score_kernel(
         exists = position < limit
         block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=-1)
         known = exists & (block >= 0) & (block < num_blocks)
-        place = tl.where(known, block, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        row = cache + place * (D + 4)
+        row = cache + row_offset(tl.where(known, block, 0), position % BLOCK_SIZE, (BLOCK_SIZE * (D + 4), D + 4))
         mask = known[:, None] & (column < D)[None, :]
         k = tl.load(row[:, None] + column[None, :], mask=mask, other=0)
         if NATIVE_FP8:
