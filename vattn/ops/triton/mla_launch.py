@@ -61,8 +61,9 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     bytes_per_key = max(2, MODEL_DTYPES[config.dtype].itemsize) * (
         next_power_of_two(config.kv_lora_rank) + max(16, next_power_of_two(config.qk_rope_head_dim))
     )
-    # Groups that are decoded stay in registers beside the sums.
-    grouped = config.kv_cache_dtype == "nvfp4_ds_mla" or (config.packed and block_m > 16)
+    # Groups that are decoded stay in registers beside the sums. Codes of half a byte need 32 keys: Triton gives a thread
+    # eight keys of a product over them in a row, and with 16 it counts keys twice.
+    grouped = config.kv_cache_dtype == "fp8_ds_mla" and block_m > 16
     block_n = 16 if limits.interpreted or grouped else 32
     while block_n > 16 and 2 * block_n * bytes_per_key > limits.shared_bytes // 2:
         block_n //= 2
