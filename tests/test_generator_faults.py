@@ -213,3 +213,21 @@ def test_cancelling_while_a_step_is_on_its_way(packed: PackedModel, expected: li
         generator.cancel(second)
         assert second.state == "finished"
         check_empty(generator)
+
+
+def test_a_failed_capture_says_what_to_do(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch raises it where a model copies from the host; other errors stay what they are."""
+    older = make_generator(packed)
+    for text, kind in (
+        ("Cannot copy during CUDA graph capture unless\npinned", errors.UnsupportedRequestError),
+        ("out of memory", RuntimeError),
+    ):
+
+        def fails(*args: Any, text: str = text) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(vattn.CUDAGraphRunner, "_prepare", fails)
+        with pytest.raises(kind, match=text[:10]) as caught:
+            vattn.Generator(packed, graph_sizes=[2], max_num_reqs=4)
+        assert ("graph_sizes=()" in str(caught.value)) == (kind is errors.UnsupportedRequestError)
+    assert older.generate([PROMPTS[1]], GREEDY)[0].state == "finished", "it has the cache still"

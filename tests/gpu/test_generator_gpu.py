@@ -13,6 +13,7 @@ from tests.support import relative_l2
 pytest.importorskip("transformers")
 
 from tests.hf_families import FAMILIES, make_model
+from vattn import errors
 from vattn.integrations.transformers import enable
 
 pytestmark = pytest.mark.gpu
@@ -111,6 +112,9 @@ def test_guesses_and_groups_in_graphs(name: str) -> None:
     changes = {"head_dim": 64} if name == "llama" else {"sliding_window": 20}
     plain = make_model(name, **changes).cuda()
     packed = enable(make_model(name, **changes).cuda())
+    if name == "gpt_oss":
+        # Grouped products of torch copy from the host, unless they are of bf16.
+        packed.model.set_experts_implementation("batched_mm")
     packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
     sampling = vattn.Sampling(40, stop_token_ids=())
     options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128}
@@ -127,6 +131,15 @@ def test_guesses_and_groups_in_graphs(name: str) -> None:
         generator.scheduler.pool.check()
         assert generator.scheduler.pool.num_used == 0
     assert steps[1] < steps[0] and generator.statistics().accepted_tokens > 0
+
+
+def test_a_model_that_cannot_be_captured_is_refused() -> None:
+    packed = enable(make_model("gpt_oss").cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "max_seq_len": 128, "compile": "none"}
+    with pytest.raises(errors.UnsupportedRequestError, match="set_experts_implementation"):
+        vattn.Generator(packed, **options)
+    done = vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS[:2], vattn.Sampling(4))
+    assert all(request.state == "finished" for request in done)
 
 
 def test_launching_a_step_waits_for_nothing() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vattn.compilation import compile, compile_regions
 from vattn.cuda_graph import CUDAGraphRunner
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.generation.launch import sample_draft_inputs, sample_inputs
 from vattn.generation.sampling import whole_number
 from vattn.grouped_builder import GroupedMetadataBuilder
@@ -147,13 +147,27 @@ def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -
 def capture(
     forward: Forward, builder: AttentionMetadataBuilder, sizes: Sequence[int], num_drafts: int
 ) -> tuple[CUDAGraphRunner | None, CUDAGraphRunner | None]:
-    """Return graphs for steps of one token a request, and for steps with drafts; `None` where nothing is captured."""
+    """Return graphs for steps of one token a request, and for steps with drafts; `None` where nothing is captured.
+
+    Raises:
+        UnsupportedRequestError: a backend, or something else in the model, cannot be captured.
+    """
     if not sizes:
         return None, None
-    plain = CUDAGraphRunner(forward, sizes, builder, sample_inputs, output_rows="requests")
-    if not num_drafts:
-        return plain, None
-    drafts = CUDAGraphRunner(
-        forward, sizes, builder, sample_draft_inputs, tokens_per_request=1 + num_drafts, output_rows="tokens"
-    )
+    try:
+        plain = CUDAGraphRunner(forward, sizes, builder, sample_inputs, output_rows="requests")
+        if not num_drafts:
+            return plain, None
+        drafts = CUDAGraphRunner(
+            forward, sizes, builder, sample_draft_inputs, tokens_per_request=1 + num_drafts, output_rows="tokens"
+        )
+    except RuntimeError as error:
+        if isinstance(error, VattnError) or "captur" not in str(error):
+            raise
+        raise UnsupportedRequestError(
+            f"a model that cannot be captured as a CUDA graph: {str(error).splitlines()[0]}",
+            "models whose decode steps neither wait for the device nor copy from the host",
+            "graph_sizes=() runs it without graphs; experts of a transformers model can be captured in bfloat16, or "
+            "after model.set_experts_implementation('batched_mm')",
+        ) from error
     return plain, drafts

@@ -70,6 +70,7 @@ class Generator:
     Raises:
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
         UnknownOptionError: a keyword that is none of these.
+        UnsupportedRequestError: the model cannot be captured as a CUDA graph.
 
     The same tokens come out as one by one, up to the first step whose two best logits are closer than what matrix
     products of other shapes differ by: those of the model are not ours. Not thread-safe: add, cancel and step from one
