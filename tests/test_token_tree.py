@@ -149,6 +149,7 @@ def test_nothing_valid_moves_nothing() -> None:
         (torch.tensor([1]).int(), torch.tensor([1]).int(), ShapeError),
         (torch.tensor([[1]]), torch.tensor([[1]]), ShapeError),
         (torch.tensor([1], device="meta"), torch.tensor([1]), DeviceError),
+        ([1], torch.tensor([1]), ShapeError),
     ],
 )
 def test_wrong_slots_are_refused(source: torch.Tensor, target: torch.Tensor, error: type[Exception]) -> None:
@@ -163,6 +164,8 @@ def test_layers_without_caches_are_refused() -> None:
         vattn.move_slots(vattn.Attention(2, 16, 1.0), torch.tensor([1]), torch.tensor([2]))
     with pytest.raises(ConfigError):
         vattn.move_slots(torch.nn.Linear(2, 2), torch.tensor([1]), torch.tensor([2]))
+    with pytest.raises(ConfigError):
+        vattn.move_slots(None, torch.tensor([1]), torch.tensor([2]))
 
 
 def test_layers_with_tables_of_their_own_are_refused() -> None:

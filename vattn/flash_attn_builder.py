@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
 from vattn.flash_attn_metadata import FlashAttentionMetadata
+from vattn.host_integers import integer, read_count
 from vattn.metadata import AttentionMetadata, CaptureKey, with_sinks
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, read_integers
@@ -51,8 +52,11 @@ class FlashAttentionMetadataBuilder:
         max_encoder_len: int = 0,
         max_encoder_tokens: int | None = None,
     ) -> None:
-        if block_size < 1 or block_size % 16:
-            raise ConfigError(f"block_size={block_size}: Block size must be a multiple of 16.", "16, 32, ...", "use 16")
+        size = integer(block_size)
+        if size is None or size < 1 or size % 16:
+            raise ConfigError(
+                f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", "use 16"
+            )
         self._inner = _ReplanningBuilder(
             max_num_reqs,
             max_num_tokens,
@@ -103,12 +107,15 @@ class FlashAttentionMetadataBuilder:
         """
         queries = read_integers("query_lens", query_lens).tolist()
         lengths = read_integers("seq_lens", seq_lens).tolist()
+        lookahead = read_count("num_lookahead_slots", num_lookahead_slots, 0, "leave it out", MetadataError)
+        if batch_size is not None:
+            batch_size = read_count("batch_size", batch_size, 1, "leave it out for no padding", MetadataError)
         prefills = self._count_prefills(queries, lengths)
         padding = {} if batch_size is None else self._padding(batch_size, queries)
         common = self._inner.build(
             queries,
             lengths,
-            None if block_tables is None else self._table(block_tables, lengths, num_lookahead_slots),
+            None if block_tables is None else self._table(block_tables, lengths, lookahead),
             encoder_lens=encoder_lens,
             new_encoder=new_encoder,
             cross_block_tables=cross_block_tables,
@@ -137,7 +144,7 @@ class FlashAttentionMetadataBuilder:
             query_start_loc=common.query_start_loc[: num_seqs + 1],
             seq_start_loc=seq_start_loc[: num_seqs + 1],
             block_size=self._inner.block_size,
-            lookahead=num_lookahead_slots,
+            lookahead=lookahead,
             cross_slot_mapping=common.cross_slot_mapping,
             _common=common,
             _padded=(context_lens, seq_start_loc),
@@ -174,8 +181,6 @@ class FlashAttentionMetadataBuilder:
     def _table(self, tables: Sequence[Sequence[int]], lengths: list[int], lookahead: int) -> Tensor:
         """Return the tables with -1 behind the last block of each request, where `advance_step` writes nothing."""
         size, width = self._inner.block_size, self._inner.table_width
-        if lookahead < 0:
-            raise MetadataError(f"num_lookahead_slots={lookahead}", "0 or more", "leave it out")
         if isinstance(tables, Tensor) or len(tables) != len(lengths):
             raise MetadataError(
                 f"block_tables for {len(tables)} requests, seq_lens for {len(lengths)}",
@@ -184,6 +189,10 @@ class FlashAttentionMetadataBuilder:
             )
         table = torch.full((len(tables), width), -1, dtype=torch.int64)
         for row, (blocks, length) in enumerate(zip(tables, lengths, strict=True)):
+            if not hasattr(blocks, "__len__") or isinstance(blocks, str):
+                raise MetadataError(
+                    f"block_tables[{row}]={blocks!r:.60}", "a list of block ids", "pass block_tables=[[...], [...]]"
+                )
             needed = -(-(length + lookahead) // size)
             if len(blocks) < needed or needed > width:
                 raise MetadataError(

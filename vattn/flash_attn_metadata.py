@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vattn.config import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
+from vattn.host_integers import read_count
 from vattn.metadata import AttentionMetadata, host_plan_key
 from vattn.ops.advance_step import AdvanceArgs, advance
 
@@ -216,7 +217,18 @@ class FlashAttentionMetadata:
                 blocks without room for the token; nothing has changed.
             GraphContractError: padding in a step that was not built for a graph.
         """
+        block_size, num_seqs, num_queries = (
+            read_count(name, count, 1, "pass what the step was built for", MetadataError)
+            for name, count in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries))
+        )
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
+        if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
+            raise MetadataError(
+                f"model_input of type {type(model_input).__name__}, sampled_token_ids of type "
+                f"{type(sampled_token_ids).__name__}",
+                "what has input_tokens and input_positions, such as vattn.DecodeInput, and a tensor",
+                "pass vattn.DecodeInput(tokens, positions) and the sampled tokens on the device",
+            )
         sampled = sampled_token_ids.reshape(-1)
         _check_rows("input_tokens", model_input.input_tokens, num_seqs, self.slot_mapping.device)
         _check_rows("input_positions", model_input.input_positions, num_seqs, self.slot_mapping.device)

@@ -41,10 +41,12 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
         >>> float(cache[0, 1, 1].mean())
         7.0
     """
-    caches = _bound_caches(layers)
+    caches = _bound_caches(layers) if isinstance(layers, Iterable | nn.Module) else []
     if not caches:
         raise ConfigError(f"layers={layers!r:.60} without an attention layer", "a model or layers", "pass the model")
     for name, slots in (("source", source), ("target", target)):
+        if not isinstance(slots, Tensor):
+            raise ShapeError(f"{name} is {slots!r:.60}", "an int64 tensor of slots", "torch.tensor(slots)")
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape != source.shape:
             raise ShapeError(
                 f"{name} is {slots.dtype} {tuple(slots.shape)}", f"int64 [{source.numel()}]", "pass one slot per token"

@@ -15,6 +15,7 @@ from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.steps import builder_facts, check_ranks, check_striped_step, step_facts
 from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
 from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
@@ -90,14 +91,22 @@ class AttentionMetadataBuilder:
         max_encoder_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        sizes = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        for name, size in {**sizes, "block_size": block_size, "decode_threshold": decode_threshold}.items():
-            if size < 1:
-                raise ConfigError(f"{name}={size}", f"{name} >= 1", f"give the builder the largest {name} of any step")
-        self.max_num_reqs, self.max_num_tokens, self.max_seq_len = max(2, max_num_reqs), max_num_tokens, max_seq_len
-        self.block_size, self.decode_threshold = block_size, decode_threshold
+        self.max_num_reqs = max(2, _capacity("max_num_reqs", max_num_reqs))
+        self.max_num_tokens = max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
+        self.max_seq_len = max_seq_len = _capacity("max_seq_len", max_seq_len)
+        self.block_size = block_size = _capacity("block_size", block_size)
+        self.decode_threshold = _capacity("decode_threshold", decode_threshold)
+        max_mm_ranges, max_trees, max_tree_size, max_encoder_len = (
+            _capacity(name, size, 0)
+            for name, size in (
+                ("max_mm_ranges", max_mm_ranges),
+                ("max_trees", max_trees),
+                ("max_tree_size", max_tree_size),
+                ("max_encoder_len", max_encoder_len),
+            )
+        )
         self.device = torch.device(device)
-        self.num_blocks = num_blocks
+        self.num_blocks = None if num_blocks is None else _capacity("num_blocks", num_blocks)
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
             raise ConfigError(
                 f"context_parallel={context_parallel!r:.60}",
@@ -114,6 +123,7 @@ class AttentionMetadataBuilder:
         self._configs = self._find_configs(layers)
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
+        max_encoder_tokens = _capacity("max_encoder_tokens", max_encoder_tokens, 0)
         self._limits = Limits(
             num_reqs=self.max_num_reqs,
             num_tokens=max_num_tokens,
@@ -278,6 +288,10 @@ class AttentionMetadataBuilder:
         if shared_prefix_len is not None:
             step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
         if capture_key is not None:
+            if not isinstance(capture_key, CaptureKey):
+                raise MetadataError(
+                    f"capture_key={capture_key!r:.60}", "what metadata.capture_key() returned", "pass that, or None"
+                )
             captured = {name: shape[0] for name, shape in capture_key.optional}
             num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
             num_logits_padded = captured.get("logits_indices", num_logits_padded)
@@ -502,8 +516,14 @@ def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
     return cache.shape[1 if config.head_size == config.head_size_v else 0]
 
 
+def _capacity(name: str, size: Any, least: int = 1) -> int:
+    return read_count(name, size, least, f"give the builder the largest {name} of any step")
+
+
 def _padded(what: str, real: int, asked: int | None, default: int, limit: int) -> int:
-    size = default if asked is None else asked
+    size = default if asked is None else integer(asked)
+    if size is None:
+        raise MetadataError(f"{real} {what} padded to {asked!r:.60}", "an int", "pass a count, or None")
     if size < real or size > limit or (what == "requests" and size < 2):
         raise MetadataError(
             f"{real} {what} padded to {size}",

@@ -6,12 +6,11 @@ see what lies behind it; `merge_attn_states` weighs the two results. The prefix 
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError
+from vattn.host_integers import integer
 from vattn.step_input import Step
 
 
@@ -27,11 +26,8 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
     Raises:
         MetadataError: so it is.
     """
-    try:
-        tokens = -1 if isinstance(length, (bool, Tensor)) else operator.index(length)
-    except TypeError:
-        tokens = -1
-    if tokens < 0 or tokens % block_size:
+    tokens = integer(length)
+    if tokens is None or tokens < 0 or tokens % block_size:
         raise MetadataError(
             f"shared_prefix_len={length!r}",
             f"whole blocks of {block_size} tokens, or 0",

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from vattn.errors import UnknownOptionError
+from vattn.keywords import known_keywords
+from vattn.step_input import Lengths, check_count, read_integers
 
 
 class TokenOrder(NamedTuple):
@@ -23,7 +25,8 @@ class TokenOrder(NamedTuple):
     tokens: Tensor
 
 
-def token_order(query_lens: list[int], seq_lens: list[int], first: str, decode_threshold: int = 1) -> TokenOrder:
+@known_keywords
+def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
     """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
 
     Args:
@@ -33,6 +36,7 @@ def token_order(query_lens: list[int], seq_lens: list[int], first: str, decode_t
 
     Raises:
         UnknownOptionError: another `first`.
+        MetadataError: no integers, or not one of each for every request.
 
     Example:
         >>> import vattn
@@ -42,6 +46,10 @@ def token_order(query_lens: list[int], seq_lens: list[int], first: str, decode_t
     """
     if first not in ("prefill", "decode"):
         raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
+    query_lens, seq_lens = (
+        read_integers(name, lens).tolist() for name, lens in (("query_lens", query_lens), ("seq_lens", seq_lens))
+    )
+    check_count("seq_lens", len(seq_lens), len(query_lens))
     decodes = [is_decode(q, s, decode_threshold) for q, s in zip(query_lens, seq_lens, strict=True)]
     requests = sorted(range(len(query_lens)), key=lambda row: decodes[row] == (first == "prefill"))
     starts = [0, *accumulate(query_lens)]

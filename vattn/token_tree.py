@@ -94,6 +94,10 @@ class TokenTree:
             >>> tree.paths, tokens
             (((0,), (0, 0), (0, 1), (0, 0, 0)), [7, 8, 5, 9])
         """
+        if not isinstance(branches, Sequence) or any(isinstance(b, str) or not _iterable(b) for b in branches):
+            raise ConfigError(
+                f"branches={branches!r:.80}", "sequences of token ids", "pass [[...], [...]], the likeliest first"
+            )
         nodes: dict[Path, int] = {}
         children: dict[Path, dict[int, Path]] = {(): {}}
         for branch in branches:
@@ -170,9 +174,10 @@ class TokenTree:
             >>> tree.accepted(drafts, chosen=[7, 5, 0, 3, 0])  # after the root 7, after 7 its child 5, then 3
             [1, 3]
         """
-        if (len(drafts), len(chosen)) != (self.size - 1, self.size):
+        counts = tuple(len(tokens) if hasattr(tokens, "__len__") else None for tokens in (drafts, chosen))
+        if counts != (self.size - 1, self.size):
             raise ConfigError(
-                f"{len(drafts)} drafts and {len(chosen)} choices for a tree of {self.size - 1} nodes",
+                f"{counts[0]} drafts and {counts[1]} choices for a tree of {self.size - 1} nodes",
                 f"{self.size - 1} drafts and {self.size} choices",
                 "give one draft per node, and what the model chooses after every row",
             )
@@ -184,6 +189,10 @@ class TokenTree:
                 rows.append(row)
                 at = row
         return rows
+
+
+def _iterable(value: object) -> bool:
+    return hasattr(value, "__iter__")
 
 
 def _read(text: str) -> Sequence[Sequence[int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError, MetadataError
+from vattn.host_integers import read_count
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, check_count, read_integers
@@ -86,7 +87,11 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         **options: Any,
     ) -> None:
         self.tree = TokenTree.of(tree_choices)
-        nodes = self.tree.size - 1 if max_tree_nodes is None else max_tree_nodes
+        fix = "leave it out, or give the builder the largest of any step"
+        max_num_tokens = read_count("max_num_tokens", max_num_tokens, 1, fix)
+        nodes = self.tree.size - 1
+        if max_tree_nodes is not None:
+            nodes = read_count("max_tree_nodes", max_tree_nodes, 1, fix)
         if nodes < self.tree.size - 1 or self.tree.size > max_num_tokens:
             raise ConfigError(
                 f"tree_choices of {self.tree.size - 1} nodes with max_tree_nodes={max_tree_nodes} and "
@@ -94,9 +99,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
                 "a tree that fits into both, its root included in the tokens",
                 "give the builder a smaller tree or larger capacities",
             )
-        max_trees = max_num_reqs if max_trees is None else max_trees
-        if max_trees < 1:
-            raise ConfigError(f"max_trees={max_trees}", "max_trees >= 1", "leave it out for one tree per request")
+        max_num_reqs = read_count("max_num_reqs", max_num_reqs, 1, fix)
+        max_trees = max_num_reqs if max_trees is None else read_count("max_trees", max_trees, 1, fix)
         options.setdefault("decode_threshold", self.tree.size)
         super().__init__(
             max_num_reqs,
@@ -244,6 +248,10 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             >>> drafts.tree_bias[0, :2, :2].tolist()
             [[0.0, -inf], [-inf, 0.0]]
         """
+        if not isinstance(common_metadata, AttentionMetadata):
+            raise MetadataError(
+                f"metadata of type {type(common_metadata).__name__}", "AttentionMetadata", "pass what build returned"
+            )
         if type(draft_index) is not int or not 0 <= draft_index <= self.tree.depth:
             raise MetadataError(
                 f"draft_index={draft_index!r}", f"0 to {self.tree.depth}, the levels of the tree", "pass a level"

@@ -55,9 +55,15 @@ def register_backend(backend: Backend) -> None:
     """Add a backend, after those there are, for every device it names.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or it is no backend.
     """
     _load_builtin()
+    if not isinstance(backend, Backend):
+        raise ConfigError(
+            f"a backend of type {type(backend).__name__}" + (", a class" if isinstance(backend, type) else ""),
+            "an instance of a class derived from vattn.backends.base.Backend",
+            "register_backend(MyBackend())",
+        )
     if backend.name in _BACKENDS:
         raise ConfigError(f"backend name {backend.name!r} is taken", "a new name", "rename the backend")
     _BACKENDS[backend.name] = backend
@@ -186,6 +192,12 @@ def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | De
         >>> vattn.explain(request, "cpu").chosen
         'TORCH_SDPA'
     """
+    if not isinstance(config, (AttentionConfig, MLAConfig)):
+        raise ConfigError(
+            f"a request of type {type(config).__name__}",
+            "an AttentionConfig or an MLAConfig",
+            "AttentionConfig.parse('vattn1 ...') reads one that was written",
+        )
     info = device if isinstance(device, DeviceInfo) else DeviceInfo.of(device)
     return _decide(config, info)
 

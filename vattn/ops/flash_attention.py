@@ -123,6 +123,8 @@ def load_flash_attn(path: str | os.PathLike[str]) -> FlashLibrary:
 
     The environment variable `VATTN_FLASH_ATTN_LIBRARY` names one to load when the backend is first asked.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path of type {type(path).__name__}", "the path of a file", "pass the path of the library")
     _load(path)
     find_library.cache_clear()
     from vattn.backends import selector

@@ -1,0 +1,97 @@
+"""Counts: integers of any kind are taken, everything else is refused with an error of ours, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import vattn
+from vattn.errors import ConfigError, MetadataError, VattnError
+
+NO_COUNTS = ["4", 4.0, True, torch.tensor(4), -1]
+
+
+@pytest.mark.parametrize("wrong", NO_COUNTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_num_reqs", "max_num_tokens", "max_seq_len", "block_size", "num_blocks", "decode_threshold",
+        "max_mm_ranges", "max_trees", "max_tree_size", "max_encoder_len", "max_encoder_tokens",
+    ],
+)  # fmt: skip
+def test_capacities(name: str, wrong: Any) -> None:
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64}
+    with pytest.raises(ConfigError, match=name):
+        vattn.AttentionMetadataBuilder(**{**sizes, name: wrong})
+    if name in (*sizes, "block_size", "max_trees"):
+        kind = vattn.TreeAttentionMetadataBuilder if name == "max_trees" else vattn.FlashAttentionMetadataBuilder
+        with pytest.raises(ConfigError, match=name):
+            kind(**{**sizes, name: wrong})
+
+
+def test_integers_of_numpy_are_counts() -> None:
+    four = numpy.int32(4)
+    builder = vattn.AttentionMetadataBuilder(four, numpy.int64(8), numpy.uint8(64), numpy.int16(16))
+    step = builder.build([1], [3], [[1]], num_reqs_padded=four, num_tokens_padded=four)
+    assert step.seq_lens.tolist() == [3, 0, 0, 0]
+    flash = vattn.FlashAttentionMetadataBuilder(four, 8, 64)
+    assert flash.build([1], [3], [[1]], batch_size=four, num_lookahead_slots=numpy.int64(2)).lookahead == 2
+
+
+def flash_step() -> vattn.FlashAttentionMetadata:
+    return vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([1, 1], [3, 4], [[1], [2]], num_lookahead_slots=1)
+
+
+INPUT = vattn.DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
+SAMPLED = torch.tensor([1, 2])
+TREE = vattn.TokenTree(((0,), (1,)))
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "requests": lambda wrong: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], num_reqs_padded=wrong),
+    "tokens": lambda wrong: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], num_tokens_padded=wrong),
+    "batch": lambda wrong: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], batch_size=wrong),
+    "lookahead": lambda wrong: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build(
+        [1], [3], [[1]], num_lookahead_slots=wrong
+    ),
+    "block size": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, wrong, 2, 2),
+    "seqs": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, 16, wrong, 2),
+    "queries": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, 16, 2, wrong),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_COUNTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_counts_of_steps(name: str, wrong: Any) -> None:
+    with pytest.raises(MetadataError):
+        CALLS[name](wrong)
+
+
+NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
+    "a capture key": lambda: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], capture_key=5),
+    "block tables": lambda: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([3], [3], [1]),
+    "sampled tokens": lambda: flash_step().advance_step(INPUT, [1, 2], 16, 2, 2),
+    "a model's input": lambda: flash_step().advance_step(None, SAMPLED, 16, 2, 2),
+    "metadata of a draft": lambda: vattn.TreeAttentionMetadataBuilder(4, 8, 64).build_for_drafting(None, 0),
+    "branches": lambda: vattn.TokenTree.merge(None),
+    "a branch": lambda: vattn.TokenTree.merge([1, 2]),
+    "a text as a branch": lambda: vattn.TokenTree.merge(["abc"]),
+    "drafts": lambda: TREE.accepted(None, None),
+    "lengths": lambda: vattn.token_order([1], [2, 3], first="prefill"),
+    "lengths of text": lambda: vattn.token_order("a", [2], first="prefill"),
+    "a path": lambda: vattn.load_flash_attn(None),
+    "a backend": lambda: vattn.register_backend(None),
+    "a class of backends": lambda: vattn.register_backend(dict),
+    "a request": lambda: vattn.explain("vattn1 num_heads=2", "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUCH_THINGS)
+def test_what_is_something_else_is_refused(name: str) -> None:
+    with pytest.raises(VattnError) as caught:
+        NO_SUCH_THINGS[name]()
+    assert caught.value.got
+    assert caught.value.allowed
