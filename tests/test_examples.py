@@ -152,6 +152,7 @@ def test_all_examples_are_tested_and_short() -> None:
         assert f'"{name}"' in source
         lines = len((ROOT / "examples" / name).read_text().splitlines())
         assert lines <= (45 if name.startswith("01") else 120), f"{name} has {lines} lines"
+        assert f"[{name}]({name})" in (ROOT / "examples" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -36,6 +36,42 @@ def test_guesses_and_groups_change_no_text(capsys: Any) -> None:
     assert status == 0 and out == plain and "guesses right" in err
 
 
+def test_guesses_as_json(capsys: Any) -> None:
+    arguments = ("--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24", "--json")
+    _, plain, _ = run(capsys, *arguments)
+    _, out, _ = run(capsys, *arguments, "--drafts", "3")
+    before, after = json.loads(plain), json.loads(out)
+    assert after["text"] == before["text"] and "drafted_tokens" not in before
+    assert after["drafted_tokens"] >= after["accepted_tokens"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has scales of an FP8 cache")
+def test_fp8_checkpoints_keep_their_codes(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model, saved in FP8: codes of the files, or with --dequantise what transformers makes of them."""
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    import vattn
+    from tests.fp8_checkpoints import write_compressed_tensors
+    from vattn.generation import command
+    from vattn.layers.fp8_linear import FP8Linear
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(command.DEMO_MODEL)
+    write_compressed_tensors(tmp_path, model.requires_grad_(False))
+    counts = []
+    make = command.Generator
+
+    def counting(packed: Any, *arguments: Any, **options: Any) -> vattn.Generator:
+        counts.append(sum(isinstance(module, FP8Linear) for module in packed.modules()))
+        return make(packed, *arguments, **options)
+
+    monkeypatch.setattr(command, "Generator", counting)
+    arguments = ("--prompt", "def ", "--model", str(tmp_path))
+    for more in ((), ("--dequantise",), ("--kv-cache-dtype", "fp8")):
+        assert run(capsys, *arguments, *more)[0] == 0
+    assert counts == [counts[0], 0, counts[0]] and counts[0] > 0
+
+
 def test_a_file_of_prompts_as_json(capsys: Any, tmp_path: Path) -> None:
     lines = [
         {"prompt": "def "}, {"prompt": "import ", "max_new_tokens": 3}, {"prompt": "x" * 9000},

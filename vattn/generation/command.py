@@ -18,6 +18,7 @@ from vattn.generation.lookup import PromptLookup
 from vattn.generation.request import Request
 from vattn.generation.sampling import Sampling
 from vattn.layers import QuantConfig
+from vattn.passes.entry import options as fusing_options
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 SCALES_FILE = "vattn_scales.json"
@@ -46,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="end a text where this appears")
+    parser.add_argument(
+        "--dequantise", action="store_true",
+        help="an FP8 checkpoint: weights as transformers loads them; default its codes and scales as they are",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=kv_cache_dtypes(), metavar="FORMAT")
@@ -81,10 +86,14 @@ def make_generator(options: argparse.Namespace) -> Generator:
 
     Raises:
         ConfigError: no checkpoint in the folder, or one without a tokenizer.
+        ScaleError, UnsupportedRequestError: an FP8 checkpoint that `load_fp8_linears` refuses.
     """
     model, tokenizer = load_model(options.model, options.device, options.dtype)
-    from vattn.integrations.transformers import enable
+    from vattn.integrations.transformers import enable, load_fp8_linears
 
+    quantised = not options.dequantise and _holds_fp8(options.model)
+    if quantised:
+        load_fp8_linears(model, options.model)
     quant, calibration = _scales(options)
     packed = enable(
         model,
@@ -95,7 +104,16 @@ def make_generator(options: argparse.Namespace) -> Generator:
     )
     packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
-    return Generator(packed, tokenizer, max_num_reqs=options.max_num_reqs, speculation=lookup, compile=options.compile)
+    how = options.compile or ("layers" if torch.device(options.device).type == "cuda" else "none")
+    return Generator(
+        packed,
+        tokenizer,
+        max_num_reqs=options.max_num_reqs,
+        speculation=lookup,
+        compile=how,
+        # Fuses what quantises the inputs of FP8 layers.
+        compile_options={"options": fusing_options()} if quantised and how != "none" else None,
+    )
 
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
@@ -125,6 +143,17 @@ def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
         raise ConfigError(
             f"--model {folder} without a tokenizer: {error}", "tokenizer files beside the checkpoint", "add them"
         ) from error
+
+
+def _holds_fp8(folder: Path) -> bool:
+    """Return whether a checkpoint has weights in FP8."""
+    from vattn.integrations.fp8_checkpoint import Checkpoint
+
+    if not any(folder.glob("*.safetensors")):
+        return False
+    checkpoint = Checkpoint(folder)
+    weights = (name for name in checkpoint if name.endswith(".weight")) if checkpoint.quantization else ()
+    return any(checkpoint.dtype(name).startswith("F8_") for name in weights)
 
 
 def _scales(options: argparse.Namespace) -> tuple[QuantConfig | None, str | None]:
@@ -227,6 +256,8 @@ def _show_json(generator: Generator, requests: list[Request | VattnError]) -> No
                 continue
             row = {"index": requests.index(request), "text": request.text, "tokens": request.output}
             row |= {"reason": request.reason, "prompt_tokens": len(request.prompt), "reused_tokens": request.reused}
+            if generator.scheduler.lookup is not None:
+                row |= {"drafted_tokens": request.drafted, "accepted_tokens": request.accepted}
             if request.error is not None:
                 row["error"] = f"{type(request.error).__name__}: {request.error}"
             print(json.dumps(row), flush=True)

@@ -55,7 +55,7 @@ class Statistics:
 
     @property
     def accepted_per_step(self) -> float:
-        """Right guesses of a request in a step in which it had some; each saves the request a step."""
+        """Mean of right guesses of a request, over the steps in which it had guesses; each saves the request a step."""
         return self.accepted_tokens / self.drafted_steps if self.drafted_steps else 0.0
 
 
