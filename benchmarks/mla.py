@@ -23,11 +23,13 @@ from benchmarks.timing import Timer, interleave
 from vattn.bench.timing import WallTimer
 
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+_GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon"}
+_PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain"}
 
 CELLS: tuple[Cell, ...] = (
     Cell("decode", 16, 64, 8192, bar=1.02),
     Cell("decode", 128, 128, 4096, bar=0.95),
-    Cell("op", 16, 1, 8192, tokens=8192, bar=0.97),
+    Cell("prefill", 16, 1, 8192, tokens=8192, bar=0.97),
     Cell("decode", 16, 1, 8192, bar=2.0),
     Cell("decode", 128, 32, 4096, bar=1.02),
     Cell("op", 16, 128, 4096, changes={"output_format": "fp8_static"}, against={"output_format": "none"}, bar=1 / 1.03),
@@ -51,6 +53,15 @@ CELLS: tuple[Cell, ...] = (
     Cell("op", 16, 4, 8192, tokens=512),
     Cell("op", 16, 1, 8192, tokens=8192, changes={"output_format": "fp8_static"}, against={}, bar=1 / 1.03),
     Cell("op", 16, 64, 8192, changes={"kv_cache_dtype": "fp8_ds_mla"}, against={}),
+    Cell("ways", 16, 1, 8192, tokens=8192),
+    Cell("ways", 16, 4, 4096, tokens=1024),
+    Cell("ways", 16, 64, 8192, changes=_FP8),
+    Cell("ways", 8, 8, 8192, changes=_FP8),
+    Cell("ways", 16, 1, 8192, changes=_FP8),
+    Cell("ways", 128, 32, 4096, changes=_FP8),
+    Cell("ways", 32, 64, -4096, changes=_FP8),
+    Cell("op", 16, 1, 8192, tokens=8192),
+    Cell("prefill", 16, 1, 8192, tokens=8192, changes={"output_format": "fp8_static"}, against={}, bar=1 / 1.03),
 )
 """Most wanted first. An empty `against` of a changed cell is the layer without the changes."""
 
@@ -80,13 +91,17 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
                 steps.pop(name, None)
                 missing[name] = str(error)[:200]
         return steps, {**notes, **({"left out": missing} if missing else {})}
-    steps["vattn"] = inputs.op(**cell.changes)
-    if cell.kind == "sparse":
+    alone = cell.kind == "prefill" and inputs.device == "cuda"
+    make = inputs.prefill if alone else inputs.op
+    steps["vattn"] = make(**cell.changes)
+    if cell.kind == "ways":
+        steps = {name: inputs.op_under(way, **cell.changes) for name, way in (("vattn", _GLUON), ("plain", _PLAIN))}
+    elif cell.kind == "sparse":
         # Dense attention over as many keys as are listed.
         short = Cell("op", cell.heads, cell.batch, min(2048, abs(cell.length)), cell.tokens)
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
     elif cell.changes:
-        steps["plain"] = inputs.op(**cell.against)
+        steps["plain"] = make(**cell.against)
     elif inputs.device == "cuda" and cell.tokens == abs(cell.length):
         _, missing = load_peers(peers)
         if "fa3.so" in missing:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 
@@ -39,7 +40,9 @@ class Cell:
     """One row of the benchmark.
 
     Attributes:
-        kind: "decode" (absorbed queries alone, as peers take them), "op" (projections included), "sparse".
+        kind: "decode" (absorbed queries alone, as peers take them), "op" (projections included), "sparse", "prefill"
+            (attention to expanded keys alone, as peers take them), "ways" (the op by kernels for Hopper and by plain
+            ones).
         heads, batch, length, tokens: query heads, requests, their length (negative: skewed, up to that), rows of each.
         bar: what the first ratio must reach, `None` for none.
         against: changes of the layer that this one is compared with, beside or instead of peers.
@@ -136,6 +139,17 @@ class Inputs:
             [], None, config.encode(),
         )  # fmt: skip
 
+    def op_under(self, chosen: dict[str, Any], **changes: Any) -> Step:
+        """Return a call of the op under other `vattn.ops.variants`."""
+        with variants.using(**chosen):
+            call = self.op(**changes)
+
+        def step() -> Tensor:
+            with variants.using(**chosen):
+                return call()
+
+        return step
+
     def op(self, **changes: Any) -> Step:
         """Return a call of `vattn::mla_attention`, planned before where there is a plan."""
         config = self.config(**changes)
@@ -146,7 +160,7 @@ class Inputs:
             from vattn.ops.gluon import mla_launch
 
             if mla_launch.accepts(self.absorbed(), args, config):
-                shape = mla_launch.plan_shape(len(args.query), self.cell.batch, args.query.device)
+                shape = mla_launch.plan_shape(config, len(args.query), self.cell.batch, args.query.device)
                 schedule = torch.zeros(shape, dtype=torch.int32, device=self.device)
                 mla_launch.plan(self.starts, self.seq_lens, schedule, config)
                 args = args._replace(plan=[schedule])
@@ -168,7 +182,7 @@ class Inputs:
         from vattn.ops.gluon import mla_launch
 
         query, config = self.absorbed(), self.config(**changes)
-        shape = mla_launch.plan_shape(len(query), self.cell.batch, query.device)
+        shape = mla_launch.plan_shape(config, len(query), self.cell.batch, query.device)
         schedule = torch.zeros(shape, dtype=torch.int32, device=self.device)
         mla_launch.plan(self.starts, self.seq_lens, schedule, config)
         none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
@@ -178,6 +192,28 @@ class Inputs:
             "config": config.encode(),
         })  # fmt: skip
         return lambda: mla_launch.attend_latents(query, args, config), query
+
+    def prefill(self, **changes: Any) -> Step:
+        """Return the attention of equal prompts to keys and values that lie expanded in a workspace."""
+        from vattn.ops.gluon import mla_prefill_launch
+        from vattn.ops.triton.mla_prefill import longest_absorbed
+        from vattn.ops.triton.tiles import Limits
+
+        config, cell, limits = self.config(**changes), self.cell, Limits.of(self.seq_lens.device)
+        args, width = self.arguments(config, self.cache_of(config)), config.qk_nope_head_dim + config.v_head_dim
+        stretch = -(-abs(cell.length) // 128) * 128
+        line = torch.arange(cell.batch + 1, dtype=torch.int32, device=self.device) * stretch
+        expanded, ropes = (
+            torch.randn(cell.batch * stretch * columns, generator=self.rng, device=self.device).to(self.dtype)
+            for columns in (cell.heads * width, config.qk_rope_head_dim)
+        )
+        longest = longest_absorbed(config)
+
+        def step() -> Tensor:
+            mla_prefill_launch.attend_chunk(args, config, line, expanded, ropes, None, longest, limits)
+            return args.output
+
+        return step
 
     @property
     def cached_bytes(self) -> int:

@@ -18,7 +18,7 @@ from vattn.backends.mla import mla_backends
 from vattn.formats import OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.mla_formats import MLA_FORMATS
-from vattn.ops import mla_indexer, mla_reference
+from vattn.ops import mla_indexer, mla_reference, variants
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
@@ -84,6 +84,54 @@ def test_steps_with_prompts(name: str, room: int | None) -> None:
     if room is not None:
         args = args._replace(workspace=args.query.new_empty(room * elements_per_token(config)))
     compare(args, config, sum(MIX[0]))
+
+
+HOPPER: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16, 3 heads": {"dtype": "float16", "num_heads": 3, "block_size": 16},
+    "fp8 cache": {"kv_cache_dtype": "fp8_e4m3", "block_size": 128},
+}
+
+LONG = ([1, 300, 0, 60, 129, 1000, 44], [900, 330, 0, 60, 700, 1000, 30])
+"""A row tile and more of a request, with and without context, and more rows than keys."""
+
+
+@pytest.mark.parametrize("name", list(HOPPER))
+@pytest.mark.parametrize("lens", [LONG, ([64, 129], [64, 5000]), ([2000], [2000])], ids=["mix", "context", "prompt"])
+def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+    from vattn.ops.gluon import mla_prefill_launch
+
+    config = deepseek(**HOPPER[name])
+    args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
+    with variants.using(latent_prefill="gluon"):
+        assert mla_prefill_launch.accepts(args, config, 128, 1)
+        compare(args, config, sum(lens[0]))
+
+
+def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+    config = deepseek(block_size=16)
+    args = random_mla_batch(config, [200, 100], [700, 130], device="cuda")
+    args.block_table[0, 1], args.block_table[0, 20], args.block_table[1, 7] = -5, 10**9, 2**31 - 1
+    with variants.using(latent_prefill="gluon"):
+        compare(args, config, 300)
+
+
+@pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token"])
+def test_prompts_on_hopper_are_quantised(output_format: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+    config = deepseek(output_format=output_format, lse=False)
+    args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
+    torch.ops.vattn.mla_attention(*args)
+    plain = args.output.view(torch.uint8).clone()
+    with variants.using(latent_prefill="gluon"):
+        torch.ops.vattn.mla_attention(*args)
+    # Sums in another order: some values round to the other neighbour.
+    assert (args.output.view(torch.uint8) != plain).float().mean() < 3e-2
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "nvfp4_ds_mla"])

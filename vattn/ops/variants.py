@@ -19,6 +19,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide"),
     "latent_fp8": ("plain", "gluon"),
+    "latent_prefill": ("plain", "gluon"),
 }
 """What each field may be."""
 
@@ -38,6 +39,7 @@ class Variants:
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's.
+        latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
     """
 
     speculative: str = "general"
@@ -45,6 +47,7 @@ class Variants:
     mixed_below: int = 64
     general_prefill: str = "plain"
     latent_fp8: str = "plain"
+    latent_prefill: str = "plain"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,21 +26,22 @@ os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 import torch
 import triton
 
-from vattn.formats import MODEL_DTYPES
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops.gluon import compile_all, mla_launch
+from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
 from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
 from vattn.ops.triton.compile_all import source_of as plain_source_of
-from vattn.ops.triton.compile_cases import Launch
+from vattn.ops.triton.compile_cases import TARGETS, Launch
 
 SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps more there than 3.6, outside of the loops."""
 
 SHARED_BYTES = 227 << 10
-GLUON = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
-KERNELS = ("mla_schedule_kernel", *GLUON, "mla_reduce_kernel")
+DECODE = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
+GLUON = (*DECODE, "mla_prefill_gluon_kernel")
+KERNELS = ("mla_schedule_kernel", *DECODE, "mla_reduce_kernel")
 HARMLESS = "Too many maxnreg specified"
 
 
@@ -56,28 +58,66 @@ def configs() -> Iterator[tuple[MLAConfig, int]]:
     yield base.replace(num_heads=64, block_size=32, dtype="float16", kv_cache_dtype="float16"), 1
 
 
+def prompts() -> Iterator[MLAConfig]:
+    """Yield layers that between them reach every branch of the kernel of expanded prompts."""
+    base = MLAConfig(16, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True)
+    yield base
+    yield base.replace(num_heads=3, block_size=16, dtype="float16", kv_cache_dtype="float16", lse=False)
+    yield base.replace(block_size=256, output_format="fp8_static")
+
+
+class Recorder:
+    """Stand in for a jitted kernel and keep what it is launched with."""
+
+    def __init__(self, kernel: Any, title: str, found: list[Launch]) -> None:
+        self.kernel, self.title, self.found = kernel, title, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def record(*args: Any, **kwargs: Any) -> None:
+            given = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
+            arguments = {name: value for name, value in given.items() if name in self.kernel.arg_names}
+            options = {name: value for name, value in given.items() if name not in arguments}
+            options |= {"num_warps": given["num_warps"]}
+            self.found.append(Launch(f"{self.kernel.__name__} {self.title}", "sm_90", self.kernel, arguments, options))
+
+        return record
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return a tensor without values."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
+    """Return the launches of a step of prompts behind the expansion of its keys."""
+    found: list[Launch] = []
+    dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
+    query = empty(tokens, heads, config.qk_head_dim, dtype=dtype)
+    output, _ = OUTPUT_FORMATS[config.output_format].allocate(query, config.v_head_dim, dtype)
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    args = MLAAttentionArgs(**{
+        **none, "query": query, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
+        "query_start_loc": empty(5), "seq_lens": empty(4), "block_table": empty(4, 64), "output": output,
+        "output_scale": empty(1, dtype=torch.float32),
+        "lse": empty(tokens, heads, dtype=torch.float32) if config.lse else None,
+    })  # fmt: skip
+    kernel = mla_prefill_launch.mla_prefill_gluon_kernel
+    recorder = Recorder(kernel, config.encode(), found)
+    plan = Recorder(mla_prefill_launch.prefill_plan_kernel, config.encode(), [])
+    with (
+        mock.patch.object(mla_prefill_launch, "mla_prefill_gluon_kernel", recorder),
+        mock.patch.object(mla_prefill_launch, "prefill_plan_kernel", plan),
+    ):
+        width = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        room, ropes = empty(1024 * width, dtype=dtype), empty(1024 * config.qk_rope_head_dim, dtype=dtype)
+        mla_prefill_launch.attend_chunk(args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132)
+    return found
+
+
 def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     """Return the launches of a step, recorded on tensors without values."""
     found: list[Launch] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def record(*args: Any, **kwargs: Any) -> None:
-                given = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
-                arguments = {name: value for name, value in given.items() if name in self.kernel.arg_names}
-                options = {name: value for name, value in given.items() if name not in arguments}
-                options |= {"num_warps": given["num_warps"]}
-                name = f"{self.kernel.__name__} tokens={tokens} {config.encode()}"
-                found.append(Launch(name, "sm_90", self.kernel, arguments, options))
-
-            return record
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
+    title = f"tokens={tokens} {config.encode()}"
     dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs
     stored = mla_cache_dtype(config)
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
@@ -90,7 +130,7 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
         for name in KERNELS:
-            stack.enter_context(mock.patch.object(mla_launch, name, Recorder(getattr(mla_launch, name))))
+            stack.enter_context(mock.patch.object(mla_launch, name, Recorder(getattr(mla_launch, name), title, found)))
         mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=dtype), args, config)
     return found
 
@@ -117,13 +157,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="compile layers whose config contains this text")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
-    cases = [case for case in configs() if options.only in case[0].encode()]
+    cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
+    cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
-        for config, tokens in cases:
-            for launch in recorded(config, tokens):
+        for case in cases:
+            for launch in case():
                 problems = problems_of(launch)
                 if problems:
                     failed += 1

@@ -147,7 +147,21 @@ def attend_prompts(
     }  # fmt: skip
     for first in range(0, chunks.count * chunks.places, chunks.places):
         _expand(args, weight.view(width, -1), first, chunks, common, config, limits)
+        if _goes_to_hopper(args, chunks, config):
+            from vattn.ops.gluon import mla_prefill_launch
+
+            expanded, ropes = common["expanded"], common["ropes"]
+            mla_prefill_launch.attend_chunk(args, config, line, expanded, ropes, rows, longest_absorbed(config), limits)
+            continue
         _attend_chunk(args, complete, first, chunks, common, (carry, carry_stats, rows), config, limits)
+
+
+def _goes_to_hopper(args: MLAAttentionArgs, chunks: Chunks, config: MLAConfig) -> bool:
+    if not args.query.is_cuda:
+        return False
+    from vattn.ops.gluon import mla_prefill_launch
+
+    return mla_prefill_launch.accepts(args, config, chunks.align, chunks.count)
 
 
 def _expand(

@@ -1,0 +1,123 @@
+"""Expanded latent attention of Hopper: which steps it takes, and the launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vattn.backends.base import DeviceInfo, Sizes
+from vattn.mla_config import MLAConfig
+from vattn.ops import variants
+from vattn.ops.gluon.mla_prefill import GROUPS, KEYS, NOPE, ROPE, VALUES, mla_prefill_gluon_kernel
+from vattn.ops.gluon.prefill_launch import multiprocessors
+from vattn.ops.gluon.prefill_load import GROUP_ROWS
+from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
+from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants, kind_of
+from vattn.ops.triton.tiles import Limits, next_power_of_two
+
+CAPABILITY = (9, 0)
+BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
+DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
+ROWS = GROUPS.value * GROUP_ROWS.value
+_LOG2E = 1.4426950408889634
+_STATIC = {"multiply": "fp8_multiply", "approximate_multiply": "fp8_multiply"}
+
+
+def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
+    """Return why the kernel cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
+    found = []
+    if device.type != "cuda" or device.capability != CAPABILITY:
+        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
+    if config.dtype not in DTYPES:
+        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    if widths != (NOPE.value, ROPE.value, VALUES.value):
+        found.append(f"heads of {widths} columns (runs {NOPE.value}, {ROPE.value} and {VALUES.value})")
+    if config.block_size not in BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.scale <= 0:
+        found.append(f"scale {config.scale} (runs scales above 0)")
+    if config.sparse:
+        found.append("sparse is not implemented")
+    if kind_of(config) not in ("none", "fp8_static", "rows"):
+        found.append(f"output_format {config.output_format} (runs none, static FP8 and what spans heads)")
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _can_run(config: MLAConfig, device: torch.device) -> bool:
+    return not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
+    """Return whether a step goes this way: the layer does, and its keys lie in one chunk, in whole tiles."""
+    if variants.current().latent_prefill == "plain" or chunks > 1 or align % KEYS.value:
+        return False
+    return args.output.is_contiguous() and _can_run(config, args.query.device)
+
+
+def attend_chunk(
+    args: MLAAttentionArgs,
+    config: MLAConfig,
+    line: Tensor,
+    expanded: Tensor,
+    ropes: Tensor,
+    rows: Tensor | None,
+    longest: int,
+    limits: Limits,
+    ctas: int | None = None,
+) -> None:
+    """Attend requests of more than `longest` tokens to their keys on the line, and write rows of padding.
+
+    Args:
+        expanded, ropes: flat, of whole rows of N (P + V) and R columns.
+        rows: `[T, N, V]` in the model dtype that get the results instead of the output.
+        ctas: programs, by default one for each multiprocessor.
+    """
+    query, heads = args.query, config.num_heads
+    if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
+        query = query.contiguous()
+    tokens, reqs, device = query.shape[0], args.seq_lens.shape[0], query.device
+    tiles = max_row_tiles(tokens, reqs, ROWS)
+    schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=device)
+    prefill_plan_kernel[(1,)](
+        args.query_start_loc, args.seq_lens, schedule, reqs, tokens, tiles, WINDOW=0, ROWS=ROWS, LEAST=longest + 1,
+        KEYS=KEYS.value, CHUNK=128, REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
+    )  # fmt: skip
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    target, constants = epilogue_arguments(args, config, rows), epilogue_constants(config, limits)
+    output = "none" if constants["KIND"] != "fp8_static" else static_output(config)
+    width = heads * (NOPE.value + VALUES.value)
+    rows_of_line = expanded.view(-1, width)
+    mla_prefill_gluon_kernel[(min(ctas or multiprocessors(device), tiles * heads),)](
+        **_query_boxes(query), key_boxes=_boxes(rows_of_line, KEYS.value, NOPE.value),
+        rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
+        block_scale=None, output_scale=args.output_scale, scale_stride=0, group_stride=0, line=line, schedule=schedule,
+        counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
+        table_width=args.block_table.shape[1], num_blocks=args.kv_cache.shape[0], query_head_stride=query.stride(1),
+        scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=2 if heads % 2 == 0 else 1, BLOCK_SIZE=config.block_size,
+        MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=(0, False, False, -1.0, "divide"), num_warps=4,
+    )  # fmt: skip
+
+
+def static_output(config: MLAConfig) -> str:
+    """Return how static FP8 is stored: `OUTPUT` of the kernel."""
+    return _STATIC.get(config.output_arithmetic, f"fp8_{config.output_arithmetic}")
+
+
+def _boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(source, list(source.shape), [source.stride(0), 1], [high, wide], layout)
+
+
+def _query_boxes(query: Tensor) -> dict[str, Any]:
+    tokens, heads, width = query.shape
+    flat = query.as_strided((tokens, (heads - 1) * query.stride(1) + width), (query.stride(0), 1))
+    rows = GROUP_ROWS.value
+    return {"query_boxes": _boxes(flat, rows, NOPE.value), "query_rope_boxes": _boxes(flat, rows, ROPE.value)}
