@@ -23,7 +23,7 @@ from vattn.quantization import quantise_output
 
 pytest.importorskip("triton")
 
-from vattn.ops.triton import mla_launch, mla_prefill, mla_project
+from vattn.ops.triton import mla_launch, mla_prefill, mla_project, mla_rule
 from vattn.ops.triton.mla_epilogue import clear_scales, kind_of
 from vattn.ops.triton.tiles import Limits
 
@@ -53,7 +53,7 @@ def with_room(args: MLAAttentionArgs, tokens: int | None, config: MLAConfig) -> 
 
 def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], room: int | None = None, **kw: Any) -> None:
     args = with_room(random_mla_batch(config, query_lens, seq_lens, **kw), room, config)
-    assert mla_prefill.has_prompts(config, args.query.shape[0], args.seq_lens.shape[0])
+    assert mla_rule.has_prompts(config, args.query.shape[0], args.seq_lens.shape[0])
     got, lse = run_mla(args, config)
     expected, expected_lse = exact(args, config)
     assert relative_l2(got, expected) < TOLERANCE[config.dtype]
@@ -98,7 +98,7 @@ def test_geometries(
     )  # fmt: skip
     queries = [query for query, _ in lens]
     # One long request at least, so that the step is one with prompts.
-    queries[0] += (mla_prefill.longest_absorbed(config) + 1) * len(queries)
+    queries[0] += (mla_rule.longest_absorbed(config) + 1) * len(queries)
     seq_lens = [query + context for query, (_, context) in zip(queries, lens, strict=True)]
     check(config, queries, seq_lens, None if room is None else room * block_size, seed=seed)
 
@@ -129,9 +129,9 @@ def test_the_rule_of_short_requests() -> None:
     deepseek = make_mla_config(
         num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512
     )
-    assert mla_prefill.longest_absorbed(deepseek) == 42
-    assert mla_prefill.longest_absorbed(deepseek.replace(decode_threshold=100)) == 100
-    assert mla_prefill.longest_absorbed(deepseek.replace(kv_lora_rank=128)) > 1 << 20
+    assert mla_rule.longest_absorbed(deepseek) == 42
+    assert mla_rule.longest_absorbed(deepseek.replace(decode_threshold=100)) == 100
+    assert mla_rule.longest_absorbed(deepseek.replace(kv_lora_rank=128)) > 1 << 20
 
 
 FORMATS = (

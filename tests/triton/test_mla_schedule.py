@@ -31,14 +31,16 @@ CASES: dict[str, tuple[list[int], list[int], int, int]] = {
 }
 
 
-def schedule_of(queries: list[int], lengths: list[int], ctas: int, split_query: int) -> tuple[torch.Tensor, int]:
+def schedule_of(
+    queries: list[int], lengths: list[int], ctas: int, split_query: int, longest: int = 0
+) -> tuple[torch.Tensor, int]:
     reqs = len(queries)
     most = reqs + WAVES.value * ctas
     schedule = torch.full((1 + most + reqs, FIELDS.value), -7, dtype=torch.int32)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     mla_schedule_kernel[(1,)](
         starts, torch.tensor(lengths).int(), schedule, reqs, ctas, -(-reqs // ctas), most,
-        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8,
+        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest,
     )  # fmt: skip
     return schedule, most
 
@@ -47,8 +49,43 @@ def schedule_of(queries: list[int], lengths: list[int], ctas: int, split_query: 
 def test_every_tile_is_attended_once(name: str) -> None:
     queries, lengths, ctas, split_query = CASES[name]
     schedule, most = schedule_of(queries, lengths, ctas, split_query)
+    splits, loads = check_items(schedule, most, queries, lengths, ctas, split_query, set())
+    if name == "equal, as many as CTAs":
+        assert not splits
+    if name in ("skewed", "one long"):
+        assert max(loads) <= 1.5 * sum(loads) / ctas + 4
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+@pytest.mark.parametrize(
+    ("queries", "lengths"),
+    [
+        ([1, 900, 1, 2, 0, 7, 1, 60, 2], [5000, 900, 700, 4000, 0, 20000, 1, 64, 129]),
+        ([1] * 40 + [500] * 3 + [1] * 40, [100 + 97 * i % 3000 for i in range(83)]),
+        ([300, 1, 300], [300, 9000, 301]),
+        ([300, 9], [300, 9]),
+    ],
+    ids=["few", "several passes", "one between", "none"],
+)
+def test_longer_requests_have_no_items(queries: list[int], lengths: list[int], longest: int) -> None:
+    for ctas in (3, 12):
+        schedule, most = schedule_of(queries, lengths, ctas, longest, longest)
+        left_out = {request for request, count in enumerate(queries) if count > longest}
+        check_items(schedule, most, queries, lengths, ctas, longest, left_out)
+
+
+def check_items(
+    schedule: torch.Tensor,
+    most: int,
+    queries: list[int],
+    lengths: list[int],
+    ctas: int,
+    split_query: int,
+    left_out: set[int],
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Follow every CTA's chain; return the split requests, and the load of CTAs."""
     active, num_splits = schedule[0, :2].tolist()
-    assert 0 < active <= ctas
+    assert (0 < active <= ctas) or (active == 0 and len(left_out) == len(queries))
     found: dict[int, list[tuple[int, int, int]]] = {}
     seen, loads = set(), []
     for cta in range(active):
@@ -60,7 +97,7 @@ def test_every_tile_is_attended_once(name: str) -> None:
             found.setdefault(request, []).append((begin, end, slot))
             load += end - begin + 1
         loads.append(load)
-    assert sorted(found) == list(range(len(queries)))
+    assert sorted(found) == [request for request in range(len(queries)) if request not in left_out]
     splits = {row[0]: row[1:3] for row in schedule[1 + most : 1 + most + num_splits].tolist()}
     slots = []
     for request, parts in found.items():
@@ -77,10 +114,7 @@ def test_every_tile_is_attended_once(name: str) -> None:
             assert own == list(range(first, first + count))
             slots += own
     assert sorted(slots) == list(range(len(slots)))
-    if name == "equal, as many as CTAs":
-        assert not splits
-    if name in ("skewed", "one long"):
-        assert max(loads) <= 1.5 * sum(loads) / ctas + 4
+    return splits, loads
 
 
 def test_merged_splits() -> None:

@@ -44,25 +44,24 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
     )
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
-        """Return the shape of the decode schedule; `()` where a layer or the current GPU has none."""
-        if config.context_parallel or not torch.cuda.is_available():
-            return ()
-        from vattn.ops.gluon import mla_launch
+        """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""
+        from vattn.ops.triton import mla_plan
 
-        device = torch.device("cuda", torch.cuda.current_device())
-        return mla_launch.plan_shape(num_tokens, num_reqs, device) if mla_launch.runs(config, device) else ()
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return mla_plan.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: Any) -> str:
-        """Return what two layers must have in common to share one schedule."""
-        from vattn.ops.gluon import mla_launch
+        """Return what two layers must have in common to share one plan."""
+        from vattn.ops.triton import mla_plan
 
-        return f"{self.name} {mla_launch.plan_key(config)}"
+        return f"{self.name} {mla_plan.plan_key(config)}"
 
     def plan(self, args: PlanArgs, config: Any) -> None:
-        """Fill the decode schedule."""
-        from vattn.ops.gluon import mla_launch
+        """Fill a step's plan."""
+        from vattn.ops.triton import mla_plan
 
-        mla_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+        mla_plan.plan(args, config)
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""

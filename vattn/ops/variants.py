@@ -20,6 +20,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "general_prefill": ("plain", "folded", "wide"),
     "latent_fp8": ("plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
+    "few_rows": (0, 8, 16, 32, 64),
+    "latent_mixed": ("plain", "fast"),
 }
 """What each field may be."""
 
@@ -38,6 +40,10 @@ class Variants:
         mixed_below: rows per request on average below which `mixed` holds.
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
+        latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
+            decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
+            the others by those that their lengths ask for.
+        few_rows: up to how many rows `vattn::linear` takes its own kernel, where it has one for the sizes.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
     """
@@ -48,6 +54,8 @@ class Variants:
     general_prefill: str = "plain"
     latent_fp8: str = "plain"
     latent_prefill: str = "plain"
+    few_rows: int = 0
+    latent_mixed: str = "plain"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

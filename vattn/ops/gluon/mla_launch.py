@@ -8,7 +8,7 @@ which is slow, but right.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from vattn.ops.gluon.mla_decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_ker
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.mla_plan import MIXED, line_room
 from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_rule import has_prompts
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
@@ -103,11 +105,54 @@ def plan_key(config: MLAConfig) -> str:
     return f"num_heads={config.num_heads} rows={rows_per_program(config, MOST_QUERY_TOKENS)}"
 
 
-def plan_shape(num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
-    """Return the shape of the int32 schedule of a step; its size never falls with the batch."""
-    records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
+class Way(NamedTuple):
+    """How the requests of a step are cut: those of at most `split` rows, and which have no part in it at all."""
+
+    split: int
+    """Most rows of a request that is split over programs."""
+    longest: int
+    """Requests of more rows are not attended; 0: all are."""
+
+
+def way_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> Way:
+    """Return how a step of these shapes is cut.
+
+    Equally many rows a request are a decode. Otherwise requests of more than MOST_QUERY_TOKENS rows are left to other
+    kernels, or where a step has more rows than that on average, all that fill more than one program.
+    """
     tokens = query_tokens(num_tokens, num_reqs)
-    return tokens, -(-records // 16) * 16 * FIELDS.value // tokens
+    if variants.current().latent_mixed == "plain":
+        return Way(tokens, 0)
+    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
+        return Way(fewest(config), fewest(config))
+    return Way(tokens, 0 if num_tokens % num_reqs == 0 else MOST_QUERY_TOKENS)
+
+
+def fewest(config: MLAConfig) -> int:
+    """Return the most rows of a request that ask for no more programs than one row does."""
+    least = groups_of_rows(config, 1)
+    return next(tokens for tokens in (8, 4, 2, 1) if groups_of_rows(config, tokens) == least)
+
+
+def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether requests of fewest rows go this way in a step that has others."""
+    many = args.query.shape[0] > MOST_QUERY_TOKENS * args.seq_lens.shape[0]
+    return many and variants.current().latent_mixed == "fast" and runs(config, args.query.device)
+
+
+def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
+    """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
+    records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
+    room = -(-records // 16) * 16 * FIELDS.value + line_room(num_reqs)
+    tokens = query_tokens(num_tokens, num_reqs)
+    if variants.current().latent_mixed == "fast":
+        if num_tokens > MOST_QUERY_TOKENS * num_reqs:
+            return MIXED, room // MIXED
+        if num_tokens % num_reqs:
+            return tokens, room // tokens, 1
+    elif has_prompts(config, num_tokens, num_reqs):
+        return MIXED, room // MIXED
+    return tokens, room // tokens
 
 
 @lru_cache(maxsize=64)
@@ -120,20 +165,27 @@ def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
 
 
 def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> None:
-    """Fill the schedule of a step on the device.
+    """Fill the schedule of a step on the device; where other kernels attend a whole step, there is none to fill.
 
     Raises:
         ShapeError: the schedule was made for another batch size.
     """
-    num_reqs, tokens = seq_lens.shape[0], schedule.shape[0]
-    shape = plan_shape(tokens * num_reqs, num_reqs, seq_lens.device)
-    if tuple(schedule.shape) != shape:
-        raise ShapeError(f"schedule has shape {tuple(schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
+    num_reqs, shape = seq_lens.shape[0], tuple(schedule.shape)
+    room = torch.Size(plan_shape(config, num_reqs, num_reqs, seq_lens.device)).numel()
+    tokens, longest = shape[0] if shape else 0, 0
+    if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
+        raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
+    if tokens == MIXED:
+        if variants.current().latent_mixed == "plain":
+            return
+        tokens = longest = fewest(config)
+    elif len(shape) == 3:
+        longest = MOST_QUERY_TOKENS
     ctas = _ctas(config, tokens, seq_lens.device)
     requests = min(1024, next_power_of_two(max(32, num_reqs)))
     mla_schedule_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
-        SPLIT_QUERY=tokens, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, num_warps=8,
+        SPLIT_QUERY=tokens, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=longest, num_warps=8,
     )  # fmt: skip
 
 
@@ -142,14 +194,17 @@ def _max_items(num_reqs: int, ctas: int) -> int:
 
 
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
-    """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE."""
+    """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
+
+    Rows of requests that are left out, see `way_of`, are not written in either.
+    """
     num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
-    shape = plan_shape(num_tokens, num_reqs, device)
+    shape = plan_shape(config, num_tokens, num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config)
-    tokens = shape[0]
+    tokens = way_of(num_tokens, num_reqs, config).split
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
     slots = _max_items(num_reqs, ctas)

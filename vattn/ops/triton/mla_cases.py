@@ -18,7 +18,7 @@ from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
 from vattn.ops.mla_indexer import SCALE_BYTES, IndexerSelectArgs, IndexerUpdateArgs
 from vattn.ops.mla_rope import MLARopeUpdateArgs
-from vattn.ops.triton import mla_epilogue, mla_indexer, mla_launch, mla_prefill, mla_project, mla_rope
+from vattn.ops.triton import mla_epilogue, mla_indexer, mla_launch, mla_plan, mla_prefill, mla_project, mla_rope
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import ROPE_STYLES, RopeConfig
 
@@ -28,7 +28,7 @@ KERNELS = (
     (mla_launch, "mla_update_kernel"),
     (mla_project, "mla_project_kernel"),
     (mla_prefill, "mla_complete_kernel"),
-    (mla_prefill, "mla_line_kernel"),
+    (mla_plan, "mla_line_kernel"),
     (mla_prefill, "mla_expand_kernel"),
     (mla_prefill, "mla_prefill_kernel"),
     (mla_epilogue, "finish_kernel"),
@@ -80,6 +80,11 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
         yield from record(f"{dtype} {heads}x{columns}", target, partial(_index, dtype, heads, columns, limits))
     listed = MLAConfig(16, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True, sparse=True)
     yield from record("bfloat16 16x512+64 listed", target, partial(_prompts, listed, 2, limits))
+    for longest, cache, scale in ((0, "bfloat16", "none"), (42, "bfloat16", "none"), (42, "fp8_e4m3", "tensor")):
+        # What Hopper's kernel leaves.
+        rest = listed.replace(sparse=False, kv_cache_dtype=cache, kv_scale=scale)
+        attend = partial(_attend, rest, (200, 9), limits, longest, 4)
+        yield from record(f"bfloat16/{cache} rest of at most {longest}", target, attend)
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 2, limits))
 
@@ -99,7 +104,7 @@ def _update(config: MLAConfig, limits: Limits) -> None:
     mla_launch.update_cache(MLACacheUpdateArgs(*rows, _cache(config), slots, scale, ""), config, limits)
 
 
-def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits) -> None:
+def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits, longest: int = 0, shortest: int = 0) -> None:
     tokens, reqs = counts
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args = MLAAttentionArgs(**{
@@ -109,7 +114,7 @@ def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits) -> None:
         "topk_indices": _meta(tokens, 2048, dtype=torch.int32) if config.sparse else None, "plan": [],
     })  # fmt: skip
     absorbed = _meta(tokens, config.num_heads, config.head_size, dtype=MODEL_DTYPES[config.dtype])
-    mla_launch.attend_latents(absorbed, args, config, limits)
+    mla_launch.attend_latents(absorbed, args, config, limits, longest, shortest=shortest)
 
 
 def _outputs(config: MLAConfig, tokens: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def mla_attention_kernel(
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr,
     SPARSE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    LONGEST: tl.constexpr,
+    LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Attend BLOCK_M rows of one request (SPARSE: heads of one token) to a split of its keys.
 
@@ -75,7 +75,8 @@ def mla_attention_kernel(
     includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and base-2 logs of their denominators to
     `partial_log`; of an empty split the log alone is written. LONGEST, unless 0: requests of more tokens and padding
     are left out (SPARSE: those alone that are `complete`), every request has as many blocks as the longest may have,
-    and partial results lie by request.
+    and partial results lie by request. SHORTEST, unless 0: requests of at most as many tokens, and
+    padding, are left out.
     """
     COLUMNS: tl.constexpr = L + R
     split = tl.program_id(1)
@@ -100,12 +101,15 @@ def mla_attention_kernel(
             if tl.load(complete + request, mask=is_real & (end - start > LONGEST), other=0) > 0:
                 return
     elif LONGEST:
-        if end - start > LONGEST:
+        if (end - start > LONGEST) | (end - start <= SHORTEST):
             return
         row0 = start.to(tl.int64) * N + tl.program_id(0) % BLOCKS_OF_REQUEST * BLOCK_M
         end_row = end.to(tl.int64) * N
         first_partial = (request.to(tl.int64) * LONGEST - start) * N
     else:
+        if SHORTEST:
+            if (end - start <= SHORTEST) | (request >= num_reqs):
+                return
         first_block = (start.to(tl.int64) * N // BLOCK_M) + request
         row0 = start.to(tl.int64) * N + (tl.program_id(0) - first_block) * BLOCK_M
         end_row = end.to(tl.int64) * N
@@ -178,21 +182,27 @@ def mla_attention_kernel(
             tl.store(lse + row, log * LN2, mask=known)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start_loc"])
+@triton.jit(do_not_specialize=["num_reqs", "num_splits"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_merge_kernel(
-    partial, partial_log, query_start_loc, output, lse, num_splits, N: tl.constexpr, L: tl.constexpr,
-    L_TILE: tl.constexpr, MODEL: tl.constexpr, LONGEST: tl.constexpr,
+    partial, partial_log, query_start_loc, output, lse, num_reqs, num_splits, N: tl.constexpr, L: tl.constexpr,
+    L_TILE: tl.constexpr, MODEL: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row. Grid: rows; with LONGEST as many for every request, see `mla_attention_kernel`."""
+    """Merge the splits of one row. Grid: rows; with LONGEST as many for every request. See `mla_attention_kernel`."""
     row = tl.program_id(0)
     target = row.to(tl.int64)
     if LONGEST:
         request = row // (LONGEST * N)
         start = tl.load(query_start_loc + request)
         length = tl.load(query_start_loc + request + 1) - start
-        if (length > LONGEST) | (row % (LONGEST * N) >= length * N):
+        if (length > LONGEST) | (length <= SHORTEST) | (row % (LONGEST * N) >= length * N):
             return
         target = start.to(tl.int64) * N + row % (LONGEST * N)
+    elif SHORTEST:
+        request = find_request(query_start_loc, num_reqs, row // N, N, 0)
+        if request >= num_reqs:
+            return
+        if tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request) <= SHORTEST:
+            return
     column = tl.arange(0, L_TILE)
     x, log = merge_columns(partial, partial_log, None, row, column, column < L, num_splits, 1, L)
     tl.store(output + target * L + column, cast(x, MODEL), mask=column < L)

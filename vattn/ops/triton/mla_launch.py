@@ -16,9 +16,10 @@ from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
 from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
 from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_update_kernel
-from vattn.ops.triton.mla_prefill import attend_prompts, complete_requests, has_prompts, longest_absorbed
+from vattn.ops.triton.mla_prefill import attend_prompts, complete_requests
 from vattn.ops.triton.mla_project import project_output, project_to, spans_heads
 from vattn.ops.triton.mla_rows import row_strides
+from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.quantization import quantise_output
 
@@ -61,8 +62,8 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     bytes_per_key = max(2, MODEL_DTYPES[config.dtype].itemsize) * (
         next_power_of_two(config.kv_lora_rank) + max(16, next_power_of_two(config.qk_rope_head_dim))
     )
-    # Groups that are decoded stay in registers beside the sums. Codes of half a byte need 32 keys: Triton gives a thread
-    # eight keys of a product over them in a row, and with 16 it counts keys twice.
+    # Groups that are decoded stay in registers beside the sums. Codes of half a byte need 32 keys: Triton gives a
+    # thread eight keys of a product over them in a row, and with 16 it counts keys twice.
     grouped = config.kv_cache_dtype == "fp8_ds_mla" and block_m > 16
     block_n = 16 if limits.interpreted or grouped else 32
     while block_n > 16 and 2 * block_n * bytes_per_key > limits.shared_bytes // 2:
@@ -95,8 +96,9 @@ def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = No
     clear_scales(args, config)
     # Autocast would change the dtype of the products.
     with torch.autocast(args.query.device.type, enabled=False):
-        if has_prompts(config, args.query.shape[0], args.seq_lens.shape[0]):
-            attend_mixed(args, weight, config, known)
+        fast = limits is None and _mixes(args, config)
+        if fast or has_prompts(config, args.query.shape[0], args.seq_lens.shape[0]):
+            attend_mixed(args, weight, config, known, fast)
         else:
             _attend_short(args, weight, config, limits, known)
 
@@ -118,8 +120,20 @@ def _attend_short(
         project_output(latent, w_uv, args, config, known)
 
 
-def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits) -> None:
-    """Attend a step in which requests may be long: short ones are absorbed, the others expanded."""
+def _mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether a step's fewest rows go by the path made for Hopper, beside others."""
+    if not args.query.is_cuda:
+        return False
+    from vattn.ops.gluon import mla_launch
+
+    return mla_launch.mixes(args, config)
+
+
+def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits, fast: bool = False) -> None:
+    """Attend a step in which requests may be long: short ones are absorbed, the others expanded.
+
+    With `fast`, requests of fewest rows are attended by the path made for Hopper.
+    """
     longest, nope = longest_absorbed(config), config.qk_nope_head_dim
     w_uk, w_uv = key_and_value_weights(weight, config)
     rows = None
@@ -129,7 +143,12 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     complete = complete_requests(args, config)
     project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest, complete)
     absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
-    latent = attend_latents(absorbed, args, config, limits, longest, complete)
+    shortest, latent = 0, None
+    if fast:
+        from vattn.ops.gluon import mla_launch
+
+        shortest, latent = mla_launch.fewest(config), mla_launch.attend_latents(absorbed, args, config)
+    latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
     project_output(latent, w_uv, args, config, limits, rows, longest, complete)
     attend_prompts(args, weight, rows, complete, config, limits)
     if rows is not None:
@@ -142,7 +161,9 @@ def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig
         from vattn.ops.gluon import mla_launch
 
         if mla_launch.accepts(absorbed, args, config):
-            return mla_launch.attend_latents(absorbed, args, config)
+            latent = mla_launch.attend_latents(absorbed, args, config)
+            longest = mla_launch.way_of(absorbed.shape[0], args.seq_lens.shape[0], config).longest
+            return attend_latents(absorbed, args, config, shortest=longest, output=latent) if longest else latent
     return attend_latents(absorbed, args, config, limits)
 
 
@@ -165,11 +186,14 @@ def attend_latents(
     limits: Limits | None = None,
     longest: int = 0,
     complete: Tensor | None = None,
+    shortest: int = 0,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Attend absorbed queries to cached rows; return `[T, N, L]` in the model dtype and write the LSE.
 
     With `longest`, rows of longer requests and of padding are left out, in sparse layers those of `complete` ones:
-    their results and LSE are not to be used.
+    their results and LSE are not to be used. With `shortest`, rows of requests of at most as many rows, and of padding,
+    stay in `output` as they are.
     """
     limits = limits or Limits.of(absorbed.device)
     tokens, reqs = absorbed.shape[0], args.seq_lens.shape[0]
@@ -178,7 +202,8 @@ def attend_latents(
     by_request = longest if not config.sparse else 0
     attended = by_request * reqs if by_request else tokens
     tiles = choose_tiles(config, attended, reqs, most_keys, limits)
-    output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
+    if output is None:
+        output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
     rows, splits = attended * config.num_heads, tiles.num_splits
     partial = partial_log = None
     if splits > 1:
@@ -199,12 +224,12 @@ def attend_latents(
         R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
         BLOCK_SIZE=config.block_size, STRIDES=row_strides(config, args.kv_cache.stride(0)),
         FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse, SPLIT=splits > 1, LONGEST=longest,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
+        SHORTEST=shortest, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, NATIVE_FP8=limits.native_fp8, **sizes,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         mla_merge_kernel[(rows,)](
-            partial, partial_log, args.query_start_loc, output, args.lse, splits, MODEL=model, LONGEST=by_request,
-            **sizes, num_warps=4, enable_fp_fusion=True,
+            partial, partial_log, args.query_start_loc, output, args.lse, reqs, splits, MODEL=model, LONGEST=by_request,
+            SHORTEST=shortest, **sizes, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return output

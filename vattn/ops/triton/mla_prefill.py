@@ -18,39 +18,15 @@ from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_chunks import elements_per_token, workspace_tokens
 from vattn.ops.triton.launch import TRITON_DTYPES
 from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
-from vattn.ops.triton.mla_prefill_kernels import (
-    mla_complete_kernel,
-    mla_expand_kernel,
-    mla_line_kernel,
-    mla_prefill_kernel,
-)
+from vattn.ops.triton.mla_plan import lay_line, planned_line
+from vattn.ops.triton.mla_prefill_kernels import mla_complete_kernel, mla_expand_kernel, mla_prefill_kernel
 from vattn.ops.triton.mla_rows import row_strides
+from vattn.ops.triton.mla_rule import longest_absorbed, most_aligned
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 _LOG2E = 1.4426950408889634
-_NEVER = 1 << 30
 _DEFAULT_BYTES = 256 << 20
 """Expanded keys and values that are held at a time where no workspace is given; one block at least."""
-
-
-def longest_absorbed(config: MLAConfig) -> int:
-    """Return the most tokens of a request whose rows are attended in the latent space.
-
-    An expanded key costs (P + V) L products once, and P + R + V a row; an absorbed one 2 L + R a row. Both forms cost
-    the same at q = (P + V) L / (2 L - P - V) rows, 170 for DeepSeek. Expanded products run nearer to the hardware's
-    rate, so a quarter of that is taken, or the layer's `decode_threshold` where it is larger. Layers whose heads are
-    wider than the latent are always absorbed; of sparse ones requests alone are expanded whose rows list all they see.
-    """
-    wide = config.qk_nope_head_dim + config.v_head_dim
-    saved = 2 * config.kv_lora_rank - wide
-    if saved <= 0:
-        return _NEVER
-    return max(config.decode_threshold, wide * config.kv_lora_rank // (4 * saved))
-
-
-def has_prompts(config: MLAConfig, num_tokens: int, num_reqs: int) -> bool:
-    """Return whether a step of these shapes has a request that is not short; steps without run absorbed as a whole."""
-    return num_tokens > longest_absorbed(config) * num_reqs
 
 
 @dataclass(frozen=True)
@@ -72,18 +48,13 @@ def cut_line(args: MLAAttentionArgs, config: MLAConfig) -> Chunks:
     item = MODEL_DTYPES[config.dtype].itemsize
     default = _DEFAULT_BYTES // (elements_per_token(config) * item)
     room = workspace_tokens(args.workspace, config, default)
-    align = min(_most_aligned(config), 1 << (room.bit_length() - 1))
+    align = min(most_aligned(config), 1 << (room.bit_length() - 1))
     most_keys = -(-args.block_table.shape[1] * config.block_size // align) * align
     # Every long request has more rows than a short one may have.
     prompts = min(num_reqs, num_tokens // (longest_absorbed(config) + 1))
     places = room // align * align
     longest_line = max(1, prompts * most_keys)
     return Chunks(min(places, -(-longest_line // align) * align), align, -(-longest_line // places))
-
-
-def _most_aligned(config: MLAConfig) -> int:
-    """Return how many places one program expands, unless a workspace holds fewer."""
-    return 32 if config.dtype == "float32" else 128
 
 
 def complete_requests(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
@@ -101,14 +72,14 @@ def complete_requests(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | Non
     return complete
 
 
-def lay_line(args: MLAAttentionArgs, complete: Tensor | None, align: int, config: MLAConfig) -> Tensor:
-    """Return int32 `[B + 1]`: where each request begins on the line of a step's keys, and where the line ends."""
-    reqs, most_keys = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
-    line = args.query.new_empty(reqs + 1, dtype=torch.int32)
-    mla_line_kernel[(1,)](
-        args.query_start_loc, args.seq_lens, complete, line, reqs, most_keys, LONGEST=longest_absorbed(config),
-        ALIGN=align, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+def line_of(args: MLAAttentionArgs, complete: Tensor | None, align: int, config: MLAConfig) -> Tensor:
+    """Return the line of a step's keys, int32 `[B + 1]`: the planned one, or one that is laid now."""
+    planned = planned_line(args, align, config)
+    if planned is not None:
+        return planned
+    line = args.query.new_empty(args.seq_lens.shape[0] + 1, dtype=torch.int32)
+    most_keys = args.block_table.shape[1] * config.block_size
+    lay_line(args.query_start_loc, args.seq_lens, complete, line, align, most_keys, config)
     return line
 
 
@@ -128,7 +99,7 @@ def attend_prompts(
         complete: what `complete_requests` returned.
     """
     chunks = cut_line(args, config)
-    line = lay_line(args, complete, chunks.align, config)
+    line = line_of(args, complete, chunks.align, config)
     tokens, heads, values = args.query.shape[0], config.num_heads, config.v_head_dim
     width, rope = heads * (config.qk_nope_head_dim + values), config.qk_rope_head_dim
     elements = chunks.places * (width + rope)

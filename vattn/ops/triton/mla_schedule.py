@@ -10,7 +10,8 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 Two ways of sharing the work are estimated, and the cheaper one is taken. Even chunks: every request is cut into equal
 chunks, of which CTAs take turns. Even shares: the requests are laid end to end and the line is cut into as many equal
 shares as there are CTAs. A request of more than SPLIT_QUERY rows is one item of length one, since its partial results
-would find no room: whoever gets it attends all of its keys.
+would find no room: whoever gets it attends all of its keys. With LONGEST, unless 0, requests of more rows have no item:
+another kernel attends them.
 """
 
 from __future__ import annotations
@@ -31,26 +32,30 @@ SHARES_COST = tl.constexpr(3.0)
 
 
 @triton.jit
-def request_tiles(query_start_loc, seq_lens, request, inside, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr):
-    """Return the tiles that requests count as, one at least; 0 outside."""
+def request_tiles(
+    query_start_loc, seq_lens, request, inside, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr, LONGEST: tl.constexpr
+):  # fmt: skip
+    """Return the tiles that requests count as, one at least; 0 outside, and for those of more than LONGEST rows."""
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first
     keys = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
     tiles = tl.where((rows > 0) & (rows <= SPLIT_QUERY), (keys + TILE - 1) // TILE, 0)
+    if LONGEST:
+        inside = inside & (rows <= LONGEST)
     return tl.where(inside, tl.maximum(tiles, 1), 0)
 
 
 @triton.jit
 def choose_chunk(
     query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    REQUESTS: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Return how many tiles an item may have, 0 for even shares, and the tiles of all requests."""
     longest = tl.full([], 1, tl.int32)
     total = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE)
+        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
         longest = tl.maximum(longest, tl.max(tiles, 0))
         total += tl.sum(tiles, 0)
     waves = first_waves + tl.arange(0, WAVES)
@@ -61,7 +66,7 @@ def choose_chunk(
         items = tl.zeros([WAVES], tl.int32)
         for start in range(0, num_reqs, REQUESTS):
             request = start + tl.arange(0, REQUESTS)
-            tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE)
+            tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
             items += tl.sum((tiles[:, None] + middle[None, :] - 1) // middle[None, :], 0)
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
@@ -94,30 +99,37 @@ def share_of(tile, total, shares):
 )
 def mla_schedule_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, first_waves, max_items, SPLIT_QUERY: tl.constexpr,
-    TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr,
+    TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
-    chunk, total = choose_chunk(query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS)
+    chunk, total = choose_chunk(
+        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST
+    )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
-    shares = tl.minimum(ctas, total)
+    active = tl.minimum(ctas, total)
+    # Without a tile on the line nothing is shared, but divided all the same.
+    total, shares = tl.maximum(total, 1), tl.maximum(active, 1)
     num_chunks = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE)
+        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
         num_chunks += tl.sum((tiles + chunk - 1) // chunk, 0)
     line = tl.zeros([], tl.int32)
     num_items = tl.zeros([], tl.int32)
     num_slots = tl.zeros([], tl.int32)
     num_splits = tl.zeros([], tl.int32)
+    num_busy = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE)
+        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
         on_line = line + tl.cumsum(tiles, 0) - tiles
         first_share = share_of(on_line, total, shares)
         parts_of_line = share_of(on_line + tiles - 1, total, shares) - first_share + 1
         parts = tl.where(even_shares, parts_of_line, (tiles + chunk - 1) // chunk)
-        parts = tl.where(request < num_reqs, parts, 0)
+        parts = tl.where((request < num_reqs) & (tiles > 0), parts, 0)
+        busy = (tiles > 0).to(tl.int32)
+        rank = num_busy + tl.cumsum(busy, 0) - busy
         is_split = (parts > 1).to(tl.int32)
         item = num_items + tl.cumsum(parts, 0) - parts
         slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
@@ -130,9 +142,10 @@ def mla_schedule_kernel(
             share_end = share_start(share + 1, total, shares)
             begin = tl.where(even_shares, tl.maximum(share_begin - place, 0), length * part // count)
             end = tl.where(even_shares, tl.minimum(share_end - place, length), length * (part + 1) // count)
-            # In even shares the item that opens a share has its number, the others follow by request.
-            of_line = tl.where(place + begin == share_begin, share, shares + request[:, None])
-            next_of_line = tl.where(place + end < share_end, shares + request[:, None] + 1, -1)
+            # In even shares the item that opens a share has its number, the others follow by request, of those that
+            # have items.
+            of_line = tl.where(place + begin == share_begin, share, shares + rank[:, None])
+            next_of_line = tl.where(place + end < share_end, shares + rank[:, None] + 1, -1)
             index = tl.where(even_shares, of_line, item[:, None] + part)
             next_of_turn = tl.where(index + ctas < num_chunks, index + ctas, -1)
             record = schedule + (1 + index) * FIELDS
@@ -150,5 +163,6 @@ def mla_schedule_kernel(
         num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
-    tl.store(schedule, tl.where(even_shares, shares, tl.minimum(ctas, num_chunks)))
+        num_busy += tl.sum(busy, 0)
+    tl.store(schedule, tl.where(even_shares, active, tl.minimum(ctas, num_chunks)))
     tl.store(schedule + 1, num_splits)

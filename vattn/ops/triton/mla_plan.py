@@ -1,0 +1,110 @@
+"""Plans of latent attention: what is worked out of a step's lengths once, on the device, for all layers that ask alike.
+
+A plan is an int32 tensor. On Hopper it begins with the decode schedule (`vattn.ops.gluon.mla_launch`); every plan ends
+with room for the line of keys (`vattn.ops.triton.mla_prefill`), which is written for steps with prompts: those whose
+plan has MIXED as its first dimension. Shapes come from shapes, so that a step tells from them how it was planned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vattn.errors import ShapeError
+from vattn.mla_config import MLAConfig
+from vattn.ops.arguments import PlanArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.mla_prefill_kernels import mla_line_kernel
+from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed, most_aligned
+
+MIXED = 16
+"""First dimension of the plans of steps with prompts; those of others have at most 8."""
+
+_ALL_KEYS = 1 << 30
+
+
+def line_room(num_reqs: int) -> int:
+    """Return how many integers a plan has for the line of keys."""
+    return -(-(num_reqs + 1) // MIXED) * MIXED
+
+
+def line_in(plan: Tensor, num_reqs: int) -> Tensor:
+    """Return the line of keys in a plan: int32 `[B + 1]`, a view."""
+    return plan.view(-1)[plan.numel() - line_room(num_reqs) :][: num_reqs + 1]
+
+
+def lay_line(
+    query_start_loc: Tensor, seq_lens: Tensor, complete: Tensor | None, line: Tensor, align: int, most_keys: int,
+    config: MLAConfig,
+) -> None:  # fmt: skip
+    """Write int32 `[B + 1]`: where each request begins on the line of a step's keys, and where the line ends."""
+    mla_line_kernel[(1,)](
+        query_start_loc, seq_lens, complete, line, seq_lens.shape[0], most_keys, LONGEST=longest_absorbed(config),
+        ALIGN=align, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
+    """Return the shape of a step's plan; `()` where nothing is planned."""
+    if config.context_parallel:
+        return ()
+    if device.type == "cuda":
+        from vattn.ops.gluon import mla_launch
+
+        if mla_launch.runs(config, device):
+            return mla_launch.plan_shape(config, num_tokens, num_reqs, device)
+    # What rows of a sparse layer list is known in its call alone.
+    return () if config.sparse else _line_shape(num_reqs, has_prompts(config, num_tokens, num_reqs))
+
+
+def _line_shape(num_reqs: int, prompts: bool) -> tuple[int, int]:
+    """Return the shape of a plan without a schedule, as large with prompts as without."""
+    room = line_room(num_reqs)
+    return (MIXED, room // MIXED) if prompts else (1, room)
+
+
+def plan_key(config: MLAConfig) -> str:
+    """Return what layers must have in common to share a plan."""
+    from vattn.ops.gluon import mla_launch
+
+    kind = " sparse" if config.sparse else ""
+    return f"{mla_launch.plan_key(config)} longest={longest_absorbed(config)} align={most_aligned(config)}{kind}"
+
+
+def plan(args: PlanArgs, config: MLAConfig) -> None:
+    """Run `vattn::plan`.
+
+    Raises:
+        ShapeError: the plan was made for another batch size, or another kind of layer.
+    """
+    device, num_reqs = args.seq_lens.device, args.seq_lens.shape[0]
+    if device.type == "cuda":
+        from vattn.ops.gluon import mla_launch
+
+        if mla_launch.runs(config, device):
+            mla_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
+            write_line(args, config)
+            return
+    prompts = args.schedule.ndim > 0 and args.schedule.shape[0] == MIXED
+    shape = _line_shape(num_reqs, prompts)
+    if config.sparse or tuple(args.schedule.shape) != shape:
+        raise ShapeError(f"plan has shape {tuple(args.schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
+    write_line(args, config)
+
+
+def write_line(args: PlanArgs, config: MLAConfig) -> None:
+    """Write the line of keys into a plan of a step with prompts; other plans stay as they are."""
+    if args.schedule.shape[0] == MIXED:
+        line = line_in(args.schedule, args.seq_lens.shape[0])
+        # The lengths of a step fit its block tables.
+        lay_line(args.query_start_loc, args.seq_lens, None, line, most_aligned(config), _ALL_KEYS, config)
+
+
+def planned_line(args: MLAAttentionArgs, align: int, config: MLAConfig) -> Tensor | None:
+    """Return the line of keys of a step that was planned, `None` where it must be laid by the call."""
+    if config.sparse or align != most_aligned(config) or not args.plan:
+        return None
+    num_reqs = args.seq_lens.shape[0]
+    shape = plan_shape(config, args.query.shape[0], num_reqs, args.query.device)
+    found = next((p for p in args.plan if tuple(p.shape) == shape and shape[0] == MIXED), None)
+    return None if found is None else line_in(found, num_reqs)
