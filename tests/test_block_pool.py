@@ -91,7 +91,7 @@ def test_a_pool_without_blocks_is_refused(arguments):
 
 def test_negative_amounts_are_refused():
     pool = BlockPool(4)
-    with pytest.raises(BlockError, match="-1 blocks"):
+    with pytest.raises(BlockError, match="num_blocks=-1"):
         pool.allocate(-1)
     with pytest.raises(BlockError, match="-2 tokens"):
         BlockTable(pool, 16).append(-2)

@@ -70,7 +70,73 @@ def test_counts_of_steps(name: str, wrong: Any) -> None:
         CALLS[name](wrong)
 
 
+def builder(**options: Any) -> vattn.AttentionMetadataBuilder:
+    return vattn.AttentionMetadataBuilder(
+        4, 8, 64, max_encoder_len=32, **{"max_mm_ranges": 1, "max_trees": 1, **options}
+    )
+
+
+def build(**step: Any) -> vattn.AttentionMetadata:
+    return builder(max_tree_size=4).build([1], [3], [[1]], **step)
+
+
+def encoder_step(**step: Any) -> vattn.AttentionMetadata:
+    return build(**{"encoder_lens": [3], "cross_block_tables": [[1]], **step})
+
+
+def transfer(**changes: Any) -> None:
+    layer = vattn.Attention(2, 16, 0.25)
+    cache = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    values = {"model": layer, "allocation": cache, "connector": vattn.HostMemoryConnector("1MiB"), **changes}
+    loads = values.pop("loads", ())
+    made = vattn.KVTransfer(**values)
+    try:
+        with made.step(loads=loads):
+            pass
+    finally:
+        made.detach()
+
+
+ROWS = torch.randn(1, 5, 64)
+TEXT = torch.randn(5, 64)
+
 NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
+    "a device": lambda: builder(device="gpu"),
+    "layers": lambda: builder(layers=5),
+    "layers with groups": lambda: vattn.GroupedMetadataBuilder(4, 8, 64),
+    "flags of a step": lambda: build(causal="yes"),
+    "no flags": lambda: build(causal=None),
+    "a tree's bias": lambda: build(tree_bias=[[1]], tree_id=[0]),
+    "ranges": lambda: build(mm_ranges=5),
+    "ranges of floats": lambda: build(mm_ranges=[[(0.5, 1)]]),
+    "flags of encoders": lambda: encoder_step(new_encoder="a"),
+    "a flag of an encoder": lambda: encoder_step(new_encoder=[None]),
+    "tables of encoders": lambda: encoder_step(cross_block_tables=5),
+    "kept rows": lambda: vattn.fast_prefill(None, None),
+    "a pool": lambda: vattn.BlockPool("8"),
+    "blocks": lambda: vattn.BlockPool(8).allocate("2"),
+    "a hybrid table": lambda: vattn.HybridBlockTable(None, None),
+    "images": lambda: vattn.MMEncoderAttention(4, 16)(None, ROWS, ROWS),
+    "images of numpy": lambda: vattn.MMEncoderAttention(4, 16)(ROWS.numpy(), ROWS, ROWS),
+    "metadata of a text": lambda: vattn.EncoderOnlyAttention(4, 16, 0.25)(TEXT, TEXT, TEXT, metadata=5),
+    "an output shape": lambda: vattn.EncoderOnlyAttention(4, 16, 0.25)(TEXT, TEXT, TEXT, 5),
+    "offsets": lambda: vattn.check_cu_seqlens([0, 5], 5, 5),
+    "offsets to pad": lambda: vattn.pad_cu_seqlens([0, 5], 5),
+    "a count of images": lambda: vattn.pad_cu_seqlens(torch.tensor([0, 5]).int(), 5.0),
+    "a model with scales": lambda: vattn.save_encoder_scales(None, "scales.json"),
+    "tokens of a key": lambda: vattn.block_keys([1.5] * 20, 16),
+    "a text as tokens": lambda: vattn.block_keys("ab" * 20, 16),
+    "a size of blocks": lambda: vattn.block_keys([1] * 20, 16.0),
+    "a parent": lambda: vattn.block_keys([1] * 20, 16, parent="no hash"),
+    "keys": lambda: vattn.TransferRequest("a", None, None),
+    "keys that are numbers": lambda: vattn.TransferRequest("a", (1,), (1,)),
+    "block ids": lambda: vattn.TransferRequest("a", ("x",), (1.5,)),
+    "a model to transfer": lambda: transfer(model=None),
+    "an allocation": lambda: transfer(allocation=None),
+    "a namespace": lambda: transfer(namespace=5),
+    "a timeout": lambda: transfer(timeout=True),
+    "loads": lambda: transfer(loads=[5]),
+    "a folder": lambda: vattn.FileConnector(None),
     "a capture key": lambda: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], capture_key=5),
     "block tables": lambda: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([3], [3], [1]),
     "sampled tokens": lambda: flash_step().advance_step(INPUT, [1, 2], 16, 2, 2),

@@ -345,7 +345,7 @@ def test_metadata_of_the_wrong_kind_is_refused():
         vattn.GroupedMetadataBuilder(4, 64, 128, BLOCK, layers=hybrid.plain)
     with pytest.raises(CacheError, match="KV transfer for a cache of 5 groups"):
         KVTransfer(hybrid.model, hybrid.cache, HostMemoryConnector("1MiB"))
-    with pytest.raises(CacheError, match="a cache without groups"):
+    with pytest.raises(CacheError, match="KVCacheAllocation, without groups"):
         vattn.HybridBlockTable(hybrid.pool, vattn.allocate_kv_cache(Stack(), num_blocks=2, dtype=torch.float32))
 
 

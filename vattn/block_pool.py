@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
+from vattn.host_integers import integer, read_count
 
 
 class BlockPool:
@@ -44,13 +45,14 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
-        if reserved < 0 or num_blocks <= reserved:
+        sizes = integer(num_blocks), integer(reserved)
+        if sizes[0] is None or sizes[1] is None or sizes[1] < 0 or sizes[0] <= sizes[1]:
             raise ConfigError(
-                f"a pool of {num_blocks} blocks with {reserved} reserved",
+                f"a pool of {num_blocks!r:.40} blocks with {reserved!r:.40} reserved",
                 "reserved >= 0 and num_blocks > reserved",
                 "allocate a larger KV cache",
             )
-        self.num_blocks, self.reserved = num_blocks, reserved
+        self.num_blocks, self.reserved = num_blocks, reserved = sizes
         # Popped from the end: low ids first, and the block freed last is the one handed out next.
         self._free = list(range(num_blocks - 1, reserved - 1, -1))
         self._references = [0] * num_blocks
@@ -89,8 +91,7 @@ class BlockPool:
         Raises:
             OutOfBlocksError: fewer are free; the text says how many were asked for and how many are left.
         """
-        if num_blocks < 0:
-            raise BlockError(f"{num_blocks} blocks were asked for", "0 or more", "check the length arithmetic")
+        num_blocks = read_count("num_blocks", num_blocks, 0, "check the length arithmetic", BlockError)
         if num_blocks > self.num_free:
             raise OutOfBlocksError(
                 f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks - self.reserved} are left",
@@ -280,9 +281,7 @@ class BlockTable:
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        if block_size < 1:
-            raise ConfigError(f"block_size={block_size}", "a positive int", "pass the block size of the cache")
-        self.pool, self.block_size = pool, block_size
+        self.pool, self.block_size = pool, read_count("block_size", block_size, 1, "pass the block size of the cache")
         self.blocks: list[int] = []
         self.num_tokens = 0
 

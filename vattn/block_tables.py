@@ -42,8 +42,12 @@ class HybridBlockTable:
     """
 
     def __init__(self, pool: BlockPool, cache: KVCacheAllocation) -> None:
-        if not cache.groups:
-            raise CacheError("a cache without groups", "one that has groups", "allocate_kv_cache(..., hybrid=True)")
+        if not isinstance(pool, BlockPool) or not getattr(cache, "groups", None):
+            raise CacheError(
+                f"a pool of type {type(pool).__name__} and a cache of type {type(cache).__name__}, without groups",
+                "a BlockPool and a cache that has groups",
+                "allocate_kv_cache(..., hybrid=True)",
+            )
         self.pool, self.cache = pool, cache
         self._own: list[KVCacheGroup] = [group for group in cache.groups if group.kind != "cross"]
         self._has_encoder = len(self._own) < len(cache.groups)

@@ -60,7 +60,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     _one_table = False
 
-    def __init__(self, *capacity: Any, layers: nn.Module, **options: Any) -> None:
+    def __init__(self, *capacity: Any, layers: nn.Module | None = None, **options: Any) -> None:
+        if not isinstance(layers, nn.Module):
+            raise ConfigError(
+                f"layers of type {type(layers).__name__}", "the model: its layers know their groups", "layers=model"
+            )
         super().__init__(*capacity, layers=layers, **options)
         self.groups = _groups_of(layers)
         self._own = [group for group in self.groups if group.kind != "cross"]

@@ -100,6 +100,12 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
         >>> vattn.fast_prefill(step, torch.tensor([4, 5, 6])).logits_start_loc.tolist()
         [0, 1, 3]
     """
+    if not isinstance(metadata, AttentionMetadata) or not isinstance(logits_indices, Tensor):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__}, logits_indices of type {type(logits_indices).__name__}",
+            "AttentionMetadata and an int64 tensor",
+            "vattn.fast_prefill(step, indices)",
+        )
     starts, tokens = metadata.query_start_loc, metadata.slot_mapping.shape[0]
     right = logits_indices.dim() == 1 and logits_indices.dtype == torch.int64
     if not right or logits_indices.device != starts.device or logits_indices.shape[0] > tokens:

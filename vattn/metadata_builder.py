@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.steps import builder_facts, check_ranks, check_striped_step, step_facts
@@ -105,6 +106,7 @@ class AttentionMetadataBuilder:
                 ("max_encoder_len", max_encoder_len),
             )
         )
+        DeviceInfo.of(device)  # an error of ours for what is no device
         self.device = torch.device(device)
         self.num_blocks = None if num_blocks is None else _capacity("num_blocks", num_blocks)
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
@@ -148,8 +150,8 @@ class AttentionMetadataBuilder:
     def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
         """Return one config per kind of schedule that the layers need; learn their backends and the cache size too."""
         found: dict[str, AttentionConfig] = {}
-        if isinstance(layers, str):
-            raise ConfigError(f"layers={layers!r}", "a model, layers or configs", "pass the model itself")
+        if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
+            raise ConfigError(f"layers={layers!r:.60}", "a model, layers or configs", "pass the model itself")
         for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
             config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
             if config is None:

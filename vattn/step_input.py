@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -182,7 +183,11 @@ def read_positions(values: Lengths, num_tokens: int) -> Tensor:
 
 def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
     """Return one bool per request."""
-    flags = read_integers(name, values.long() if isinstance(values, Tensor) else [int(flag) for flag in values])
+    try:
+        given = values.long() if isinstance(values, Tensor) else [operator.index(flag) for flag in values]
+    except TypeError as error:
+        raise MetadataError(f"{name}={values!r:.60}", "one flag per request", "pass True or False for each") from error
+    flags = read_integers(name, given)
     check_count(name, flags.shape[0], num_reqs)
     return flags != 0
 
@@ -222,6 +227,8 @@ def _trees(
             "both or neither",
             "pass tree_id=[-1 or the index of a bias, ...] with tree_bias",
         )
+    if not isinstance(bias, Tensor):
+        raise MetadataError(f"tree_bias={bias!r:.60}", "an fp32 tensor [trees, n, n]", "torch.stack the biases")
     square = bias.dim() == 3 and bias.shape[1] == bias.shape[2]
     if not square or bias.shape[0] > limits.trees or bias.shape[1] > limits.tree_size:
         raise MetadataError(
@@ -236,11 +243,16 @@ def _trees(
 
 
 def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor, num_reqs: int) -> Tensor:
-    check_count("mm_ranges", len(ranges), num_reqs)
-    if not isinstance(ranges, Tensor):
-        most = max((len(row) for row in ranges), default=0)
-        rows = [[tuple(pair) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
-        ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+    try:
+        check_count("mm_ranges", len(ranges), num_reqs)
+        if not isinstance(ranges, Tensor):
+            most = max((len(row) for row in ranges), default=0)
+            rows = [[tuple(map(operator.index, pair)) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
+            ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MetadataError(
+            f"mm_ranges={ranges!r:.60}", "host integers [requests, ranges, 2]", "one list of (start, end) per request"
+        ) from error
     if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
         raise MetadataError(
             f"mm_ranges is {ranges.dtype} of shape {tuple(ranges.shape)} on {ranges.device}",

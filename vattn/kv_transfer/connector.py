@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -10,6 +11,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from vattn.errors import ConfigError
+from vattn.host_integers import read_count
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,15 @@ class TransferRequest:
     block_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", tuple(self.keys))
-        object.__setattr__(self, "block_ids", tuple(self.block_ids))
         wrong = ""
-        if len(self.keys) != len(self.block_ids) or not self.keys:
+        try:
+            object.__setattr__(self, "keys", tuple(self.keys))
+            object.__setattr__(self, "block_ids", tuple(map(operator.index, self.block_ids)))
+        except TypeError:
+            wrong = f"keys {self.keys!r:.40} and block ids {self.block_ids!r:.40}"
+        if wrong or not all(isinstance(key, str) for key in self.keys):
+            wrong = wrong or f"keys {self.keys!r:.40}, which are no texts"
+        elif len(self.keys) != len(self.block_ids) or not self.keys:
             wrong = f"{len(self.keys)} keys and {len(self.block_ids)} block ids"
         elif len(set(self.block_ids)) != len(self.block_ids):
             wrong = f"a block id twice in {list(self.block_ids)}"
@@ -111,6 +118,9 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
         salt: whatever else the content depends on: adapters, images, a tenant.
         parent: key of the block before `tokens`, which then do not begin the request; the salt is in it already.
 
+    Raises:
+        ConfigError: tokens that are no integers, a block size below 1, or a parent that is no key.
+
     Example:
         >>> from vattn.kv_transfer import block_keys
         >>> [key[:8] for key in block_keys(range(40), block_size=16)]
@@ -121,12 +131,24 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
         >>> block_keys(range(16, 40), 16, parent=first) == [second]
         True
     """
-    if block_size < 1:
-        raise ConfigError(f"block_size={block_size}", "a positive int", "pass the block size of the cache")
-    before = hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest() if parent is None else bytes.fromhex(parent)
+    block_size = read_count("block_size", block_size, 1, "pass the block size of the cache")
+    tokens = _token_ids(tokens)
+    try:
+        before = hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest()
+        before = before if parent is None else bytes.fromhex(parent)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"parent={parent!r:.60}", "a key of block_keys, or None", "pass the last key") from error
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        text = ",".join(map(str, map(int, tokens[start : start + block_size])))
+        text = ",".join(map(str, tokens[start : start + block_size]))
         before = hashlib.sha256(before + text.encode()).digest()
         keys.append(before.hex())
     return keys
+
+
+def _token_ids(tokens: Sequence[int] | Tensor) -> list[int]:
+    """Return token ids as ints; a number that would be rounded to one would name another content."""
+    try:
+        return list(map(operator.index, tokens.tolist() if isinstance(tokens, Tensor) else tokens))
+    except TypeError as error:
+        raise ConfigError(f"tokens {tokens!r:.60}", "a flat sequence of ints", "pass token ids") from error

@@ -23,7 +23,7 @@ class FileConnector:
 
     Raises:
         MissingPackageError: safetensors is not installed.
-        OSError: the folder cannot be made.
+        ConfigError: no path; when attached: the folder cannot be made.
 
     A file is written beside its name and renamed when it is whole, and it holds a checksum: one that is torn, damaged
     or of other layers is not found. No file is ever deleted here: delete what you like, what is missing is not found.
@@ -37,6 +37,8 @@ class FileConnector:
                 "safetensors is not installed", "safetensors >= 0.5", "pip install 'vattn[demo]'"
             ) from error
         self._format = safetensors
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError(f"folder of type {type(folder).__name__}", "a path", "FileConnector('cache')")
         self.folder = Path(folder)
         self._page_bytes: dict[str, int] = {}
         self._fingerprint = ""

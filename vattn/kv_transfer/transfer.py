@@ -66,7 +66,7 @@ class KVTransfer:
     Raises:
         CacheError: a cache in groups, cross attention, context parallelism, or layers whose scales are not calculated
             yet.
-        ConfigError: the caches have a connector already, or a timeout that is not positive.
+        ConfigError: the caches have a connector already, a timeout that is not positive, or arguments of other types.
 
     Loading and saving overlap with the computation: on CUDA copies run on streams of their own, and each layer waits
     for its own pages only. Each request in transfer takes device memory for the pages of four layers at most; a model
@@ -104,7 +104,15 @@ class KVTransfer:
         timeout: float = 30.0,
         namespace: str = "",
     ) -> None:
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
+        if not isinstance(model, nn.Module) or not isinstance(allocation, KVCacheAllocation):
+            raise ConfigError(
+                f"model of type {type(model).__name__}, allocation of type {type(allocation).__name__}",
+                "an nn.Module and what vattn.allocate_kv_cache returned for it",
+                "KVTransfer(model, allocation, connector)",
+            )
+        if not isinstance(namespace, str):
+            raise ConfigError(f"namespace={namespace!r:.60}", "a text", "name the model and its revision")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ConfigError(f"timeout={timeout!r}", "seconds > 0", "timeout=30.0")
         missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
         if missing or isinstance(connector, type):
@@ -290,7 +298,7 @@ class KVTransfer:
             TransferError: the connector failed; the cause is attached.
             BlockError, ConfigError: blocks or keys that cannot be saved.
         """
-        with self.step(saves=[TransferRequest(request_id, tuple(keys), tuple(block_ids))]):
+        with self.step(saves=[TransferRequest(request_id, keys, block_ids)]):  # type: ignore[arg-type]
             for point in self.points:
                 self.after_layer(point)
         self._raise("saving", request_id, self.wait_for_saves().get(request_id))
@@ -302,7 +310,7 @@ class KVTransfer:
             TransferError: the connector failed; the cause is attached, and the blocks hold garbage.
             BlockError, ConfigError: blocks or keys that cannot be loaded.
         """
-        with self.step(loads=[TransferRequest(request_id, tuple(keys), tuple(block_ids))]) as step:
+        with self.step(loads=[TransferRequest(request_id, keys, block_ids)]) as step:  # type: ignore[arg-type]
             for point in self.points:
                 self.before_layer(point)
         self._raise("loading", request_id, step.failed.get(request_id))
@@ -339,6 +347,10 @@ class KVTransfer:
         if self._current is not None:
             raise ConfigError("a transfer step inside of another", "one at a time", "end the first step")
         for requests in (loads, saves):
+            if not isinstance(requests, Sequence) or not all(isinstance(r, TransferRequest) for r in requests):
+                raise ConfigError(
+                    f"transfers {requests!r:.60}", "a sequence of TransferRequest", "pass [TransferRequest(...)]"
+                )
             twice = [name for name, count in Counter(r.request_id for r in requests).items() if count > 1]
             if twice:
                 raise ConfigError(f"request {twice[0]!r} twice in one step", "each once", "join its blocks")

@@ -211,6 +211,12 @@ class EncoderOnlyAttention(PackedAttention):
         """
         if metadata is None:
             metadata = context.current
+        if metadata is not None and not isinstance(metadata, AttentionMetadata):
+            raise MetadataError(
+                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
+                "AttentionMetadata, or None for a profiling call",
+                "pass what builder.build returned, or its .common where it has one",
+            )
         query = split_heads("query", query, self.num_heads, self.head_size)
         key = split_heads("key", key, self.num_kv_heads, self.head_size)
         value = split_heads("value", value, self.num_kv_heads, self.head_size_v)

@@ -180,6 +180,8 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
     """
     if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
         raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model of type {type(model).__name__}", "an nn.Module", "pass the model itself")
     layers = _fp8_layers(model)
     short = {name: int(layer.amax_steps) for name, layer in layers.items() if layer.amax_steps is not None}
     short = {name: count for name, count in short.items() if count < HISTORY_STEPS}

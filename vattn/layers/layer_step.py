@@ -234,6 +234,8 @@ def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> Non
     """Refuse an output shape that does not hold the output's elements."""
     if isinstance(shape, AttentionMetadata):
         raise ShapeError("metadata in the place of output_shape", "a shape, or None", "pass it as metadata=step")
+    if not isinstance(shape, (tuple, list)):
+        raise ShapeError(f"output_shape={shape!r:.60}", "a shape, or None", "leave it out for the layer's own")
     size = 1
     for length in shape:
         size *= length

@@ -144,6 +144,12 @@ class MMEncoderAttention(PackedAttention):
                 (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
             UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
         """
+        if not isinstance(query, Tensor):
+            raise ShapeError(
+                f"query is {type(query).__name__} in layer {self.prefix!r}",
+                f"a tensor [b, s, {self.num_heads * self.head_size}]",
+                "pass query, key and value as tensors",
+            )
         op_config = self._op_config(query.dtype)
         if query.dim() not in (3, 4):
             raise self._shape_error("query", query, self.num_heads)

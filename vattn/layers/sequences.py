@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError, ShapeError
+from vattn.host_integers import read_count
 
 
 def check_cu_seqlens(
@@ -28,6 +29,8 @@ def check_cu_seqlens(
         >>> import torch, vattn
         >>> vattn.check_cu_seqlens(torch.tensor([0, 3, 3, 8], dtype=torch.int32), num_tokens=8, max_seqlen=5)
     """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
+        raise MetadataError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if not lengths or offsets[0] != 0:
@@ -59,13 +62,16 @@ def pad_cu_seqlens(cu_seqlens: Tensor, num_sequences: int) -> Tensor:
     With offsets (and tokens, `padded=True`) padded to a few sizes, one CUDA graph serves all smaller batches.
 
     Raises:
-        ShapeError: there are more sequences already.
+        ShapeError: there are more sequences already, or no tensor.
 
     Example:
         >>> import torch, vattn
         >>> vattn.pad_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32), num_sequences=4).tolist()
         [0, 3, 8, 8, 8]
     """
+    num_sequences = read_count("num_sequences", num_sequences, 0, "pass how many there shall be", ShapeError)
+    if not isinstance(cu_seqlens, Tensor):
+        raise ShapeError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
     missing = num_sequences + 1 - cu_seqlens.shape[0]
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or missing < 0:
         raise ShapeError(
