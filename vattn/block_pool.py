@@ -45,14 +45,14 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
-        sizes = integer(num_blocks), integer(reserved)
-        if sizes[0] is None or sizes[1] is None or sizes[1] < 0 or sizes[0] <= sizes[1]:
+        blocks, kept = integer(num_blocks), integer(reserved)
+        if blocks is None or kept is None or kept < 0 or blocks <= kept:
             raise ConfigError(
                 f"a pool of {num_blocks!r:.40} blocks with {reserved!r:.40} reserved",
                 "reserved >= 0 and num_blocks > reserved",
                 "allocate a larger KV cache",
             )
-        self.num_blocks, self.reserved = num_blocks, reserved = sizes
+        self.num_blocks, self.reserved = num_blocks, reserved = blocks, kept
         # Popped from the end: low ids first, and the block freed last is the one handed out next.
         self._free = list(range(num_blocks - 1, reserved - 1, -1))
         self._references = [0] * num_blocks
