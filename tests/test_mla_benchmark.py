@@ -69,3 +69,13 @@ def test_the_whole_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
     plain, fp8 = (json.loads(line) for line in file.read_text().splitlines())
     # In fp32 hardly a code may differ; FP8 rows of a cache cost some per cent.
     assert plain["difference"] < 0.005 and fp8["difference"] < 0.1 and plain["ratio"] > 0
+
+
+def test_steps_of_different_lengths(tmp_path: Path) -> None:
+    from benchmarks import mla_mixed
+
+    file = tmp_path / "rows.jsonl"
+    assert mla_mixed.main(["--device", "cpu", "--json", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["name"] for row in rows] == list(mla_mixed.CELLS)
+    assert all(row["difference"] == 0 and row["ratio"] > 0 for row in rows)

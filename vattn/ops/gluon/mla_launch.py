@@ -26,7 +26,7 @@ from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_plan import MIXED, line_room
 from vattn.ops.triton.mla_reduce import mla_reduce_kernel
-from vattn.ops.triton.mla_rule import has_prompts
+from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
@@ -129,9 +129,9 @@ def way_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> Way:
 
 
 def fewest(config: MLAConfig) -> int:
-    """Return the most rows of a request that ask for no more programs than one row does."""
-    least = groups_of_rows(config, 1)
-    return next(tokens for tokens in (8, 4, 2, 1) if groups_of_rows(config, tokens) == least)
+    """Return the most rows of a request that are absorbed and ask for no more programs than one row does."""
+    least, longest = groups_of_rows(config, 1), longest_absorbed(config)
+    return next(n for n in (8, 4, 2, 1) if n <= longest and groups_of_rows(config, n) == least)
 
 
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:

@@ -1,0 +1,117 @@
+"""Latent steps of requests of different lengths on Hopper: each by the kernel for its length, from one plan a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vattn
+from tests.gpu.test_mla_gpu import compare, deepseek
+from tests.mla_support import random_mla_batch
+from vattn.backends.mla import mla_backends
+from vattn.mla_config import MLAConfig
+from vattn.ops import variants
+from vattn.ops.arguments import PlanArgs
+from vattn.ops.mla_arguments import MLAAttentionArgs
+
+pytestmark = pytest.mark.gpu
+
+STEPS: dict[str, tuple[list[int], list[int]]] = {
+    "decodes and a prompt": ([1] * 19 + [300], [*range(1, 1901, 100), 450]),
+    "every length": ([1, 2, 3, 4, 5, 8, 9, 20, 21, 0, 150, 1], [700, 64, 63, 900, 65, 300, 9, 1000, 21, 50, 600, 2000]),
+    "no decode": ([90, 0, 300], [90, 70, 1000]),
+    "more rows than keys": ([1, 200, 5, 60], [0, 150, 3, 64]),
+    "few rows, ragged": ([1] * 14 + [30, 5], [*range(64, 1408, 96), 700, 5]),
+    "few rows, one long": ([1] * 30 + [120], [700] * 30 + [2000]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+
+
+def planned(args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
+    """Return the arguments with the plan that a builder would have made."""
+    backend = mla_backends()["TRITON_MLA"]
+    shape = backend.plan_shape(config, args.query.shape[0], args.seq_lens.shape[0], args.block_table.shape[1])  # type: ignore[arg-type]
+    plan = torch.full(shape, -7, dtype=torch.int32, device="cuda")
+    backend.plan(PlanArgs(args.query_start_loc, args.seq_lens, plan, config.encode()), config)  # type: ignore[arg-type]
+    return args._replace(plan=[plan])
+
+
+@pytest.mark.parametrize("with_plan", [False, True], ids=["bare", "planned"])
+@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize("name", list(STEPS))
+def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, with_plan: bool) -> None:
+    queries, lengths = STEPS[name]
+    config = deepseek(num_heads=heads, decode_threshold=20, block_size=32 if heads == 8 else 64)
+    few = name.startswith("few")
+    args = random_mla_batch(config, queries, lengths, padding_tokens=3, padding_reqs=int(not few), device="cuda")
+    with variants.using(latent_mixed="fast"):
+        from vattn.ops.gluon import mla_launch
+
+        assert mla_launch.mixes(args, config) != few
+        compare(planned(args, config) if with_plan else args, config, sum(queries))
+
+
+@pytest.mark.parametrize("fast", ["plain", "fast"])
+def test_an_fp8_cache_and_output(fast: str) -> None:
+    changes = {"kv_cache_dtype": "fp8_e4m3", "lse": False, "decode_threshold": 20}
+    config = deepseek(output_format="fp8_static", **changes)
+    args = random_mla_batch(config, *STEPS["every length"], padding_tokens=2, device="cuda")
+    torch.ops.vattn.mla_attention(*args)
+    plain = args.output.view(torch.uint8).clone()
+    args.output.view(torch.uint8).fill_(0xFF)
+    with variants.using(latent_mixed=fast, latent_fp8="gluon"):
+        torch.ops.vattn.mla_attention(*planned(args, config))
+    # Sums in another order: some values round to the other neighbour.
+    assert (args.output.view(torch.uint8) != plain).float().mean() < 3e-2
+
+
+def test_a_graph_replays_steps_of_other_lengths_without_a_sync() -> None:
+    torch.manual_seed(0)
+    proj = nn.Linear(512, 16 * 64, bias=False).cuda().bfloat16()
+    cache: dict[str, Any] = {"cache_config": vattn.CacheConfig(block_size=64), "attn_backend": "TRITON_MLA"}
+    layer = vattn.MLAAttention(16, 96**-0.5, 32, 64, 32, None, 512, proj, **cache)
+    vattn.allocate_kv_cache(layer, num_blocks=80, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        layer.kv_cache.normal_()
+    given = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((200, 16, 96), (200, 512), (200, 1, 64))]
+    tables = [list(range(1 + 16 * i, 17 + 16 * i)) for i in range(4)]
+    with variants.using(latent_mixed="fast"), torch.no_grad():
+        builder = vattn.AttentionMetadataBuilder(4, 256, 1024, 64, "cuda", layers=layer)
+        step = builder.build([1, 1, 190, 8], [900, 70, 700, 64], tables)
+        (plan,) = step.plans.values()
+        assert plan.shape[0] == 16
+        layer(*given, metadata=step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(*given, metadata=step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(*given, metadata=step)
+        for queries, lengths in (
+            ([1, 1, 190, 8], [1000, 3, 190, 200]),
+            ([150, 1, 1, 48], [1024, 900, 64, 48]),
+            ([2, 66, 66, 66], [1000, 70, 66, 900]),
+        ):
+            step = builder.build(queries, lengths, tables)
+            graph.replay()
+            replayed = out.clone()
+            expected = layer(*given, metadata=step)
+            torch.cuda.synchronize()
+            assert torch.equal(replayed, expected)
+        with variants.using(latent_mixed="plain"):
+            step = vattn.AttentionMetadataBuilder(4, 256, 1024, 64, "cuda", layers=layer).build(
+                queries, lengths, tables
+            )
+            plain = layer(*given, metadata=step)
+        assert (plain.float() - expected.float()).norm() < 2**-7 * plain.float().norm()
