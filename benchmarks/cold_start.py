@@ -3,8 +3,8 @@
     python benchmarks/cold_start.py --json out.json
 
 The model has the shape of Llama 3 8B and random weights, made on the device, unless `--model` names a local checkpoint.
-Each run is a process of its own, with the same folder for what Inductor and Triton compile. The clock starts before
-Python does. `--small` tries the benchmark on a CPU.
+Each run is a process of its own, with the same folder for what Inductor and Triton compile, and for the bytecode of
+Python, which an installation usually has. The clock starts before Python does. `--small` tries the benchmark on a CPU.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Start a process that serves one prompt, and return what it printed."""
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
+        "PYTHONPYCACHEPREFIX": f"{folder}/python",
     }  # fmt: skip
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, *sys.argv[1:], "--since", str(time.time())]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))

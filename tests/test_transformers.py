@@ -180,12 +180,13 @@ def test_merged_projections_compile_into_one_product() -> None:
     assert sum(text.count("extern_kernels.mm(") + text.count("extern_kernels.addmm(") for text in code) == 9
 
 
-def test_merged_projections_share_one_graph_over_layers() -> None:
+def test_merged_projections_share_one_graph_over_layers_and_lengths() -> None:
     packed = enable(make_model("llama", num_hidden_layers=3), merge_projections=True, num_blocks=17)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     vattn.compile_regions(packed, backend="eager")
-    Runner(packed).step([(PROMPTS[1], 0), (PROMPTS[0], 0)])
+    for parts in ([(PROMPTS[1], 0), (PROMPTS[0], 0)], [(PROMPTS[0], 0)], [(PROMPTS[1][:2], 0)]):
+        Runner(packed).step(parts)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

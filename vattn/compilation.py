@@ -23,24 +23,33 @@ from vattn.metadata import AttentionMetadata
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def mark_dynamic(*values: Any) -> None:
-    """Mark the first dimension of every tensor in nested containers and metadata; parameters are left alone."""
+def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
+    """Mark the first dimension of every tensor in nested containers and metadata; parameters are left alone.
+
+    Args:
+        *values: tensors, metadata, and lists, tuples and dicts of them.
+        num_tokens: of the step, if there is one: `[1, num_tokens, ...]`, as transformers has packed tokens, varies in
+            its second dimension.
+    """
     for value in values:
         if isinstance(value, Tensor):
             if value.dim() and not isinstance(value, nn.Parameter):
                 torch._dynamo.maybe_mark_dynamic(value, 0)
+                if value.dim() > 1 and value.shape[0] == 1 < num_tokens == value.shape[1]:
+                    torch._dynamo.maybe_mark_dynamic(value, 1)
         elif isinstance(value, AttentionMetadata):
             value.mark_dynamic()
         elif isinstance(value, (list, tuple)):
-            mark_dynamic(*value)
+            mark_dynamic(*value, num_tokens=num_tokens)
         elif isinstance(value, dict):
-            mark_dynamic(*value.values())
+            mark_dynamic(*value.values(), num_tokens=num_tokens)
 
 
 def _mark_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    mark_dynamic(*args, *kwargs.values())
-    if context.current is not None:
-        context.current.mark_dynamic()
+    step = context.current
+    mark_dynamic(*args, *kwargs.values(), num_tokens=0 if step is None else step.slot_mapping.shape[0])
+    if step is not None:
+        step.mark_dynamic()
 
 
 def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target:
