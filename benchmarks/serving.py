@@ -38,9 +38,9 @@ def serve(
         prompt = [rng.randrange(vocabulary) for _ in range(length)]
         return generator.add(prompt, vattn.Sampling(count, stop_token_ids=()))
 
-    # Prompts alone, prompts beside decodes, decodes alone.
-    for length in _some(lengths, 3 * generator.scheduler.token_budget):
-        add(length, 4)
+    # Prompts alone, prompts beside more and more decodes, decodes alone.
+    for length in _some(lengths, 10 * generator.scheduler.token_budget):
+        add(length, 12)
     while generator.busy:
         generator.step()
     if profile and torch.cuda.is_available():
