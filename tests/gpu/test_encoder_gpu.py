@@ -11,6 +11,7 @@ import vattn
 from tests.conformance.compare import compare, on_cpu
 from tests.encoder_support import dense, offsets, random_qkv
 from tests.support import make_config, random_packed_batch, relative_l2
+from vattn.formats import OUTPUT_FORMATS
 from vattn.quantization import decode_kv, encode_kv
 
 pytestmark = pytest.mark.gpu
@@ -43,13 +44,13 @@ def test_encoder_kernel(size: int, fp8: bool, dtype: str) -> None:
     compare(on_cpu(batch), *(t.cpu() for t in expected))
 
 
-@pytest.mark.parametrize("output", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4_swizzled"])
+@pytest.mark.parametrize("output", [name for name in OUTPUT_FORMATS if name != "none"])
 @pytest.mark.parametrize("size", [72, 128])
 def test_encoder_kernel_with_quantised_outputs(size: int, output: str) -> None:
     from vattn.ops.triton import encoder
 
     config = make_config(
-        num_heads=8, num_kv_heads=8, head_size=size, dtype="bfloat16", block_size=0, causality="bidirectional",
+        num_heads=16, num_kv_heads=16, head_size=size, dtype="bfloat16", block_size=0, causality="bidirectional",
         attn_type="encoder", backend="TRITON_ATTN", output_format=output,
     )  # fmt: skip
     batch = random_packed_batch(config, *LENS, num_padding_tokens=9, device="cuda", seed=size)
