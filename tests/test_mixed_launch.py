@@ -53,12 +53,14 @@ def test_shapes_choose_the_way(case: str) -> None:
 
     tokens, reqs, way = WAYS[case]
     config, device = make_config(**LLAMA), torch.device("cpu")
-    assert mixed_launch.way_of(config, tokens, reqs, device) == "", "what has not been measured is not chosen"
-    with variants.using(speculative="packed", mixed="two"):
+    overlapped = "overlapped" if case == "prompts" or way == "two" else way
+    assert mixed_launch.way_of(config, tokens, reqs, device) == overlapped
+    with variants.using(mixed="two", mixed_below=64):
         assert mixed_launch.way_of(config, tokens, reqs, device) == way
-    with variants.using(mixed="overlapped", mixed_below=100):
-        expected = {"two": "overlapped", "packed": ""}.get(way, way)
-        assert mixed_launch.way_of(config, tokens, reqs, device) == ("overlapped" if case == "prompts" else expected)
+    with variants.using(speculative="general"):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == ("" if way == "packed" else overlapped)
+    with variants.using(speculative="general", mixed="general"):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == ""
 
 
 def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
@@ -191,10 +193,11 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
         query=SimpleNamespace(shape=(4224, 32, 128), device="a GPU"), seq_lens=torch.zeros(136),
         block_table=torch.zeros(136, 4), kv_cache=torch.zeros(2, 3, 16),
     )  # fmt: skip
+    with variants.using(mixed="general"):
+        assert not mixed_launch.accepts(call, make_config(**LLAMA))
     with variants.using(mixed="two"):
         assert mixed_launch.accepts(call, make_config(**LLAMA))
         for changes in ({"alibi": "linear"}, {"head_size": 256, **FP8}, {"num_heads": 256}, {"block_size": 48}):
             assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
-    assert not mixed_launch.accepts(call, make_config(**LLAMA))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()

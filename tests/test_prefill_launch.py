@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.support import make_config
 from vattn.backends.base import DeviceInfo
 from vattn.backends.triton_attn import run_fast_path
-from vattn.ops.gluon import prefill_launch
+from vattn.ops.gluon import mixed_launch, prefill_launch
 
 HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
@@ -66,6 +66,7 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     calls: list[Any] = []
     monkeypatch.setattr(DeviceInfo, "of", lambda device: HOPPER)
     monkeypatch.setattr(prefill_launch, "prefill", lambda *args: calls.append(args))
+    monkeypatch.setattr(mixed_launch, "accepts", lambda args, config: False)
     prefill_launch.runs.cache_clear()
     assert run_fast_path(prefill_call(), config) and len(calls) == 1
     assert run_fast_path(prefill_call(128), config) and len(calls) == 2
@@ -105,6 +106,8 @@ def test_products() -> None:
         for changes in (LLAMA, quantised, {**quantised, "query_format": "fp8_e4m3"})
     ]
     assert found == ["plain", "widened", "native"]
+    wide = make_config(**{**quantised, "query_format": "fp8_e4m3", "head_size": 256})
+    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide) == 64
     narrow = make_config(**{**LLAMA, "head_size": 64})
     assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
 

@@ -70,6 +70,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "128, fp8": FP8,
     "64, fp8 query": {"head_size": 64, **NATIVE},
     "128, fp8 query": NATIVE,
+    "256, fp8 query": {"head_size": 256, **NATIVE},
 }
 
 
@@ -123,18 +124,19 @@ def test_shapes(case: str) -> None:
 
 PRODUCTS: dict[str, dict[str, Any]] = {"plain": {}, "wide": {"head_size": 256}, "widened": FP8, "native": NATIVE}
 NARROW: dict[str, dict[str, Any]] = {"narrow": {"head_size": 64}, "narrow, native": {"head_size": 64, **NATIVE}}
+WIDE: dict[str, dict[str, Any]] = {"wide, native": {"head_size": 256, **NATIVE}}
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("products", [*PRODUCTS, *WIDE])
 @pytest.mark.parametrize("case", FEATURES)
 def test_features(case: str, products: str) -> None:
-    check(prefill_batch(padding=3, **PRODUCTS[products], **FEATURES[case]))
+    check(prefill_batch(padding=3, **(PRODUCTS | WIDE)[products], **FEATURES[case]))
 
 
-@pytest.mark.parametrize("products", [*PRODUCTS, *NARROW])
+@pytest.mark.parametrize("products", [*PRODUCTS, *NARROW, *WIDE])
 @pytest.mark.parametrize("output_format", OUTPUTS)
 def test_output_formats(output_format: str, products: str) -> None:
-    changes = {**(PRODUCTS | NARROW)[products], **OUTPUTS[output_format]}
+    changes = {**(PRODUCTS | NARROW | WIDE)[products], **OUTPUTS[output_format]}
     check(prefill_batch(output_format=output_format, padding=9, **changes))
 
 

@@ -57,13 +57,13 @@ def test_wide_tiles_are_taken_where_they_fit() -> None:
     def tiles_of(target: str = "sm_90", **changes: Any) -> Tiles:
         return choose_tiles(make_config(**{**long, **changes}), 8192, 1, 8192, TARGETS[target])
 
-    plain = tiles_of()
+    with variants.using(general_prefill="plain"):
+        plain = tiles_of()
     assert (plain.tile, plain.masked_tile, plain.folded) == (64, 0, False)
     with variants.using(general_prefill="folded"):
         assert tiles_of() == replace(plain, folded=True)
         assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
-    with variants.using(general_prefill="wide"):
-        assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
-        for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
-            assert narrow.tile <= 64 and narrow.masked_tile == 0
-        assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded
+    assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
+    for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
+        assert narrow.tile <= 64 and narrow.masked_tile == 0
+    assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded

@@ -48,10 +48,10 @@ class Variants:
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
     """
 
-    speculative: str = "general"
-    mixed: str = "general"
-    mixed_below: int = 64
-    general_prefill: str = "plain"
+    speculative: str = "packed"
+    mixed: str = "overlapped"
+    mixed_below: int = 256
+    general_prefill: str = "wide"
     latent_fp8: str = "plain"
     latent_prefill: str = "plain"
     few_rows: int = 0

@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
@@ -41,6 +42,7 @@ from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
 TARGET = "sm_90"
+HOPPER = DeviceInfo("cuda", prefill_launch.CAPABILITY, "a Hopper GPU")
 SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps up to a hundred values there where an output
 computes scales and the log-sum-exp is wanted too; Triton 3.6, with which these kernels were timed, a value at most."""
@@ -118,12 +120,12 @@ def all_launches() -> Iterator[Launch]:
     blocks = prefill_launch.BLOCK_SIZES.values
     for dtype, layout, block_size in itertools.product(prefill_launch.DTYPES, ("NHD", "HND"), blocks):
         for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES):
-            if cache and head_size not in prefill_launch.FP8_HEAD_SIZES:
-                continue
             config = AttentionConfig(
                 32, 8, head_size, head_size, head_size**-0.5, dtype, block_size=block_size, kv_cache_layout=layout,
                 **{"kv_cache_dtype": dtype, **cache, **features},
             )  # fmt: skip
+            if prefill_launch.refusals(config, HOPPER):
+                continue
             for groups in sorted({prefill_launch.warpgroups(config, rows) for rows in (64, 8192)}):
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
@@ -132,18 +134,21 @@ def all_launches() -> Iterator[Launch]:
 def _other_cuts() -> Iterator[Launch]:
     """Yield what steps between decode and prefill take, and cuts that a benchmark tries."""
     for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES[::2]):
-        if cache and head_size not in prefill_launch.FP8_HEAD_SIZES:
-            continue
         for heads in (8, 32, 128) if features in FEATURES[:3] else (32,):
             config = AttentionConfig(
                 heads, 8, head_size, head_size, head_size**-0.5, "bfloat16", block_size=16,
                 **{"kv_cache_dtype": "bfloat16", **cache, **features},
             )  # fmt: skip
+            if prefill_launch.refusals(config, HOPPER):
+                continue
             for groups in (1, 2):
                 cut = Cut(groups, prefill_launch.packs(config))
                 yield prefill_launch_of(config, cut, early=groups == 2)
             if config.takes_fp8_query:
-                for cut in (Cut(2, turn=64), Cut(2, converters=4), Cut(2, converters=4, turn=64)):
+                yield prefill_launch_of(config, Cut(2, turn=64))
+            # Beside the results of wide heads there are no registers for more converters.
+            if config.takes_fp8_query and head_size < 256:
+                for cut in (Cut(2, converters=4), Cut(2, converters=4, turn=64)):
                     yield prefill_launch_of(config, cut)
             if cache and head_size == 64 and triton.__version__.startswith("3.6."):
                 yield prefill_launch_of(config, Cut(3))

@@ -17,9 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_words, block_barrier, load_box
-from vattn.ops.gluon.prefill import LOWEST, TURNS, as_left, decay_of, give_turn, store_rows, take_turn, weights_of
+from vattn.ops.gluon.prefill import TURNS, give_turn, take_turn
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
+from vattn.ops.gluon.prefill_softmax import LOWEST, as_left, decay_of, weights_of
+from vattn.ops.gluon.prefill_store import store_rows
 from vattn.ops.triton.mask import LN2
 
 NOPE = gl.constexpr(128)

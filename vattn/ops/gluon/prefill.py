@@ -8,11 +8,9 @@ takes the next one from a counter in device memory and passes it on through shar
 Inside a row tile the key tiles run from the diagonal backwards. A warpgroup leaves its second product in flight while
 it asks for the next first one; the warpgroups cover each other and take turns by named barriers.
 
-CACHE says what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides, weights
-included; "widened", an FP8 cache turned into fp16.
-
-PACK is 1, or the query heads of a KV head: a row is one head of a token then, and the rows of a tile are PACK heads of
-64 // PACK tokens for each warpgroup. Requests of few tokens fill their tiles that way.
+`prefill_shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
+one head of a token then, and the rows of a tile are PACK heads of 64 // PACK tokens for each warpgroup. Requests of few
+tokens fill their tiles that way.
 """
 
 from __future__ import annotations
@@ -27,23 +25,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start
-from vattn.ops.gluon.epilogue import load_scale, store_result, store_row_groups
 from vattn.ops.gluon.prefill_convert import convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
+from vattn.ops.gluon.prefill_softmax import (
+    LOWEST,
+    NATIVE_BITS,
+    as_left,
+    as_right,
+    cap_scores,
+    decay_of,
+    hide,
+    load_sinks,
+    score_scale,
+    tokens_of,
+    weights_of,
+    widen_query,
+)
+from vattn.ops.gluon.prefill_store import store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
 
-LOWEST = gl.constexpr(-1.0e30)
-"""Where running maxima start: finite, so that differences are never NaN."""
-
 TURNS = gl.constexpr(("8", "9", "10"))
-HIDDEN = gl.constexpr(0x7FFFFFFF)
-
-NATIVE_BITS = gl.constexpr(8.0)
-"""FP8 weights are at most 2 to this power, so that those of 2**-17 of the largest still count."""
-
-WIDENED_SHRINK = gl.constexpr(0.0625)
-"""What bf16 queries are scaled down by on their way to fp16: up to 2**20 they stay finite."""
 
 
 @gluon.jit
@@ -65,184 +67,7 @@ def give_turn(barrier: gl.constexpr):
 
 
 @gluon.jit
-def tokens_of(row, PACK: gl.constexpr):
-    """Return which of a tile's tokens its rows belong to."""
-    if PACK == 1:
-        return row
-    else:
-        return row // PACK
-
-
-@gluon.jit
-def load_sinks(sinks, head, row, PACK: gl.constexpr):
-    """Return the sink of each row: one value where a tile has one head, else `[rows]`."""
-    if PACK == 1:
-        return gl.load(sinks + head).to(gl.float32)
-    else:
-        return gl.load(sinks + head + row % PACK).to(gl.float32)
-
-
-@gluon.jit
-def hide(
-    scores, position, key_tile, seq_len, missing, PACK: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return scores with everything invisible at -inf: the future, the window, missing blocks, the last box's shift."""
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
-    row = position + tokens_of(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), PACK)
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    token = key_tile * KEYS + column
-    partial = seq_len % BOX
-    shift = gl.where(partial == 0, 0, BOX - partial)
-    tail = seq_len - partial
-    shifted = gl.where(token < tail + shift, HIDDEN, token - shift)
-    token = gl.where(token < tail, token, shifted)
-    token = gl.where(((missing >> (column // BOX)) & 1) == 0, token, HIDDEN)
-    visible = token[None, :] <= row[:, None]
-    if WINDOW:
-        visible = visible & (token[None, :] > row[:, None] - WINDOW)
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def cap_scores(scores, scale, soft_cap, SOFT_CAP: gl.constexpr):
-    """Return capped scores in base-2 units; scores as they are without a cap."""
-    if SOFT_CAP:
-        return soft_cap * (1.0 - 2.0 / (gl.exp2(scores * scale) + 1.0))
-    else:
-        return scores
-
-
-@gluon.jit
-def weights_of(scores, maximum, scale, BITS: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """Return the unnormalised weights of scores, at most 2 ** BITS."""
-    if SOFT_CAP:
-        return gl.exp2(scores - (maximum - BITS)[:, None])
-    else:
-        return gl.exp2(scores * scale - (maximum * scale - BITS)[:, None])
-
-
-@gluon.jit
-def decay_of(old, new, scale, SOFT_CAP: gl.constexpr):
-    """Return what earlier weights shrink by. The difference comes first: its rounding must not be scaled."""
-    if SOFT_CAP:
-        return gl.exp2(old - new)
-    else:
-        return gl.exp2((old - new) * scale)
-
-
-@gluon.jit
-def as_left(weights, KEYS: gl.constexpr, CACHE: gl.constexpr, MATH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return weights as the left operand of the second product; no value leaves its thread.
-
-    FP8 ones in the order in which `turn_values` stores tokens.
-    """
-    if CACHE == "native":
-        sorted = weights.reshape(GROUP_ROWS, KEYS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(GROUP_ROWS, KEYS)
-        return gl.convert_layout(sorted, LAYOUT).to(MATH)
-    else:
-        return gl.convert_layout(weights.to(MATH), LAYOUT)
-
-
-@gluon.jit
-def as_right(values, CACHE: gl.constexpr):
-    """Return a tile of values as `[KEYS, D]`."""
-    if CACHE == "native":
-        return values.permute((1, 0))
-    else:
-        return values
-
-
-@gluon.jit
-def score_scale(scale, q_scale, k_scale, kv_head, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr):
-    """Return what scores of a head are multiplied by. QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one a head."""
-    if QUERY_SCALE:
-        scale = scale * gl.load(q_scale + kv_head * (QUERY_SCALE - 1))
-    if KV_SCALE:
-        scale = scale * gl.load(k_scale + kv_head * (KV_SCALE - 1))
-    return scale
-
-
-@gluon.jit
-def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
-    """Turn this warpgroup's bf16 queries into fp16 in place."""
-    if SHRINK:
-        THREADS: gl.constexpr = D // 8
-        rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-        panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        values = query.load(rows).to(gl.float32) * WIDENED_SHRINK
-        block_barrier()
-        as_tiles(query, gl.float16, 1, [GROUP_ROWS, D], panels).index(0).store(values.to(gl.float16))
-        fence_async_shared()
-        block_barrier()
-
-
-@gluon.jit
-def store_rows(
-    output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Store this warpgroup's rows of a tile, and their logs if asked for."""
-    if D == 256:
-        # By halves: the shared memory through which rows are sorted is scarce.
-        low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
-        store_columns(
-            output, block_scale, output_scale, scale_stride, group_stride, low, first_row, rows, head, 0, GROUP_INDEX,
-            HEADS, D, 128, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
-        )  # fmt: skip
-        store_columns(
-            output, block_scale, output_scale, scale_stride, group_stride, high, first_row, rows, head, 128,
-            GROUP_INDEX, HEADS, D, 128, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
-        )  # fmt: skip
-    else:
-        store_columns(
-            output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
-            GROUP_INDEX, HEADS, D, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
-        )  # fmt: skip
-    if lse is not None:
-        log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
-        token = tokens_of(log_row, PACK)
-        log_head = head + log_row % PACK
-        gl.store(lse + (first_row + token).to(gl.int64) * HEADS + log_head, log_sum, mask=token < rows)
-
-
-@gluon.jit
-def store_columns(
-    output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
-    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Store COLUMNS columns of this warpgroup's rows."""
-    THREADS: gl.constexpr = COLUMNS // 8
-    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-    rounded = gl.convert_layout(result.to(MODEL), coalesced)
-    if OUTPUT_GROUPS[0] > 0:
-        store_row_groups(
-            output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,
-            load_scale(output_scale), scale_stride, group_stride, PACK, D, HEADS * D, MODEL, OUTPUT_GROUPS,
-        )  # fmt: skip
-    else:
-        row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
-        column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
-        token = tokens_of(row, PACK)
-        offsets = (first_row + token)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
-        if PACK > 1:
-            offsets += (row % PACK * D)[:, None]
-        mask = (token[:, None] < rows) & (column[None, :] >= 0)
-        if OUTPUT == "none":
-            gl.store(output + offsets, rounded, mask=mask)
-        else:
-            store_result(output + offsets, rounded.to(gl.float32), mask, load_scale(output_scale), MODEL, OUTPUT)
-
-
-@gluon.jit
-def consume(
-    arguments, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-    STAGES: gl.constexpr, CACHE: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr,
-):  # fmt: skip
+def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr):
     """Attend this warpgroup's rows of every row tile that the producer announces.
 
     NEXT_GROUP: whose turn comes after this one's; a warpgroup alone is its own next and takes no turns.
@@ -252,7 +77,20 @@ def consume(
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
         value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
-    N: gl.constexpr = KEYS
+    HEADS: gl.constexpr = SHAPE.HEADS
+    D: gl.constexpr = SHAPE.D
+    PACK: gl.constexpr = SHAPE.PACK
+    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
+    WINDOW: gl.constexpr = SHAPE.WINDOW
+    SOFT_CAP: gl.constexpr = SHAPE.SOFT_CAP
+    STAGES: gl.constexpr = SHAPE.STAGES
+    CACHE: gl.constexpr = SHAPE.CACHE
+    KV_SCALE: gl.constexpr = SHAPE.KV_SCALE
+    MODEL: gl.constexpr = SHAPE.MODEL
+    OUTPUT: gl.constexpr = SHAPE.OUTPUT
+    OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
+    GROUP: gl.constexpr = HEADS // SHAPE.KV_HEADS
+    N: gl.constexpr = SHAPE.KEYS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < N else N
     NATIVE: gl.constexpr = CACHE == "native"
     MATH: gl.constexpr = keys.dtype
@@ -303,7 +141,7 @@ def consume(
             window_to = 0
             if WINDOW:
                 window_to = gl.maximum(position + (TOKENS - 1) - WINDOW + N, 0) // N
-            head_scale = score_scale(scale, q_scale, k_scale, head // (HEADS // KV_HEADS), QUERY_SCALE, KV_SCALE)
+            head_scale = score_scale(scale, q_scale, k_scale, head // GROUP, SHAPE.QUERY_SCALE, KV_SCALE)
 
             mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
             if CACHE == "widened":
@@ -389,7 +227,7 @@ def consume(
                 log_maximum = with_sink
             log_sum = LN2 * (log_maximum - BITS + gl.log2(total))
             if KV_SCALE:
-                norm = norm * gl.load(v_scale + head // (HEADS // KV_HEADS) * (KV_SCALE - 1))
+                norm = norm * gl.load(v_scale + head // GROUP * (KV_SCALE - 1))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
@@ -418,18 +256,21 @@ def consume(
 def prefill_kernel(
     query_boxes, key_boxes, value_boxes, output, lse, block_scale, sinks, q_scale, k_scale, v_scale, output_scale,
     scale_stride, group_stride, schedule, counter, block_table, table_stride, table_width, num_blocks,
-    query_head_stride, scale, soft_cap, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr,
-    D: gl.constexpr, PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
-    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, CACHE: gl.constexpr,
-    GROUPS: gl.constexpr, CONVERTERS: gl.constexpr, TURN: gl.constexpr, QUERY_SCALE: gl.constexpr,
-    KV_SCALE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    EARLY: gl.constexpr, num_warps: gl.constexpr,
+    query_head_stride, scale, soft_cap, SHAPE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Attend every row of the schedule by GROUPS consumer warpgroups; see the module's description.
+    """Attend every row of the schedule; see the module's description.
 
-    CONVERTERS: warps that convert an FP8 cache. TURN: tokens of a panel of turned values.
+    SHAPE: a `prefill_shape.Shape`.
     EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
     """
+    D: gl.constexpr = SHAPE.D
+    KEYS: gl.constexpr = SHAPE.KEYS
+    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
+    STAGES: gl.constexpr = SHAPE.STAGES
+    RAW_STAGES: gl.constexpr = SHAPE.RAW_STAGES
+    CACHE: gl.constexpr = SHAPE.CACHE
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    CONVERTERS: gl.constexpr = SHAPE.CONVERTERS
     if EARLY:
         let_next_kernel_start()
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -455,8 +296,8 @@ def prefill_kernel(
     raw_value_full = value_full
     raw_value_empty = value_empty
     if CACHE == "plain":
-        keys = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
-        values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
+        keys = gl.allocate_shared_memory(SHAPE.MODEL, [STAGES, KEYS, D], panels)
+        values = gl.allocate_shared_memory(SHAPE.MODEL, [STAGES, KEYS, D], panels)
         raw_keys = keys
         raw_values = values
     else:
@@ -465,7 +306,7 @@ def prefill_kernel(
         raw_value_empty = new_barriers(RAW_STAGES, 1)
         if CACHE == "native":
             keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], narrow)
-            values = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(TURN, 8, 2))
+            values = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(SHAPE.TURN, 8, 2))
             raw_keys = keys
         else:
             keys = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, D], panels)
@@ -475,7 +316,7 @@ def prefill_kernel(
             raw_key_empty = new_barriers(RAW_STAGES, 1)
     fence_async_shared()
     block_barrier()
-    # A tuple that has a name holds what exists at run time; constants follow where it is used.
+    # Tuples hold what exists at run time; what does not is in SHAPE.
     consumer = (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
@@ -490,158 +331,51 @@ def prefill_kernel(
         query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
         raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty,
     )  # fmt: skip
-    KEY_STAGES: gl.constexpr = RAW_STAGES if CACHE == "widened" else STAGES
-    VALUE_STAGES: gl.constexpr = STAGES if CACHE == "plain" else RAW_STAGES
     if GROUPS == 3 and CACHE == "plain":
         gl.warp_specialize(
             [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 2,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 2, 0,
-                )),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
+                (consume, (consumer, SHAPE, 0, 1)),
+                (consume, (consumer, SHAPE, 1, 2)),
+                (consume, (consumer, SHAPE, 2, 0)),
+                (produce, (producer, SHAPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],
-        )  # fmt: skip
+        )
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 2,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 2, 0,
-                )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
+                (consume, (consumer, SHAPE, 0, 1)),
+                (consume, (consumer, SHAPE, 1, 2)),
+                (consume, (consumer, SHAPE, 2, 0)),
+                (convert, (converter, SHAPE)),
+                (produce, (producer, SHAPE)),
             ],
             [4, 4, CONVERTERS, 1],
             [152, 152, 48, 48],
-        )  # fmt: skip
+        )
     elif GROUPS == 1 and CACHE == "plain":
-        gl.warp_specialize(
-            [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
-                )),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    elif GROUPS == 1 and CACHE == "native":
-        gl.warp_specialize(
-            [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
-                )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
-            ],
-            [CONVERTERS, 1],
-            [56, 56],
-        )  # fmt: skip
+        gl.warp_specialize([(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [24])
     elif GROUPS == 1:
         gl.warp_specialize(
-            [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 0,
-                )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
-            ],
+            [(consume, (consumer, SHAPE, 0, 0)), (convert, (converter, SHAPE)), (produce, (producer, SHAPE))],
             [CONVERTERS, 1],
-            [56, 40],
-        )  # fmt: skip
+            [56, 56 if CACHE == "native" else 40],
+        )
     elif CACHE == "plain":
         gl.warp_specialize(
-            [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
-                )),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
-            ],
+            [(consume, (consumer, SHAPE, 0, 1)), (consume, (consumer, SHAPE, 1, 0)), (produce, (producer, SHAPE))],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
-    elif CACHE == "native":
-        gl.warp_specialize(
-            [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
-                )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
-            ],
-            [4, CONVERTERS, 1],
-            [224, 56, 56],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 0, 1,
-                )),
-                (consume, (
-                    consumer, HEADS, KV_HEADS, D, PACK, KEYS, BLOCK_SIZE, WINDOW, SOFT_CAP, STAGES, CACHE, QUERY_SCALE,
-                    KV_SCALE, MODEL, OUTPUT, OUTPUT_GROUPS, 1, 0,
-                )),
-                (convert, (converter, D, KEYS, RAW_STAGES, STAGES, CACHE, TURN, CONVERTERS)),
-                (produce, (
-                    producer, HEADS, KV_HEADS, KV_GROUP, D, PACK, KEYS, BLOCK_SIZE, HND, WINDOW, GROUPS, KEY_STAGES,
-                    VALUE_STAGES,
-                )),
+                (consume, (consumer, SHAPE, 0, 1)),
+                (consume, (consumer, SHAPE, 1, 0)),
+                (convert, (converter, SHAPE)),
+                (produce, (producer, SHAPE)),
             ],
             [4, CONVERTERS, 1],
-            [216, 40, 40],
-        )  # fmt: skip
+            [224, 56, 56] if CACHE == "native" else [216, 40, 40],
+        )

@@ -41,9 +41,11 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constex
     A thread of the layout holds tokens 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q of a pair of columns, next to each other.
     """
     PANELS: gl.constexpr = KEYS // TURN
-    PAIRS: gl.constexpr = D // 2
-    SWIZZLE: gl.constexpr = 128 if D >= 128 else D
-    as_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
+    # A panel of the tile has 128 columns; wider rows are several, one behind the other.
+    COLUMNS: gl.constexpr = 128 if D >= 128 else D
+    PARTS: gl.constexpr = D // COLUMNS
+    PAIRS: gl.constexpr = COLUMNS // 2
+    as_pairs: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 16, 2)
     as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN, 8, 2)
     # Half of the pairs of columns are those of other warps, or a thread's own where there are fewer warps.
     MORE: gl.constexpr = [[32, 0]] if PAIRS == 64 and WARPS == 2 else []
@@ -52,13 +54,14 @@ def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constex
     held: gl.constexpr = gl.DistributedLinearLayout(
         in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], WARP, [], [PAIRS, TURN]
     )
-    parts = as_tiles(raw, gl.int16, KEYS // TURN, [TURN, PAIRS], as_pairs)
-    panels = as_tiles(turned, gl.int8, PANELS, [D, TURN], as_panel)
+    sources = as_tiles(raw, gl.int16, PARTS * PANELS, [TURN, PAIRS], as_pairs)
+    targets = as_tiles(turned, gl.int8, PANELS * PARTS, [COLUMNS, TURN], as_panel)
     for i in gl.static_range(PANELS):
-        even, odd = sort_bytes(parts.index(i).permute((1, 0)).load(held))
-        codes = gl.join(even, odd).permute((0, 2, 1)).reshape([D, TURN])
-        codes = codes.reshape([D, TURN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([D, TURN])
-        panels.index(i).store(codes)
+        for part in gl.static_range(PARTS):
+            even, odd = sort_bytes(sources.index(part * PANELS + i).permute((1, 0)).load(held))
+            codes = gl.join(even, odd).permute((0, 2, 1)).reshape([COLUMNS, TURN])
+            codes = codes.reshape([COLUMNS, TURN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([COLUMNS, TURN])
+            targets.index(i * PARTS + part).store(codes)
 
 
 @gluon.jit
@@ -73,15 +76,18 @@ def widen_tile(raw, wide, D: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
-def convert(
-    arguments, D: gl.constexpr, KEYS: gl.constexpr,
-    RAW_STAGES: gl.constexpr, STAGES: gl.constexpr, CACHE: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def convert(arguments, SHAPE: gl.constexpr):
     """Convert every tile that the producer loads: the values alone if CACHE is "native", keys and values otherwise."""
     (
         raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
         key_full, key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
+    D: gl.constexpr = SHAPE.D
+    KEYS: gl.constexpr = SHAPE.KEYS
+    RAW_STAGES: gl.constexpr = SHAPE.RAW_STAGES
+    STAGES: gl.constexpr = SHAPE.STAGES
+    CACHE: gl.constexpr = SHAPE.CACHE
+    WARPS: gl.constexpr = SHAPE.CONVERTERS
     step = 0
     turn = 0
     rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)
@@ -104,7 +110,7 @@ def convert(
             if CACHE == "widened":
                 widen_tile(raw_values.index(source), values.index(target), D, KEYS, WARPS)
             else:
-                turn_tile(raw_values.index(source), values.index(target), D, KEYS, TURN, WARPS)
+                turn_tile(raw_values.index(source), values.index(target), D, KEYS, SHAPE.TURN, WARPS)
             fence_async_shared()
             block_barrier()
             mbarrier.arrive(raw_value_empty.index(source), count=1)

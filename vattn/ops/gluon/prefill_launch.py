@@ -25,9 +25,11 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
-from vattn.ops.gluon.prefill import WIDENED_SHRINK, prefill_kernel
+from vattn.ops.gluon.prefill import prefill_kernel
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
+from vattn.ops.gluon.prefill_shape import Shape
+from vattn.ops.gluon.prefill_softmax import WIDENED_SHRINK
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.triton.launch import as_bytes
@@ -36,8 +38,8 @@ from vattn.ops.triton.mask import LOG2E
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
-FP8_HEAD_SIZES = Sizes(values=(64, 128))
-"""Of FP8 caches."""
+WIDENED_HEAD_SIZES = Sizes(values=(64, 128))
+"""Of FP8 caches under a 16-bit query: shared memory holds no wider tiles both as they are loaded and as fp16."""
 
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
 FEATURES = frozenset(
@@ -61,13 +63,13 @@ class Cut:
         groups: consumer warpgroups of a CTA, 64 rows each.
         pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
-        turn: tokens of a panel of turned values, 32 or 64.
+        turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
     """
 
     groups: int = 2
     pack: int = 1
     converters: int = 0
-    turn: int = 32
+    turn: int = 0
 
     @property
     def tokens(self) -> int:
@@ -100,7 +102,7 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"query_format {config.query_format} (runs none, and fp8_e4m3 on an fp8_e4m3 cache)")
     if config.query_load != "plain":
         found.append(f"query_load {config.query_load} (runs plain)")
-    head_sizes = FP8_HEAD_SIZES if is_fp8 else HEAD_SIZES
+    head_sizes = WIDENED_HEAD_SIZES if is_fp8 and not config.takes_fp8_query else HEAD_SIZES
     if config.head_size not in head_sizes:
         found.append(f"head_size {config.head_size} (runs {head_sizes})")
     if config.block_size not in BLOCK_SIZES:
@@ -243,7 +245,7 @@ def launch(
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        **constants(config, cut), **launch_options(config, cut),
+        SHAPE=shape_of(config, cut), **launch_options(config, cut),
     )  # fmt: skip
 
 
@@ -264,26 +266,38 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
 
     The assembler of Triton 3.9 (CUDA 13) keeps much of three warpgroups' state in memory, that of 3.6 nothing.
     """
-    fits = config.head_size == 64 and products_of(config) == "plain" and triton.__version__.startswith("3.6.")
+    fits = config.head_size == 64 and triton.__version__.startswith("3.6.")
     return 3 if fits and rows_per_request >= LONG_REQUEST else 2
 
 
-def constants(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
+def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
     """Return what the kernel is specialised for."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, cut)
-    return {
-        "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads,
+    return Shape(
+        HEADS=config.num_heads,
+        KV_HEADS=config.num_kv_heads,
         # Heads that share keys run together, so that the keys of a few heads stay in L2.
-        "KV_GROUP": 2 if config.num_kv_heads % 2 == 0 else 1,
-        "D": config.head_size, "PACK": cut.pack, "KEYS": key_tile(config), "BLOCK_SIZE": config.block_size,
-        "HND": config.kv_cache_layout == "HND", "WINDOW": config.sliding_window or 0,
-        "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": stages, "RAW_STAGES": raw_stages, "CACHE": cache,
-        "GROUPS": cut.groups, "CONVERTERS": cut.converters or converter_warps(cache, cut), "TURN": cut.turn,
-        "QUERY_SCALE": _SCALE_KINDS[config.query_scale], "KV_SCALE": _SCALE_KINDS[config.kv_scale],
-        "MODEL": _GLUON_DTYPES[config.dtype], "OUTPUT": row_output(config),
-        "OUTPUT_GROUPS": group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
-    }  # fmt: skip
+        KV_GROUP=2 if config.num_kv_heads % 2 == 0 else 1,
+        D=config.head_size,
+        PACK=cut.pack,
+        KEYS=key_tile(config),
+        BLOCK_SIZE=config.block_size,
+        HND=config.kv_cache_layout == "HND",
+        WINDOW=config.sliding_window or 0,
+        SOFT_CAP=config.logits_soft_cap is not None,
+        STAGES=stages,
+        RAW_STAGES=raw_stages,
+        CACHE=cache,
+        GROUPS=cut.groups,
+        CONVERTERS=cut.converters or converter_warps(config, cut),
+        TURN=cut.turn or turned_tokens(config, cut),
+        QUERY_SCALE=_SCALE_KINDS[config.query_scale],
+        KV_SCALE=_SCALE_KINDS[config.kv_scale],
+        MODEL=_GLUON_DTYPES[config.dtype],
+        OUTPUT=row_output(config),
+        OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
+    )
 
 
 def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
@@ -292,16 +306,24 @@ def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
     It would drop the limit, and with it the hand-over of registers between partitions.
     """
     cache = products_of(config)
-    converters = 0 if cache == "plain" else cut.converters or converter_warps(cache, cut)
+    converters = 0 if cache == "plain" else cut.converters or converter_warps(config, cut)
     warps = 4 * cut.groups + converters + 1
     return {"num_warps": 4} | ({"maxnreg": 240} if warps <= 8 else {})
 
 
-def converter_warps(cache: str, cut: Cut) -> int:
+def converter_warps(config: AttentionConfig, cut: Cut) -> int:
     """Return the warps that convert an FP8 cache."""
-    if cache == "native" or cut.groups == 3:
+    if cut.groups == 3:
         return 2
+    if products_of(config) == "native":
+        # Beside wide results there are no registers for more.
+        return 4 if config.head_size == 128 else 2
     return 8 if cut.groups == 1 else 4
+
+
+def turned_tokens(config: AttentionConfig, cut: Cut) -> int:
+    """Return the tokens of a panel of turned values."""
+    return 64 if converter_warps(config, cut) == 4 else 32
 
 
 def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:

@@ -69,19 +69,26 @@ def load_tile(
 
 
 @gluon.jit
-def produce(
-    arguments, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    KV_GROUP: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HND: gl.constexpr, WINDOW: gl.constexpr, GROUPS: gl.constexpr, KEY_STAGES: gl.constexpr,
-    VALUE_STAGES: gl.constexpr,
-):  # fmt: skip
+def produce(arguments, SHAPE: gl.constexpr):
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
         query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
         query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
         key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
-    GROUP: gl.constexpr = HEADS // KV_HEADS
+    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
+    D: gl.constexpr = SHAPE.D
+    PACK: gl.constexpr = SHAPE.PACK
+    KEYS: gl.constexpr = SHAPE.KEYS
+    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
+    HND: gl.constexpr = SHAPE.HND
+    WINDOW: gl.constexpr = SHAPE.WINDOW
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    KEY_STAGES: gl.constexpr = SHAPE.RAW_STAGES if SHAPE.CACHE == "widened" else SHAPE.STAGES
+    VALUE_STAGES: gl.constexpr = SHAPE.STAGES if SHAPE.CACHE == "plain" else SHAPE.RAW_STAGES
+    HEADS: gl.constexpr = SHAPE.HEADS // PACK
+    GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
+    TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // PACK
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     BOXES: gl.constexpr = KEYS // BOX
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
@@ -93,7 +100,7 @@ def produce(
     step = 0
     rows = 1
     while rows > 0:
-        announce(schedule, messages, message_full, message_empty, item, turn, HEADS // PACK, KV_GROUP * GROUP // PACK)
+        announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
         fields = as_words(messages.index(turn % 2), RECORD)
         rows = read_word(fields.index(2), 1)
         turn += 1

@@ -42,6 +42,9 @@ BLOCK_SIZES = Sizes(step=16, low=16, high=256)
 MAX_GROUP_SIZE = 16
 """Query heads per KV head; where several rows of a request are attended at a time, that times the rows."""
 
+FEW_REQUESTS = 4
+"""Up to so many, programs of the reduction share a head."""
+
 DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
 FEATURES = frozenset(
@@ -271,11 +274,39 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         _launch_finish(args, config, num_reqs, 1, output, None, fmt)
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How partial results are combined.
+
+    Attributes:
+        parts: programs that share a head's columns.
+        splits: partial results that a program takes at a time.
+        warps: of a program.
+    """
+
+    parts: int
+    splits: int
+    warps: int
+
+
+def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
+    """Return how the partial results of so many requests are combined.
+
+    Few requests have many splits each. A program that computes scales has whole groups, and more warps for its wider
+    part.
+    """
+    if num_reqs > FEW_REQUESTS:
+        return Reduction(1, 16, 1)
+    group = OUTPUT_FORMATS[config.output_format].group_size
+    parts = min(4, config.head_size // group) if group else 4
+    return Reduction(parts, 128, 16 // parts)
+
+
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
     """Return whether the kernels compute the scales of the output format themselves."""
     sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
     # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
-    wide = num_reqs <= 4 and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
+    wide = num_reqs <= FEW_REQUESTS and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
     return groups_fit_heads(config) and not sixteen_rows and not wide
 
 
@@ -294,21 +325,17 @@ def launch(
         tokens: rows of a request that are attended at a time.
     """
     num_reqs, device = args.seq_lens.shape[0], args.query.device
-    fmt, few = OUTPUT_FORMATS[config.output_format], num_reqs <= 4
     finished = output is args.output
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
-    # A program that computes scales has whole groups, and more warps for its wider part.
-    most_parts = config.head_size // fmt.group_size if finished and fmt.group_size else 4
-    parts = min(4, most_parts) if few else 1
-    programs = min(num_reqs * tokens * config.num_heads * parts, 8 * _multiprocessors(device))
+    way = choose_reduction(config if finished else written, num_reqs)
+    programs = min(num_reqs * tokens * config.num_heads * way.parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16,
-        OVERLAP=tuning.overlap is True,
-        num_warps=16 // parts if few else 1, launch_pdl=True, **common,
+        num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
+        OVERLAP=tuning.overlap is True, num_warps=way.warps, launch_pdl=True, **common,
     )  # fmt: skip
 
 

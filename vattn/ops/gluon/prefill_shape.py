@@ -1,0 +1,53 @@
+"""What the Hopper prefill kernel is specialised for: one constant of the kernel, which its partitions share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Constants of a launch; `prefill_launch.shape_of` makes them.
+
+    Attributes:
+        HEADS, KV_HEADS, D: of the layer.
+        KV_GROUP: KV heads whose row tiles run together.
+        PACK: query heads that are rows of one tile, at least 1.
+        KEYS: tokens of a key tile.
+        BLOCK_SIZE, HND: of the cache.
+        WINDOW: 0 for none.
+        SOFT_CAP: whether scores are capped.
+        STAGES, RAW_STAGES: tiles of keys and values under way, as they are multiplied and as they are loaded.
+        CACHE: what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides,
+            weights included; "widened", an FP8 cache turned into fp16.
+        GROUPS: consumer warpgroups.
+        CONVERTERS: warps that convert an FP8 cache.
+        TURN: tokens of a panel of turned values.
+        QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
+        MODEL: dtype of the model.
+        OUTPUT: how a row is quantised that has no scales of its own.
+        OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
+    """
+
+    HEADS: int
+    KV_HEADS: int
+    KV_GROUP: int
+    D: int
+    PACK: int
+    KEYS: int
+    BLOCK_SIZE: int
+    HND: bool
+    WINDOW: int
+    SOFT_CAP: bool
+    STAGES: int
+    RAW_STAGES: int
+    CACHE: str
+    GROUPS: int
+    CONVERTERS: int
+    TURN: int
+    QUERY_SCALE: int
+    KV_SCALE: int
+    MODEL: Any
+    OUTPUT: str
+    OUTPUT_GROUPS: tuple[Any, ...]

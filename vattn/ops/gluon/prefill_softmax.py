@@ -1,0 +1,134 @@
+"""What a consumer warpgroup of the Hopper prefill kernel does between its two products: masks, weights, scales."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from vattn.ops.gluon.compat import as_tiles, block_barrier
+from vattn.ops.gluon.prefill_load import GROUP_ROWS
+
+LOWEST = gl.constexpr(-1.0e30)
+"""Where running maxima start: finite, so that differences are never NaN."""
+
+HIDDEN = gl.constexpr(0x7FFFFFFF)
+
+NATIVE_BITS = gl.constexpr(8.0)
+"""FP8 weights are at most 2 to this power, so that those of 2**-17 of the largest still count."""
+
+WIDENED_SHRINK = gl.constexpr(0.0625)
+"""What bf16 queries are scaled down by on their way to fp16: up to 2**20 they stay finite."""
+
+
+@gluon.jit
+def tokens_of(row, PACK: gl.constexpr):
+    """Return which of a tile's tokens its rows belong to."""
+    if PACK == 1:
+        return row
+    else:
+        return row // PACK
+
+
+@gluon.jit
+def load_sinks(sinks, head, row, PACK: gl.constexpr):
+    """Return the sink of each row: one value where a tile has one head, else `[rows]`."""
+    if PACK == 1:
+        return gl.load(sinks + head).to(gl.float32)
+    else:
+        return gl.load(sinks + head + row % PACK).to(gl.float32)
+
+
+@gluon.jit
+def hide(
+    scores, position, key_tile, seq_len, missing, PACK: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return scores with everything invisible at -inf: the future, the window, missing blocks, the last box's shift."""
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
+    row = position + tokens_of(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), PACK)
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    token = key_tile * KEYS + column
+    partial = seq_len % BOX
+    shift = gl.where(partial == 0, 0, BOX - partial)
+    tail = seq_len - partial
+    shifted = gl.where(token < tail + shift, HIDDEN, token - shift)
+    token = gl.where(token < tail, token, shifted)
+    token = gl.where(((missing >> (column // BOX)) & 1) == 0, token, HIDDEN)
+    visible = token[None, :] <= row[:, None]
+    if WINDOW:
+        visible = visible & (token[None, :] > row[:, None] - WINDOW)
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def cap_scores(scores, scale, soft_cap, SOFT_CAP: gl.constexpr):
+    """Return capped scores in base-2 units; scores as they are without a cap."""
+    if SOFT_CAP:
+        return soft_cap * (1.0 - 2.0 / (gl.exp2(scores * scale) + 1.0))
+    else:
+        return scores
+
+
+@gluon.jit
+def weights_of(scores, maximum, scale, BITS: gl.constexpr, SOFT_CAP: gl.constexpr):
+    """Return the unnormalised weights of scores, at most 2 ** BITS."""
+    if SOFT_CAP:
+        return gl.exp2(scores - (maximum - BITS)[:, None])
+    else:
+        return gl.exp2(scores * scale - (maximum * scale - BITS)[:, None])
+
+
+@gluon.jit
+def decay_of(old, new, scale, SOFT_CAP: gl.constexpr):
+    """Return what earlier weights shrink by. The difference comes first: its rounding must not be scaled."""
+    if SOFT_CAP:
+        return gl.exp2(old - new)
+    else:
+        return gl.exp2((old - new) * scale)
+
+
+@gluon.jit
+def as_left(weights, KEYS: gl.constexpr, CACHE: gl.constexpr, MATH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return weights as the left operand of the second product; no value leaves its thread.
+
+    FP8 ones in the order in which `turn_values` stores tokens.
+    """
+    if CACHE == "native":
+        sorted = weights.reshape(GROUP_ROWS, KEYS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(GROUP_ROWS, KEYS)
+        return gl.convert_layout(sorted, LAYOUT).to(MATH)
+    else:
+        return gl.convert_layout(weights.to(MATH), LAYOUT)
+
+
+@gluon.jit
+def as_right(values, CACHE: gl.constexpr):
+    """Return a tile of values as `[KEYS, D]`."""
+    if CACHE == "native":
+        return values.permute((1, 0))
+    else:
+        return values
+
+
+@gluon.jit
+def score_scale(scale, q_scale, k_scale, kv_head, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr):
+    """Return what scores of a head are multiplied by. QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one a head."""
+    if QUERY_SCALE:
+        scale = scale * gl.load(q_scale + kv_head * (QUERY_SCALE - 1))
+    if KV_SCALE:
+        scale = scale * gl.load(k_scale + kv_head * (KV_SCALE - 1))
+    return scale
+
+
+@gluon.jit
+def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
+    """Turn this warpgroup's bf16 queries into fp16 in place."""
+    if SHRINK:
+        THREADS: gl.constexpr = D // 8
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
+        panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        values = query.load(rows).to(gl.float32) * WIDENED_SHRINK
+        block_barrier()
+        as_tiles(query, gl.float16, 1, [GROUP_ROWS, D], panels).index(0).store(values.to(gl.float16))
+        fence_async_shared()
+        block_barrier()
