@@ -183,46 +183,53 @@ class Question:
     peers: tuple[str, ...] = ("fa3", "flashinfer", "cudnn")
 
 
-def _mixed_ways(fp8_query: bool = False, below: int = 64) -> tuple[Peer, ...]:
+MEDIUM = Work("prefill 64 x 128", ((128, 128),) * 64)
+OF_PROMPTS = ("prefill 16x1k", "chunk 4x512 of 8k", "prefill 8x512")
+
+
+def _mixed_ways(fp8_query: bool = False, below: int = 256) -> tuple[Peer, ...]:
     label = ", FP8 query" if fp8_query else ""
     return tuple(
         by_variant(f"{name}{label}", fp8_query, mixed=name, mixed_below=below)
-        for name in ("packed", "two", "overlapped")
+        for name in ("general", "packed", "two", "overlapped")
     )
+
+
+def _cuts(label: str, *cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
+    """Return the prefill kernel cut in several ways."""
+    ways = []
+    for cut in cuts:
+        name = ", ".join(f"{key} {value}" for key, value in cut.items()) or "plain"
+        ways.append(by_cut(f"{label}{name}", fp8_query, **cut))
+    return tuple(ways)
 
 
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
-    eight, mixed = WORKS["speculative 64x4k, 8"], WORKS["mixed 8x512 + 128 decodes of 4k"]
-    packed = by_variant("packed", speculative="packed")
-    packed_fp8 = by_variant("packed, FP8 query", True, speculative="packed")
-    two_groups = by_cut("packed, two warpgroups", groups=2, pack=-1)
-    yield Question("mixed", LLAMA, mixed, "bf16", (DEFAULT, *_mixed_ways()), 1.05)
+    mixed, prompt = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"]
+    packed: dict[str, int] = {"pack": -1}
+    for work in (MEDIUM, *(WORKS[name] for name in OF_PROMPTS)):
+        ways = (DEFAULT, by_cut("plain"), by_cut("packed", **packed), *_mixed_ways(below=4096)[3:])
+        yield Question("prompts", LLAMA, work, "bf16", ways, 1.0, ("fa3",))
+    for work in (MEDIUM, WORKS["chunk 4x512 of 8k"]):
+        ways = (DEFAULT_FP8, by_cut("plain", True), by_cut("packed", True, **packed), *_mixed_ways(True, 4096)[3:])
+        yield Question("prompts", LLAMA, work, "fp8", ways, 1.0, ("fa3",))
+    turned = ({"groups": 3, "turn": 64}, {"groups": 2, "turn": 64}, {"groups": 2, "converters": 4, "turn": 64})
+    yield Question("narrow fp8", NARROW, prompt, "fp8", (DEFAULT_FP8, *_cuts("", *turned, fp8_query=True)), 1.0)
+    for work in (prompt, WORKS["prefill 16x1k"]):
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, by_cut("packed", **packed)), 0.95, ("fa3",))
+        ways = (DEFAULT_FP8, *_cuts("", {"turn": 64}, packed, fp8_query=True), by_general_kernel("wide"))
+        yield Question("wide", WIDE, work, "fp8", ways, 0.95, ("fa3",))
+    yield Question("mixed", LLAMA, mixed, "bf16", (DEFAULT, *_mixed_ways()), 1.05, ("fa3",))
     yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
-    yield Question("speculative", LLAMA, eight, "bf16", (DEFAULT, packed, two_groups), 1.0)
-    turned = by_cut("packed, FP8 query, 4 converters, panels of 64", True, groups=1, pack=-1, converters=4, turn=64)
-    ways = (DEFAULT, DEFAULT_FP8, packed, two_groups, packed_fp8, turned)
-    yield Question("speculative", LLAMA, eight, "fp8", ways, 1.2)
-    yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0)
-    yield Question("long mix", LLAMA, LONG_MIX, "bf16", (DEFAULT, *_mixed_ways(below=4096)), 1.0)
-    prompt = WORKS["prefill 1x8k"]
+    yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0, ("fa3",))
+    yield Question("long mix", LLAMA, LONG_MIX, "bf16", (DEFAULT, *_mixed_ways(below=4096)), 1.0, ("fa3",))
     names = ("plain", "folded", "wide")
     general = [by_general_kernel(name) for name in names]
     contiguous = [by_general_kernel(f"{name}, contiguous", True) for name in names]
     yield Question("general", LLAMA, prompt, "bf16", (*general, *contiguous), 0.7, ("fa3",))
-    yield Question("decode", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, *_tuned()), 1.05, ("xqa", "fa3"))
-    for name, bar in (("decode 32x8k", 1.2), ("decode 64x4k", 1.05)):
+    for name, bar in (("decode 32x1k", 1.05), ("decode 32x8k", 1.2), ("decode 64x4k", 1.05)):
         yield Question("decode", LLAMA, WORKS[name], "fp8", (DEFAULT, *_tuned()), bar, ("xqa",))
-    cuts = [
-        by_cut("panels of 64", True, turn=64),
-        by_cut("4 converters", True, converters=4),
-        by_cut("4 converters, panels of 64", True, converters=4, turn=64),
-    ]
-    yield Question("fp8 prefill", LLAMA, prompt, "fp8", (DEFAULT_FP8, *cuts), 1.3)
-    three = [by_cut("3 warpgroups", groups=3), by_cut("3 warpgroups, FP8 query", True, groups=3)]
-    yield Question("narrow fp8", NARROW, prompt, "fp8", (DEFAULT, DEFAULT_FP8, *three), 1.0)
-    packed_wide = by_cut("packed", pack=-1)
-    yield Question("wide", WIDE, prompt, "bf16", (DEFAULT, packed_wide), 0.95)
     for layer, keys in ((WINDOW, 32768), (LLAMA, 1024)):
         work = Work(f"decode 64 x {keys}", ((1, keys),) * 64)
         for cache in ("bf16", "fp8"):
