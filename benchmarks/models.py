@@ -30,6 +30,7 @@ from benchmarks.kernels import profile_kernels
 from benchmarks.serving import serve
 from vattn.integrations.transformers import PackedModel, disable, enable
 from vattn.layers.fp8_linear import LINEAR_FORMATS
+from vattn.ops import variants
 
 LARGE = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -95,6 +96,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
             quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
             memory=memory,
             merge_projections=args.merge,
+            own_linears=args.own > 0,
         )
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
@@ -108,6 +110,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
         query_format="fp8_e4m3",
         memory=memory,
         merge_projections=args.merge,
+        own_linears=args.own > 0,
     )
 
 
@@ -173,11 +176,18 @@ def main() -> None:
     parser.add_argument("--fp8", nargs="?", const="fp8_static", choices=list(LINEAR_FORMATS),
                         help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="merge projections")
+    parser.add_argument("--own", type=int, default=0, help="rows up to which vattn's own products run; 0: cuBLAS alone")
     parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
     parser.add_argument("--pdl", action="store_true", help="let kernels of Inductor begin while those before them end")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    with variants.using(few_rows=args.own):
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if args.small else LARGE
     context, steps = (32, 6) if args.small else (1024, 40)
@@ -194,7 +204,8 @@ def main() -> None:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
-        "merged": args.merge, "max_autotune": args.max_autotune, "pdl": args.pdl, "weight_bytes": weight_bytes(packed),
+        "merged": args.merge, "own_products": args.own, "max_autotune": args.max_autotune, "pdl": args.pdl,
+        "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
     }  # fmt: skip
 

@@ -20,6 +20,7 @@ from vattn.errors import UnsupportedRequestError
 from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.mla_config import MLAConfig
 from vattn.ops import checks, mla_checks, mla_indexer
+from vattn.ops import linear as products
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -194,3 +195,9 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, T
 
     checks.check_quantiser_input("quant_nvfp4", input, scale, group_size=16)
     return quantization.quant_nvfp4(input, scale, swizzled)
+
+
+def linear(*arguments: Any) -> Tensor:
+    args = products.LinearArgs(*arguments)
+    products.check_linear(args)
+    return products.linear(args)

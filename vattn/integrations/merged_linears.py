@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from vattn.errors import ConfigError
+from vattn.formats import dtype_name
 from vattn.fp8_linears import SHARED_INPUT
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
 
@@ -24,6 +25,7 @@ class MergedLinear:
     Attributes:
         weight, bias: of all parts, behind each other.
         quantised: the layer that all FP8 parts make together, `None` for plain ones.
+        own: whether a plain product is `vattn::linear`.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -36,6 +38,7 @@ class MergedLinear:
         self.quantised: FP8Linear | None = None
         if isinstance(parts[0], FP8Linear):
             self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
+        self.own = False
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._adopt()
@@ -66,7 +69,10 @@ class MergedLinear:
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return the output of one projection."""
         if x is not self._input:
-            out = self.quantised(x) if self.quantised is not None else linear(x, self.weight, self.bias)
+            if self.quantised is not None:
+                out = self.quantised(x)
+            else:
+                out = (own_product if self.own else linear)(x, self.weight, self.bias)
             self._outputs = out.split(self.sizes, dim=-1)
             self._input = x
         out = self._outputs[index]
@@ -74,6 +80,14 @@ class MergedLinear:
             # Nothing is kept from one call of the module to the next.
             self._input, self._outputs = None, ()
         return out
+
+
+def own_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`."""
+    out = torch.ops.vattn.linear(x.reshape(-1, x.shape[-1]), weight, None, None, dtype_name(x.dtype))
+    if bias is not None:
+        out = out + bias
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _together(parts: list[FP8Linear], weight: Tensor, bias: Tensor | None) -> FP8Linear:

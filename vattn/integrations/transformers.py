@@ -27,6 +27,7 @@ from vattn.integrations.attention_calls import AttentionCall, observe, own_confi
 from vattn.integrations.checkpoint_scales import checkpoint_configs
 from vattn.integrations.fp8_checkpoint import give_cache_hooks, take_cache_hooks
 from vattn.integrations.fp8_checkpoint import load_fp8_linears as load_fp8_linears
+from vattn.integrations.own_linears import give_linears, take_linears
 from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
@@ -140,6 +141,7 @@ def enable(
     attn_backend: str | None = None,
     batch_invariant: bool = False,
     merge_projections: bool = False,
+    own_linears: bool = False,
     num_blocks: int | None = None,
     memory: int | str | None = None,
 ) -> PackedModel:
@@ -157,6 +159,8 @@ def enable(
         merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
             views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
             format and the scale of their input are the same.
+        own_linears: run linear layers by `vattn::linear`, which has kernels of its own for steps of few tokens, on GPUs
+            of compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -214,6 +218,8 @@ def enable(
     replace_forwards(model, attend)
     if merge_projections:
         merged_linears.merge_projections(model)
+    if own_linears:
+        take_linears(model)
     set_attention(model, REPLACED if replaced else NAME)
     packed = PackedModel(model)
     if num_blocks is not None or memory is not None:
@@ -233,6 +239,7 @@ def disable(model: nn.Module) -> None:
         return
     restore_forwards(inner)
     merged_linears.separate_projections(inner)
+    give_linears(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     implementation, hooks = before
@@ -275,7 +282,7 @@ def attend(
     if attention_mask is not None and attention_mask.shape != (0,):
         raise _masked()
     layer.check_options(options)  # type: ignore[operator]
-    rows = [t[0].transpose(0, 1).contiguous() for t in (query, key, value)]
+    rows = [t[0].transpose(0, 1).flatten(1) for t in (query, key, value)]
     out = layer(*rows)
     return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None  # type: ignore[union-attr]
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
-from vattn.formats import FP8_E4M3_MAX
+from vattn.formats import FP8_E4M3_MAX, dtype_name
+from vattn.ops.linear import scaled_product
 from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
 
 BLOCK = 128
@@ -116,6 +117,7 @@ class FP8Linear(nn.Linear):
     input_scale: Tensor | None
     weight_scale: Tensor
     quantises_input = True
+    own_product = False
 
     def __init__(
         self,
@@ -224,11 +226,9 @@ class FP8Linear(nn.Linear):
             )
         if self.format.blocks:
             return self._product_of_blocks(codes, scale, dtype)
-        if fine:
-            # Scales for the rows of one operand ask for such scales of the other.
-            scale = scale.expand(codes.shape[0], 1).contiguous()
-            other = other.expand(self.out_features)[None].contiguous()
-        return torch._scaled_mm(codes, self.weight.t(), scale, other, out_dtype=dtype, use_fast_accum=True)
+        if self.own_product:
+            return torch.ops.vattn.linear(codes, self.weight, scale, other, dtype_name(dtype))  # type: ignore[no-any-return]
+        return scaled_product(codes, self.weight, scale, other, dtype)
 
     def _product_of_blocks(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         # Scales lie column by column, and every column begins at a multiple of 16 bytes.

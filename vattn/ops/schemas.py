@@ -86,6 +86,11 @@ QUANTISING_OPS: dict[str, str] = {
 }
 """Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization`'s function of that name."""
 
+PRODUCT_OPS: dict[str, str] = {
+    "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor",
+}
+"""Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.ops.linear`."""
+
 ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention", "mla_attention")
 """Ops that the fusion passes treat as attention nodes."""
 
@@ -160,12 +165,19 @@ def _fake_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, T
     return quantised, input.new_empty((rows, groups), dtype=torch.float8_e4m3fn)
 
 
+def _fake_linear(
+    input: Tensor, weight: Tensor, input_scale: Tensor | None, weight_scale: Tensor | None, dtype: str
+) -> Tensor:
+    return input.new_empty((input.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys([*MUTATING_OPS, *TRANSFER_OPS], _fake_nothing),
     "quant_fp8_static": _fake_static,
     "quant_fp8_per_token": _fake_per_token,
     "quant_fp8_group": _fake_group,
     "quant_nvfp4": _fake_nvfp4,
+    "linear": _fake_linear,
 }
 
 
@@ -190,7 +202,7 @@ def _shape_function(name: str) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    for name, schema in {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS}.items():
+    for name, schema in {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS}.items():
         library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,) if name in TRANSFER_OPS else ())
         for key in _DEVICE_KEYS:
             library.impl(name, _device_kernel(name), key)

@@ -19,10 +19,12 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.linear import E4M3, LinearArgs
 from vattn.ops.triton import (
     advance_step,
     launch,
     library_rows,
+    linear,
     merge,
     mla_cases,
     packed_update,
@@ -90,6 +92,8 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (round_query, "round_query_kernel"),
             *mla_cases.KERNELS,
             (advance_step, "advance_step_kernel"),
+            (linear, "few_rows_kernel"),
+            (linear, "two_rows_kernel"),
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
             (library_rows, "finish_rows_kernel"),
@@ -297,6 +301,20 @@ def _advances(target: str) -> Iterator[Launch]:
         yield from record(f"{tokens} {from_prefills}", target, partial(advance_step.advance, args))
 
 
+def _products(target: str) -> Iterator[Launch]:
+    """Every cut, on the target whose GPUs run the kernel."""
+    if target != "sm_90":
+        return
+    for (size, rows, many), dtype in itertools.product((*linear.CUTS, (2, 2, False)), ("float16", "bfloat16")):
+        for by_row in (False, True)[: 3 - size]:
+            values = E4M3 if size == 1 else MODEL_DTYPES[dtype]
+            features = linear.MANY_FEATURES if many else 512
+            x, weight = _meta(rows, 4096, dtype=values), _meta(features, 4096, dtype=values)
+            scale, other = (_meta(rows, 1), _meta(features)) if by_row else (_meta(1), _meta(1))
+            args = LinearArgs(x, weight, scale if size == 1 else None, other if size == 1 else None, dtype)
+            yield from record(f"{dtype} {rows} x {size}", target, partial(linear.few_rows_linear, args))
+
+
 def _library_rows(target: str) -> Iterator[Launch]:
     """What surrounds another library's kernel, for few requests and many, narrow tables and wide ones."""
     for reqs, width in ((2, 5), (300, 2000)):
@@ -343,6 +361,7 @@ def _striped_rows(target: str) -> Iterator[Launch]:
 
 def _small_kernels(target: str) -> Iterator[Launch]:
     yield from _advances(target)
+    yield from _products(target)
     yield from _striped_rows(target)
     yield from _library_rows(target)
     yield from _planned_rows(target)

@@ -1,0 +1,117 @@
+"""`vattn::linear` on a GPU: own kernels against fp64, in captured chains whose kernels overlap, in models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import relative_l2
+from tests.test_linear_op import call, expected, make_args
+from vattn.ops.linear import LinearArgs
+from vattn.ops.variants import using
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Any:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def on_gpu(args: LinearArgs) -> LinearArgs:
+    return LinearArgs(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args))
+
+
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(("features", "columns"), [(80, 2048), (4096, 4096), (16400, 512), (6144, 14336)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 32, 64, 65])
+def test_products(rows: int, features: int, columns: int, codes: str) -> None:
+    """Every cut, features that are no whole number of programs, rows that torch takes; sums are those of FP8 cores."""
+    args = on_gpu(make_args(rows, codes, features, columns))
+    with using(few_rows=64):
+        got = call(args)
+    assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
+
+
+@pytest.mark.parametrize("codes", ["", "tensor"])
+@pytest.mark.parametrize("rows", [2, 32])
+def test_chains(rows: int, codes: str) -> None:
+    """Each product needs what the kernel before it wrote, and overwrites what others read, with nothing between."""
+    torch.manual_seed(0)
+    dtype = torch.float8_e4m3fn if codes else torch.bfloat16
+    ones = torch.ones(1, device="cuda") if codes else None
+    weights = [torch.randn(2048, 2048, device="cuda") / 45 for _ in range(8)]
+    weights = [(w * 32).to(dtype) if codes else w.to(dtype) for w in weights]
+    scale = torch.full((1,), 1 / 32, device="cuda") if codes else None
+
+    def run(x: torch.Tensor, most: int) -> torch.Tensor:
+        with using(few_rows=most):
+            for index, weight in enumerate(weights * 4):
+                if index % 3 == 2:
+                    x = x / x.float().square().mean(1, keepdim=True).sqrt().to(x.dtype)
+                x = torch.ops.vattn.linear(x.to(dtype), weight, ones, scale, "bfloat16")
+        return x
+
+    x = torch.randn(rows, 2048, device="cuda").bfloat16()
+    want = run(x, 64)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(x, 64)
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+    # Roundings of 32 products add up, and those of codes are coarse.
+    assert relative_l2(want.float(), run(x, 0).float()) < (0.3 if codes else 0.03)
+
+
+class Seen:
+    """A logits processor that keeps what it sees, by the tokens before."""
+
+    def __init__(self) -> None:
+        self.scores: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.scores |= {tuple(row): own.clone() for row, own in zip(ids.tolist(), scores, strict=True)}
+        return scores
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
+def test_models(fmt: str, overlap: bool) -> None:
+    """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""
+    from tests.gpu.test_fp8_linears_gpu import PROMPTS, WIDE
+    from tests.test_fp8_linears import calibrated, make_llama
+    from vattn.integrations.transformers import disable, enable
+
+    model = make_llama(**{**WIDE, "intermediate_size": 1024}).bfloat16().cuda()
+    if fmt:
+        found = calibrated(model)
+        vattn.quantise_linears(model, fmt, calibration=found if fmt == "fp8_static" else None)
+    logits = []
+    for own in (False, True):
+        torch._dynamo.reset()
+        packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
+        options = {"triton.enable_pdl": True} if overlap and own else {}
+        seen = Seen()
+        with using(few_rows=64):
+            generator = vattn.Generator(
+                packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
+                compile_options={"options": vattn.options(options)},
+            )  # fmt: skip
+            sampling = vattn.Sampling(8, stop_token_ids=(), logits_processors=(seen,))
+            generator.generate(PROMPTS, sampling)
+        logits.append(seen.scores)
+        disable(model)
+    both = logits[0].keys() & logits[1].keys()
+    assert len(both) > len(PROMPTS), "prefills, and decodes as long as the tokens are the same"
+    for ours, theirs in ((logits[1][ids], logits[0][ids]) for ids in both):
+        assert ours.isfinite().all() and relative_l2(ours.float(), theirs.float()) < (0.1 if fmt else 0.03)

@@ -1,0 +1,144 @@
+"""`vattn::linear`: against fp64, as torch sees the op, what it refuses, and the kernel in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import relative_l2
+from vattn import errors
+from vattn.ops.linear import E4M3, LinearArgs
+from vattn.ops.variants import using
+
+
+def make_args(rows: int, codes: str = "", features: int = 48, columns: int = 1024, seed: int = 0) -> LinearArgs:
+    """Random arguments whose rows lie apart, with NaN between them; `codes`: `""`, `"tensor"` or `"row"`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    dtype = E4M3 if codes else torch.float16
+    room = torch.full((rows + 2, columns + 64), torch.nan).to(dtype)
+    room[1 : rows + 1, :columns] = randn(rows, columns).to(dtype)
+    weight = (randn(features, columns) / columns**0.5 * (64 if codes else 1)).to(dtype)
+    x = room[1 : rows + 1, :columns]
+    if not codes:
+        return LinearArgs(x, weight, None, None, "float16")
+    by_row = codes == "row"
+    scales = ((rows, 1), (features,)) if by_row else ((1,), (1,))
+    scale, other = (torch.rand(shape, generator=generator) * 0.01 + 0.01 for shape in scales)
+    return LinearArgs(x, weight, scale, other, "bfloat16")
+
+
+def expected(args: LinearArgs) -> Tensor:
+    product = args.input.double() @ args.weight.double().t()
+    if args.input_scale is not None and args.weight_scale is not None:
+        product = product * args.input_scale * args.weight_scale
+    return product
+
+
+def call(args: LinearArgs) -> Tensor:
+    return torch.ops.vattn.linear(*args)
+
+
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_products(rows: int, codes: str) -> None:
+    args = make_args(rows, codes)
+    got = call(args)
+    assert got.dtype is (torch.bfloat16 if codes else torch.float16) and got.shape == (rows, 48)
+    # Rounded once to the result's dtype: 2**-9 and 2**-12 of a value at most.
+    assert not rows or relative_l2(got.double(), expected(args)) < (2e-3 if codes else 3e-4)
+
+
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(("rows", "features"), [(1, 48), (2, 96), (7, 16), (19, 80), (40, 64)])
+def test_the_kernel(rows: int, features: int, codes: str) -> None:
+    """In the interpreter: all numbers of rows round up to a tile, and the last block of features is not whole."""
+    pytest.importorskip("triton")
+    from vattn.ops.triton.linear import choose, few_rows_linear, takes
+
+    args = make_args(rows, codes, features)
+    assert not takes(args)
+    with using(few_rows=64):
+        assert takes(args) and not takes(make_args(65, codes, features)) and not takes(make_args(0, codes, features))
+        assert not takes(make_args(rows, codes, features, columns=1024 + 16))
+    assert choose(args).columns <= 1024
+    got = few_rows_linear(args)
+    assert got.isfinite().all() and relative_l2(got.double(), expected(args)) < (3e-3 if codes else 4e-4)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2048), (2, 4096)])
+def test_the_kernel_for_two_rows(rows: int, columns: int) -> None:
+    pytest.importorskip("triton")
+    from vattn.ops.triton.linear import TWO_ROWS, choose, few_rows_linear
+
+    args = make_args(rows, "", 20, columns)
+    assert choose(args) == TWO_ROWS
+    assert relative_l2(few_rows_linear(args).double(), expected(args)) < 3e-4
+
+
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+def test_opcheck(codes: str) -> None:
+    args = make_args(3, codes)
+    # The schema's test multiplies arguments, which torch cannot do with FP8.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    result = torch.library.opcheck(torch.ops.vattn.linear.default, tuple(args), test_utils=utilities[bool(codes) :])
+    assert set(result.values()) == {"SUCCESS"}
+
+
+PLAIN, CODES = make_args(3), make_args(3, "row")
+REFUSED: dict[str, tuple[LinearArgs, type[Exception], str]] = {
+    "dtype": (PLAIN._replace(dtype="bf16"), errors.ConfigError, "bfloat16"),
+    "another result": (PLAIN._replace(dtype="bfloat16"), errors.DtypeError, "both in bfloat16"),
+    "another weight": (PLAIN._replace(weight=PLAIN.weight.float()), errors.DtypeError, "weight in float32"),
+    "codes and a plain weight": (CODES._replace(weight=PLAIN.weight), errors.DtypeError, "both e4m3"),
+    "columns": (PLAIN._replace(weight=PLAIN.weight[:, :512].contiguous()), errors.ShapeError, r"\(48, 512\)"),
+    "three dimensions": (PLAIN._replace(input=PLAIN.input[None]), errors.ShapeError, "view the input"),
+    "a transposed weight": (PLAIN._replace(weight=PLAIN.weight.t().contiguous().t()), errors.StrideError, "weight"),
+    "no scale": (CODES._replace(input_scale=None), errors.ScaleError, "input_scale missing"),
+    "a scale": (PLAIN._replace(weight_scale=torch.ones(1)), errors.ScaleError, "weight_scale with float16"),
+    "scales of other rows": (CODES._replace(input_scale=torch.ones(4, 1)), errors.ShapeError, r"\(3, 1\)"),
+    "scales in bf16": (CODES._replace(weight_scale=torch.ones(48).bfloat16()), errors.ShapeError, "fp32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    args, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        call(args)
+
+
+def test_gradients_are_refused() -> None:
+    with pytest.raises(errors.GradientError, match="vattn::linear"):
+        call(PLAIN._replace(weight=PLAIN.weight.clone().requires_grad_()))
+
+
+@pytest.mark.parametrize("fmt", ["", "fp8_per_token", "fp8_group128"])
+@pytest.mark.parametrize("merge", [False, True])
+def test_models(fmt: str, merge: bool) -> None:
+    """On vattn with its products and without: the same on a CPU, to the bit; and back."""
+    pytest.importorskip("transformers")
+    import vattn
+    from tests.test_fp8_linears import make_llama
+    from tests.test_transformers import PROMPTS, Runner
+    from vattn.integrations.transformers import disable, enable
+
+    model: Any = make_llama()
+    if fmt:
+        vattn.quantise_linears(model, fmt)
+    before = [type(module) for module in model.modules()]
+    logits = []
+    for own in (False, True):
+        packed = enable(model, num_blocks=17, merge_projections=merge, own_linears=own)
+        assert any(type(module).__name__ == "OwnLinear" for module in packed.modules()) == own
+        logits.append(Runner(packed).step([(PROMPTS[1], 0)])[0])
+        disable(model)
+        assert before == [type(module) for module in model.modules()]
+        assert not any("own_product" in module.__dict__ for module in model.modules())
+    assert torch.equal(*logits)
