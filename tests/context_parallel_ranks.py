@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import traceback
@@ -19,7 +20,7 @@ import vattn
 from tests.support import poisoned_empty, relative_l2
 from vattn.context_parallel import ContextParallel
 from vattn.context_parallel.combine import combine, combine_parts, gather_heads
-from vattn.errors import RankError
+from vattn.errors import MetadataError, RankError, UnknownOptionError, VattnError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.quantization import quantise_output
 
@@ -47,13 +48,13 @@ def compare(got: Tensor, expected: Tensor, most: float) -> None:
 
 
 @contextmanager
-def refused(pattern: str) -> Iterator[None]:
+def refused(pattern: str, kind: type[VattnError] = RankError) -> Iterator[None]:
     try:
         yield
-    except RankError as error:
+    except kind as error:
         assert pattern in str(error), f"{error} does not say {pattern!r}"
     else:
-        raise AssertionError(f"no RankError with {pattern!r}")
+        raise AssertionError(f"no {kind.__name__} with {pattern!r}")
 
 
 class Twin:
@@ -281,8 +282,10 @@ def ranks_that_disagree_are_told(rank: int, world: int) -> None:
         builder.build([2], [5], [[1]], causal=rank != 1)
     for name, tensor in before.tensors().items():
         assert torch.equal(tensor, kept[name]), f"{name} changed by a refused step"
-    with refused("interleave of rank 1"):
+    with refused("interleave=2 on rank 1, interleave=1 on rank 0"):
         ContextParallel.of(interleave=1 + (rank == 1))
+    with refused("check=False on rank 1"):
+        ContextParallel.of(check=rank != 1)
     with refused("capacity of the builder of rank 1"):
         vattn.AttentionMetadataBuilder(4, 64, 64 + (rank == 1), context_parallel=parallel)
     layer = vattn.Attention(HEADS, SIZE, 0.25 + (rank == 1), KV_HEADS, context_parallel=parallel)
@@ -297,15 +300,50 @@ def ranks_that_disagree_are_told(rank: int, world: int) -> None:
 
 
 @case
+def what_one_rank_refuses_the_others_are_told(rank: int, world: int) -> None:
+    """At once, and all go on with the next step; a rank keeps its own error."""
+    begin = time.monotonic()
+    if rank == 1:
+        with refused("combine='sum'", UnknownOptionError):
+            ContextParallel.of(combine="sum")
+    else:
+        with refused("rank 1 refused what it was asked for"):
+            ContextParallel.of()
+    parallel = ContextParallel.of(timeout=PATIENT)
+    builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=parallel)
+    for _ in range(2):
+        if rank == 1:
+            with refused("request 0: seq_len 40 over 2 ranks needs 2 blocks", MetadataError):
+                builder.build([2], [40], [[1]])
+        else:
+            with refused("rank 1 refused what rank 0 accepts"):
+                builder.build([2], [40], [[1, 2]])
+        assert builder.build([2], [5], [[1]]).num_actual_tokens == 2
+    with refused("seq_len 40 over", MetadataError):
+        builder.build([2], [40], [[1]])
+    other = vattn.Attention(HEADS, SIZE, 0.25, KV_HEADS, context_parallel=parallel if rank != 1 else None)
+    vattn.allocate_kv_cache(other, num_blocks=4, dtype=torch.float32)
+    with refused("the builder with" if rank == 1 else "rank 1 refused", VattnError):
+        vattn.AttentionMetadataBuilder(4, 64, 64, layers=other, context_parallel=parallel)
+    assert time.monotonic() - begin < PATIENT / 2
+
+
+@case
 def a_rank_that_does_not_come_is_told(rank: int, world: int) -> None:
     parallel = ContextParallel.of(timeout=1)
     builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=parallel)
     if rank != 1:
         with refused("found no answer of all others"):
             builder.build([2], [5], [[1]])
+        with refused("it missed another rank when it asked about number of steps"):
+            builder.build([2], [5], [[1]])
     dist.barrier()
     # The group of the layers is as it was.
     assert gather_heads(poisoned_empty((2, 1, 4), torch.float32), parallel).shape == (2, world, 4)
+    again = ContextParallel.of(timeout=PATIENT)
+    assert again == dataclasses.replace(parallel, timeout=PATIENT)
+    builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=again)
+    assert builder.build([2], [5], [[1]]).num_actual_tokens == 2
 
 
 def run(rank: int, world: int, folder: str, names: list[str]) -> None:

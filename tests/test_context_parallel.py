@@ -16,7 +16,16 @@ from tests.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.context_parallel import ContextParallel, Stripe
 from vattn.context_parallel.combine import combine_parts, joint_lse
-from vattn.errors import ConfigError, MetadataError, RankError, UnknownOptionError, UnsupportedRequestError, VattnError
+from vattn.errors import (
+    ConfigError,
+    DtypeError,
+    MetadataError,
+    RankError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+    VattnError,
+)
 from vattn.ops import reference
 
 WORLDS = st.integers(1, 5)
@@ -216,7 +225,7 @@ REFUSED = {
     "slots": (MetadataError, "slot_mapping with context parallelism", lambda: build(slot_mapping=[0, 1])),
     "prefix": (MetadataError, "shared_prefix_len with", lambda: build(shared_prefix_len=16)),
     "no-tables": (MetadataError, "block_tables=None", lambda: build([2], [2], None)),
-    "narrow-table": (MetadataError, "seq_len 18 needs 2 blocks", lambda: build([2], [36], [[1]])),
+    "narrow-table": (MetadataError, "seq_len 36 over 2 ranks needs 2 blocks", lambda: build([2], [36], [[1]])),
     "long": (MetadataError, "a step of 80 positions", lambda: build([2], [80], [[1, 2, 3, 4, 5]])),
     "whole-step": (MetadataError, "metadata of whole requests", lambda: call(PAIR, None)),
     "striped-step": (MetadataError, "whose cache holds all tokens", lambda: call(None, PAIR)),
@@ -261,6 +270,26 @@ def test_a_profiling_call_asks_no_other_rank() -> None:
     layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=PAIR)
     assert layer(*inputs(2)).shape == (3, 32)
     assert "rank 1 of 2" in repr(layer)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    parts, lses = [torch.zeros(3, 2, 4)] * 2, torch.zeros(2, 3, 2)
+    wrong: list[tuple[type[VattnError], tuple[object, ...]]] = [
+        (ShapeError, ([], lses[:0])),
+        (DtypeError, (None, lses)),
+        (DtypeError, ([parts[0], None], lses)),
+        (DtypeError, (parts, [0.0])),
+        (DtypeError, (parts, lses.double())),
+        (DtypeError, ([part.int() for part in parts], lses)),
+        (ShapeError, (parts, lses[:1])),
+        (ShapeError, ([parts[0], parts[1][:2]], lses)),
+        (ShapeError, ([part[0] for part in parts], lses)),
+        (ShapeError, (parts, lses, torch.zeros(3))),
+        (DtypeError, (parts, lses, 0.5)),
+    ]
+    for error, arguments in wrong:
+        with pytest.raises(error):
+            combine_parts(*arguments)
 
 
 def test_checks_without_a_group_say_nothing_and_errors_are_ours() -> None:

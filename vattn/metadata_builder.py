@@ -13,7 +13,13 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.context_parallel.group import ContextParallel
-from vattn.context_parallel.steps import builder_facts, check_ranks, check_striped_step, step_facts
+from vattn.context_parallel.steps import (
+    builder_facts,
+    check_ranks,
+    check_striped_step,
+    step_facts,
+    telling_others,
+)
 from vattn.cross_step import read_cross_step, write_cross_slots
 from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
 from vattn.host_integers import integer, read_count
@@ -122,7 +128,8 @@ class AttentionMetadataBuilder:
         self._sink_layers: list[Any] = []
         self._sink_lens: dict[str, int] = {}
         self._asked: list[str] = []
-        self._configs = self._find_configs(layers)
+        with telling_others(context_parallel):
+            self._configs = self._find_configs(layers)
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
         max_encoder_tokens = _capacity("max_encoder_tokens", max_encoder_tokens, 0)
@@ -278,38 +285,40 @@ class AttentionMetadataBuilder:
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
             RankError: the other ranks build another step, or none; no buffer was touched.
         """
-        step = read_step(
-            self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
-        )
-        num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        number = next(self._builds)
+        with telling_others(self.context_parallel):
+            step = read_step(
+                self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
+            )
+            num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+            if self.context_parallel is not None:
+                check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
+            step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
+            step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
+            step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
+            if shared_prefix_len is not None:
+                step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
+            if capture_key is not None:
+                if not isinstance(capture_key, CaptureKey):
+                    raise MetadataError(
+                        f"capture_key={capture_key!r:.60}", "what metadata.capture_key() returned", "pass that, or None"
+                    )
+                captured = {name: shape[0] for name, shape in capture_key.optional}
+                num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
+                num_logits_padded = captured.get("logits_indices", num_logits_padded)
+                num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
+                num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
+                _refuse_overflow(step, capture_key)
+            padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
+            padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
+            metadata = self._views(step, padded_reqs, padded_tokens)
+            self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
+            self._add_logits(metadata, step, padded_reqs, num_logits_padded)
+            self._add_prefix(metadata, step, padded_reqs)
+            if capture_key is not None:
+                refuse_contradiction(capture_key, metadata.capture_key())
         if self.context_parallel is not None:
-            check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
-        step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
-        step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
-        step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
-        if shared_prefix_len is not None:
-            step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
-        if capture_key is not None:
-            if not isinstance(capture_key, CaptureKey):
-                raise MetadataError(
-                    f"capture_key={capture_key!r:.60}", "what metadata.capture_key() returned", "pass that, or None"
-                )
-            captured = {name: shape[0] for name, shape in capture_key.optional}
-            num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
-            num_logits_padded = captured.get("logits_indices", num_logits_padded)
-            num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
-            num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
-            _refuse_overflow(step, capture_key)
-        padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
-        padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
-        metadata = self._views(step, padded_reqs, padded_tokens)
-        self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
-        self._add_logits(metadata, step, padded_reqs, num_logits_padded)
-        self._add_prefix(metadata, step, padded_reqs)
-        if capture_key is not None:
-            refuse_contradiction(capture_key, metadata.capture_key())
-        if self.context_parallel is not None:
-            self.context_parallel.agree(step_facts(step, metadata, next(self._builds)))
+            self.context_parallel.agree(step_facts(step, metadata, number))
         for layer in self._sink_layers:
             layer.write_changed_sinks()
         self._write(step, padded_reqs, padded_tokens)

@@ -117,6 +117,8 @@ def read_step(
     else:
         # What the first rank needs every rank asks for, so that all refuse the same tables.
         needed = most_held(limits.stripe, lengths)
+        if limits.stripe is not None:
+            _check_striped_tables(block_tables, lengths, limits)
         table = read_table("block_tables", block_tables, needed, limits.block_size)
         check_block_table(table, needed, limits.block_size, limits.num_blocks)
     if block_tables is None:
@@ -132,6 +134,27 @@ def read_step(
     ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
     held = None if limits.stripe is None else limits.stripe.count(lengths)
     return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None, held=held)
+
+
+def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
+    """Refuse tables that are too narrow for what the first rank holds, in the numbers of whole requests."""
+    stripe, size = limits.stripe, limits.block_size
+    assert stripe is not None
+    for row, length in enumerate(lengths.tolist()):
+        if isinstance(tables, Tensor):
+            width = tables.shape[-1] if tables.dim() else 0
+        else:
+            own = tables[row]
+            width = len(own) if hasattr(own, "__len__") else 1 << 30  # no table at all: refused later
+        held = stripe.of_rank(0).count(length)
+        needed = -(-held // size)
+        if width < needed:
+            raise MetadataError(
+                f"request {row}: seq_len {length} over {stripe.world_size} ranks needs {needed} blocks of {size} "
+                f"tokens on each, its block table has {width}",
+                f"at least {needed} blocks, for the {held} tokens that the first rank holds",
+                "allocate the missing blocks before building the step",
+            )
 
 
 def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> Tensor:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
+from vattn.context_parallel.meeting import meet, refuse
 from vattn.context_parallel.stripe import MAX_PERIOD, Stripe
-from vattn.errors import ConfigError, RankError, UnknownOptionError
+from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +27,12 @@ own heads."""
 
 FACTS = 12
 """Most things that one check compares; every check exchanges as many numbers, so that no two can be mixed up."""
+
+_REFUSED = -1
+"""What a rank says in the place of hashes, which are positive, if it refuses what it was given."""
+
+_missed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+"""Groups in which a rank was missed, and what was being compared: messages may still be under way in them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class ContextParallel:
             group: any backend; default: all ranks.
             interleave, combine: see the class; equal on all ranks.
             check: let ranks compare every step they build, by their hosts: an exchange of hashes over gloo. Without it
-                ranks that disagree hang or compute nonsense.
+                ranks that disagree hang or compute nonsense. These arguments are compared in any case.
             timeout: seconds that a check waits.
 
         Raises:
@@ -108,17 +118,20 @@ class ContextParallel:
                 "make the layers on the ranks of the group alone",
             )
         ranks = distributed.get_process_group_ranks(group)
-        # Refuses what no group should be made for.
-        parallel = ContextParallel(
-            distributed.get_rank(group), len(ranks), interleave, combine, group.group_name, timeout=timeout
-        )
+        try:
+            parallel = ContextParallel(
+                distributed.get_rank(group), len(ranks), interleave, combine, group.group_name, timeout=timeout
+            )
+        except VattnError:
+            refuse(group)
+            raise
+        meet(group, {"interleave": interleave, "combine": combine, "check": bool(check)}, timeout)
         if check:
             # Of its own, so that a check that fails by its timeout leaves the user's group as it was.
             own = distributed.new_group(
                 ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
             )
             parallel = dataclasses.replace(parallel, check_group_name=own.group_name)
-        parallel.agree({"interleave": interleave, "combine": combine})
         return parallel
 
     @property
@@ -135,26 +148,19 @@ class ContextParallel:
             facts: at most `FACTS - 1` values with a faithful `repr`, or host tensors.
 
         Raises:
-            RankError: another rank has other facts, or did not come within the timeout.
+            RankError: another rank has other facts, refused (`refuse`), or did not come within the timeout; or one was
+                missed before, after which nothing can be compared.
         """
         if not self.check_group_name:
             return
-        from torch import distributed
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        hashes = [_hash(tuple(facts)), *(_hash(fact) for fact in facts.values())]
-        mine = torch.tensor(hashes + [0] * (FACTS - len(hashes)), dtype=torch.int64)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
-        try:
-            group: ProcessGroup = _resolve_process_group(self.check_group_name)  # type: ignore[arg-type, unused-ignore]
-            distributed.all_gather(all_of_them, mine, group=group)
-        except Exception as error:
+        all_of_them = self._exchange([_hash(tuple(facts)), *(_hash(fact) for fact in facts.values())], ", ".join(facts))
+        refused = [str(rank) for rank, theirs in enumerate(all_of_them) if theirs[0] == _REFUSED]
+        if refused:
             raise RankError(
-                f"rank {self.rank} of {self.world_size} found no answer of all others about "
-                f"{', '.join(facts)} within {self.timeout:g} s",
-                "every rank at the same step: what one of them raises, all must meet",
-                f"look for an error on another rank; the group says: {str(error).splitlines()[0]:.160}",
-            ) from error
+                f"rank {', '.join(refused)} refused what rank {self.rank} accepts",
+                "arguments that are right, and equal, on all ranks of a context-parallel group",
+                "its own error says why; nothing was changed, and all ranks may go on",
+            )
         names = ("what is compared", *facts)
         differing = [
             f"{name} of rank {rank}"
@@ -168,6 +174,43 @@ class ContextParallel:
                 "equal values on all ranks of a context-parallel group",
                 "give every rank the same requests, lengths and block tables, and equal layers",
             )
+
+    def refuse(self) -> None:
+        """Tell the other ranks, which are about to `agree`, that this one refuses what it was given.
+
+        Nothing happens without a check group, or if the others do not come: this rank has an error of its own.
+        """
+        if self.check_group_name:
+            with contextlib.suppress(RankError):
+                self._exchange([_REFUSED], "an error of this rank")
+
+    def _exchange(self, numbers: list[int], about: str) -> list[Tensor]:
+        """Return `[FACTS]` numbers of every rank, this one's among them."""
+        from torch import distributed
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group: ProcessGroup = _resolve_process_group(self.check_group_name)  # type: ignore[arg-type, unused-ignore]
+        if group in _missed:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} compares nothing any more: it missed another rank when it "
+                f"asked about {_missed[group]}",
+                "ranks that came to every step",
+                "call ContextParallel.of on every rank again, and make the builder, or the whole model, with what it "
+                "returns",
+            )
+        mine = torch.tensor(numbers + [0] * (FACTS - len(numbers)), dtype=torch.int64)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            distributed.all_gather(all_of_them, mine, group=group)
+        except Exception as error:
+            _missed[group] = about
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} found no answer of all others about {about} within "
+                f"{self.timeout:g} s",
+                "every rank at the same step: what one of them raises, all must meet",
+                f"look for an error on another rank; the group says: {str(error).splitlines()[0]:.160}",
+            ) from error
+        return all_of_them
 
 
 def _hash(fact: object) -> int:

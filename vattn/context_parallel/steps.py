@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,17 @@ def check_striped_step(step: Step, slot_mapping: object, encoder_lens: object, s
             "block tables of the request's own tokens, from which every rank computes its slots",
             f"leave {asked[0]} out" if asked != ["block_tables=None"] else "pass block_tables",
         )
+
+
+@contextlib.contextmanager
+def telling_others(parallel: ContextParallel | None) -> Iterator[None]:
+    """Let the other ranks know of an error inside, so that none of them waits for this one."""
+    try:
+        yield
+    except Exception:
+        if parallel is not None:
+            parallel.refuse()
+        raise
 
 
 def builder_facts(limits: Limits, layers: Sequence[str]) -> dict[str, object]:
