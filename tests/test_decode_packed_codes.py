@@ -76,8 +76,10 @@ def run_ptx(ptx: str, source: str, words: np.ndarray) -> Registers:
 def unpack_kernel(codes, results, COUNT: tl.constexpr, CODEC: tl.constexpr, ASSEMBLY: tl.constexpr):
     from_codes = tl.arange(0, COUNT)
     a, b, c, d = unpack(tl.load(codes + from_codes), CODEC, True, ASSEMBLY)
-    for place, part in ((0, a), (1, b), (2, c), (3, d)):
-        tl.store(results + place * COUNT + from_codes, part)
+    tl.store(results + from_codes, a)
+    tl.store(results + COUNT + from_codes, b)
+    tl.store(results + 2 * COUNT + from_codes, c)
+    tl.store(results + 3 * COUNT + from_codes, d)
 
 
 @pytest.mark.parametrize("codec", ASSEMBLY)

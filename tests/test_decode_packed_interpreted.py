@@ -17,7 +17,14 @@ TOLERANCE = 1.5e-3
 that carry a value's scale meet codes that lie up to 8 steps off."""
 
 LENGTHS = [1, 16, 17, 300, 47, 129]
-FAST = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc"]
+FAST = [
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "nvfp4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +39,8 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes:
     from vattn.ops.triton.decode_fast import Tuning
 
     values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, "block_size": 16}
-    config = make_config(**{**values, "kv_cache_dtype": fmt, **changes})
+    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
+    config = make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, **changes})
     batch = random_paged_batch(
         config, [1] * len(LENGTHS), LENGTHS, num_padding_reqs=padding, num_padding_tokens=padding
     )
@@ -53,9 +61,11 @@ def test_ragged_requests(fmt: str) -> None:
     check(fmt, slots=2 if "4" in fmt else 0)
 
 
-@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc", "nvfp4"])
 def test_masks_and_padding(fmt: str) -> None:
     masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}
+    if fmt == "nvfp4":
+        masks["kv_scale"] = "head"
     check(fmt, padding=2, heads=1, slots=2 if fmt.startswith("fp8") else 0, **masks)
 
 

@@ -16,7 +16,14 @@ from vattn.ops.cache_layout import kv_cache_shape
 
 pytestmark = pytest.mark.gpu
 
-FAST = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc"]
+FAST = [
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "nvfp4",
+]
 TOLERANCE = {"bfloat16": 2.5e-3, "float16": 1.5e-3}
 """Relative L2: results are rounded to the model dtype, 1.7e-3 in bf16; the rest as in the interpreted tests."""
 
@@ -31,7 +38,8 @@ def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, 
     from vattn.ops.triton import decode_packed
 
     values = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "lse": True, "block_size": 16}
-    config = make_config(**{**values, "kv_cache_dtype": fmt, "backend": "TRITON_ATTN", **changes})
+    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
+    config = make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, "backend": "TRITON_ATTN", **changes})
     batch = random_paged_batch(
         config, [1] * len(lengths), lengths, num_padding_reqs=padding, num_padding_tokens=padding, device="cuda"
     )
@@ -95,8 +103,23 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
 @pytest.mark.parametrize("fmt", FAST)
 def test_masks(fmt: str) -> None:
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
+    if KV_FORMATS[fmt].quantised:
+        masks["kv_scale"] = "head"
     check(fmt, [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21, num_kv_heads=3,
           dtype="float16", **masks)  # fmt: skip
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [40, 1, 7]])
+@pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
+def test_heads_of_512_in_the_general_kernel(fmt: str, query_lens: list[int]) -> None:
+    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
+    config = make_config(
+        num_heads=4, num_kv_heads=2, head_size=512, dtype="bfloat16", block_size=16, kv_cache_dtype=fmt, kv_scale=kind,
+        backend="TRITON_ATTN",
+    )  # fmt: skip
+    batch = random_paged_batch(config, query_lens, [40, 300, 19], device="cuda")
+    batch.run()
+    assert relative_l2(batch.output(), batch.expected()[0]) < 4e-3
 
 
 @pytest.mark.parametrize("fmt", ["int4_per_token_head", "turboquant_k8v4"])

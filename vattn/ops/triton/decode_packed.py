@@ -25,22 +25,23 @@ from vattn.ops.triton.decode_fast import Tuning
 from vattn.ops.triton.decode_fast_kernels import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
 from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
 
-KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4)}
-VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4)}
+KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4)}
+VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4)}
 """Codecs and bits that the kernel unpacks."""
 
 TUNINGS: dict[str, Tuning] = {
     "int8_per_token_head": Tuning(2, 4, 4),
     "fp8_per_token_head": Tuning(2, 4, 4),
     "turboquant_k8v4": Tuning(2, 4, 4),
-    "int4_per_token_head": Tuning(2, 4, 6, slots=2, max_registers=168),
-    "turboquant_4bit_nc": Tuning(2, 4, 6, slots=2, max_registers=168),
+    "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
+    "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
+    "nvfp4": Tuning(2, 4, 8, max_registers=128),
 }
 """How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one); `benchmarks/packed.py`
 times others."""
 
 HEAD_SIZES = Sizes(values=(64, 128))
-FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout"})
+FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -133,6 +134,11 @@ def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
     return TensorDescriptor(codes, shape, strides, [1, tuning.heads, TILE_TOKENS.value, width])
 
 
+def _byte_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """Return how many bytes the scales of blocks, tokens and heads are apart; zeros where there are none."""
+    return (0, 0, 0) if scales is None else tuple(step * scales.itemsize for step in scales.stride()[:3])
+
+
 def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
     constants: dict[str, Any] = {
@@ -148,7 +154,6 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
             f"{name}_FACTOR": query_factor(width, part.rotation) * 2.0 ** -row_shift(width, part.rotation),
             f"{name}_BLOCK": block_width(width, part.rotation),
             f"{name}_FLIP": part.rotation == "block_hadamard",
-            f"{name}_HALVES": part.scales if part.scale_dtype == torch.float16 else 0,
         }  # fmt: skip
     return constants
 
@@ -163,8 +168,6 @@ def _launch(
     partial_stats: Tensor,
     common: dict[str, Any],
 ) -> None:
-    from vattn.ops.triton.packed_update import strides
-
     key, value = packed_views(args.kv_cache, config)
     log2_e = LOG2E.value
     score_scale, soft_cap = config.scale * log2_e, 1.0
@@ -178,7 +181,8 @@ def _launch(
         query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
         score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads,
-        maxnreg=tuning.max_registers, KEY_STRIDES=strides(key.scales), VALUE_STRIDES=strides(value.scales),
-        MODEL=common["MODEL"], OUTPUT=common["OUTPUT"], **{name: common[name] for name in names},
+        maxnreg=tuning.max_registers, KEY_STRIDES=_byte_strides(key.scales), VALUE_STRIDES=_byte_strides(value.scales),
+        k_scale=args.k_scale, v_scale=args.v_scale, MODEL=common["MODEL"], OUTPUT=common["OUTPUT"],
+        KV_SCALE=common["KV_SCALE"], **{name: common[name] for name in names},
         **decode_constants(config, tuning),
     )  # fmt: skip

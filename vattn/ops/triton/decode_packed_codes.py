@@ -9,9 +9,13 @@ come out 16 times as large; queries and sums make up for that, and for the 2^24,
 raised by 128 to be unsigned, which is a zero point like that of int4 rows. Centroids are looked up by byte permutes,
 eight positive levels and a sign.
 
-Instructions of one 32-bit register, of which a lane holds four times as many as there are bits in a code (a head of
+e2m1 codes are shifted to where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa: that is
+`code * 2^-14`, subnormals included, four codes at a time in the upper halves of fp16. Times their e4m3 scale they are
+exact in fp16: multiples of 2^-24 with six digits.
+
+Instructions of one 32-bit register, of which a lane holds twice as many as there are bits in a code (a head of
 128, 16 tokens), keys or values: integers of four bits 5 for 8 codes, int8 3 for 4, e4m3 keys 2 and values 3 for 4,
-centroids 16 for 8.
+centroids 16 for 8, e2m1 and its scales 17 for 8.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ import triton
 import triton.language as tl
 
 from vattn.kv_formats.turboquant import CENTROIDS
+from vattn.ops.triton.codec import decode
 from vattn.ops.triton.decode_fast_kernels import UNPACK_KEYS, UNPACK_VALUES, decode_low_byte
 from vattn.ops.triton.packed import level
 
 INTEGER_UNIT = tl.constexpr(2.0**24)
 """What integer codes as fp16 must be multiplied by."""
+
+E2M1_UNIT = tl.constexpr(2.0**14)
+"""What e2m1 codes as fp16 must be multiplied by."""
 
 UNPACK_INT8 = tl.constexpr(
     """
@@ -100,6 +108,36 @@ UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx())
 """PTX: centroids of codes of four bits, two columns next to each other in each result."""
 
 
+UNPACK_E2M1 = tl.constexpr(
+    """
+    {
+    .reg .b32 codes, odd, even, scale;
+    .reg .b16 low, high;
+    mov.b32 codes, $4;
+    prmt.b32 scale, $5, $6, $7;
+    mov.b32 {low, high}, scale;
+    cvt.rn.f16x2.e4m3x2 scale, low;
+    shr.u32 odd, codes, 3;
+    and.b32 odd, odd, 0x0E0E0E0E;
+    lop3.b32 odd, codes, 0x80808080, odd, 0xEA;
+    shl.b32 even, codes, 1;
+    and.b32 even, even, 0x0E0E0E0E;
+    shl.b32 codes, codes, 4;
+    lop3.b32 even, codes, 0x80808080, even, 0xEA;
+    prmt.b32 $0, even, 0, 0x2404;
+    prmt.b32 $1, odd, 0, 0x2404;
+    and.b32 $2, even, 0xFF00FF00;
+    and.b32 $3, odd, 0xFF00FF00;
+    mul.rn.f16x2 $0, $0, scale;
+    mul.rn.f16x2 $1, $1, scale;
+    mul.rn.f16x2 $2, $2, scale;
+    mul.rn.f16x2 $3, $3, scale;
+    }
+    """
+)
+"""PTX: e2m1 codes times their scales, which are bytes of two words, one for each int16; `(x & y) | z` is 0xEA."""
+
+
 @triton.jit
 def nibble(quads, j: tl.constexpr):
     """Return the j-th code of four bits of each int16."""
@@ -158,6 +196,46 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
         )  # fmt: skip
 
 
+@triton.jit
+def scale_selectors(nothing, length):
+    """Return selectors of a permute `[16]`: of two words, the bytes that scale these of 16 int16.
+
+    They come out of a load that reads nothing, `length` not being negative: the compiler lays out operands of products
+    where their loads are, unless it meets values of another origin on the way there.
+    """
+    column = tl.arange(0, 16)
+    return tl.load(nothing + column, mask=column < -length, other=(column // 4) * 0x11 + 0x40)
+
+
+@triton.jit
+def unpack_e2m1(codes, words, selectors, ASSEMBLY: tl.constexpr):
+    """Turn int16 `[heads, tokens, D / 4]` into four fp16 tensors of their e2m1 codes times scales, columns as `unpack`.
+
+    words: the e4m3 scales of a token, one for 16 columns, four in an int32, `[heads, tokens, D / 64]`. Assembly wants
+    the two int16 of a register to be of one token or of one group of columns; in operands of products they are.
+    """
+    SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], codes.shape[2] // 16, 16]
+    word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
+    selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            UNPACK_E2M1, "=r,=r,=r,=r,r,r,r,r,r", [codes, word, selector],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        scale = decode(((word >> (8 * (selector & 3))) & 255).to(tl.uint8), "fp8_e4m3", tl.float16, False)
+        return (
+            e2m1(nibble(codes, 0)) * scale, e2m1(nibble(codes, 1)) * scale,
+            e2m1(nibble(codes, 2)) * scale, e2m1(nibble(codes, 3)) * scale,
+        )  # fmt: skip
+
+
+@triton.jit
+def e2m1(code):
+    """Return int32 e2m1 codes as fp16, 2^-14 of what they mean."""
+    return (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
 @triton.constexpr_function
 def is_paired(codec, assembly):
     """Return whether results of unpacked keys hold columns in pairs; see `unpack`."""
@@ -168,6 +246,12 @@ def is_paired(codec, assembly):
 def is_integer(codec):
     """Return whether codes come out of `unpack` as subnormal numbers."""
     return codec in ("int8", "int4", "uniform")
+
+
+@triton.constexpr_function
+def unit_of(codec):
+    """Return what operands must be multiplied by to be codes, or codes times scales."""
+    return INTEGER_UNIT if is_integer(codec) else E2M1_UNIT if codec == "nvfp4" else 1.0
 
 
 @triton.jit
@@ -195,14 +279,13 @@ def split_query(
 @triton.jit
 def join_columns(a, b, c, d, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COUNT: tl.constexpr, CODEC: tl.constexpr):
     """Put transposed sums `[heads, D / COUNT, 8]` of every COUNT-th column together as rows `[heads * 8, D]`."""
-    if is_integer(CODEC):
-        a = a * INTEGER_UNIT
-        b = b * (INTEGER_UNIT if COUNT == 2 else INTEGER_UNIT / 16)
+    ODD_UNIT: tl.constexpr = unit_of(CODEC) / (16 if is_integer(CODEC) and COUNT == 4 else 1)
+    a = a * unit_of(CODEC)
+    b = b * ODD_UNIT
     if COUNT == 2:
         rows = tl.permute(tl.join(a, b), (0, 2, 1, 3))
     else:
-        if is_integer(CODEC):
-            c = c * INTEGER_UNIT
-            d = d * (INTEGER_UNIT / 16)
+        c = c * unit_of(CODEC)
+        d = d * ODD_UNIT
         rows = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 1, 3, 4))
     return tl.reshape(rows, [HEADS * 8, HEAD_SIZE])

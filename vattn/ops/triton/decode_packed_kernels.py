@@ -25,7 +25,16 @@ from vattn.ops.triton.decode_fast_kernels import (
     split_rows,
     visible_end,
 )
-from vattn.ops.triton.decode_packed_codes import INTEGER_UNIT, is_integer, join_columns, split_query, unpack
+from vattn.ops.triton.decode_packed_codes import (
+    INTEGER_UNIT,
+    is_integer,
+    join_columns,
+    scale_selectors,
+    split_query,
+    unit_of,
+    unpack,
+    unpack_e2m1,
+)
 from vattn.ops.triton.epilogue import load_scale, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
 from vattn.ops.triton.rotation import rotate_back, rotate_query
@@ -58,22 +67,25 @@ def low_rows(x, HEADS: tl.constexpr):
 
 
 @triton.jit
-def word_offsets(token, kv_head, HALVES: tl.constexpr, STRIDES: tl.constexpr):
-    """Return where in a block the scales of a token are, in words of 32 bits.
+def place_words(scales, token, kv_head, STRIDES: tl.constexpr):
+    """Return pointers to the words of 32 bits in the first block that hold the scales of a token, or begin to.
 
-    HALVES: 0 for one fp32, else the number of fp16 in a token's scales.
+    STRIDES of block, token and head are in bytes.
     """
     offset = token * STRIDES[1] + kv_head * STRIDES[2]
-    if HALVES:
-        offset = offset >> 1
-    return offset
+    return scales.to(tl.pointer_type(tl.int32), bitcast=True) + offset // 4
+
+
+@triton.jit
+def start_of_block(page, num_blocks, STRIDES: tl.constexpr):
+    """Return the offset of a block's scales in words, that of some block or other for a bad id."""
+    return tl.where((page >= 0) & (page < num_blocks), page, 0).to(tl.int64) * (STRIDES[0] // 4)
 
 
 @triton.jit
 def load_words(
-    key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr,
-    VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
-):  # fmt: skip
+    key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr
+):
     """Return the scales of keys and of values of a tile as int32 `[heads, 16]`; some or other for a bad block id.
 
     One load for both: as many words as there are threads, it becomes one asynchronous copy of each.
@@ -81,17 +93,23 @@ def load_words(
     which = tl.arange(0, 2)[None, :, None]
     token = (inside + tl.arange(0, TILE_TOKENS))[None, None, :]
     head = kv_head[:, None, None]
-    block = tl.where((page >= 0) & (page < num_blocks), page, 0).to(tl.int64)
-    value_block: tl.constexpr = VALUE_STRIDES[0] // 2 if VALUE_HALVES else VALUE_STRIDES[0]
-    words = value_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-    offsets = word_offsets(token, head, VALUE_HALVES, VALUE_STRIDES) + tl.zeros([1, 2, 1], tl.int32)
-    places = words + offsets
+    places = place_words(value_scales, token, head, VALUE_STRIDES) + tl.zeros([1, 2, 1], tl.int32)
     if key_scales is not None:
-        keys = key_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        places = tl.where(which == 0, keys + word_offsets(token, head, KEY_HALVES, KEY_STRIDES), places)
+        places = tl.where(which == 0, place_words(key_scales, token, head, KEY_STRIDES), places)
     # Blocks are as far apart for both.
-    both = tl.load(places + block * value_block)
+    both = tl.load(places + start_of_block(page, num_blocks, VALUE_STRIDES))
     return tl.split(tl.permute(both, (0, 2, 1)))
+
+
+@triton.jit
+def load_block_scales(scales, page, num_blocks, inside, kv_head, COUNT: tl.constexpr, STRIDES: tl.constexpr):
+    """Return the e4m3 scales of a tile, four in an int32, `[heads, 16, COUNT]`; some or other for a bad block id.
+
+    Keys and values are loaded apart, for the reason that `scale_selectors` gives.
+    """
+    token = (inside + tl.arange(0, TILE_TOKENS))[None, :, None]
+    places = place_words(scales, token, kv_head[:, None, None], STRIDES) + tl.arange(0, COUNT)[None, None, :]
+    return tl.load(places + start_of_block(page, num_blocks, STRIDES))
 
 
 @triton.jit
@@ -101,15 +119,29 @@ def low_half(words):
 
 
 @triton.jit
+def given_scale(scale, kv_head, KIND: tl.constexpr):
+    """Return the scale that a caller gave for each of `kv_head`, ones without."""
+    if KIND == 1:
+        return tl.full(kv_head.shape, 1.0, tl.float32) * tl.load(scale)
+    elif KIND == 2:
+        return tl.load(scale + kv_head)
+    else:
+        return tl.full(kv_head.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def key_scores(
-    keys, a, b, c, d, query_sum, row_factor, words, shift, CODEC: tl.constexpr, COUNT: tl.constexpr,
+    keys, a, b, c, d, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr, COUNT: tl.constexpr,
     HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return scores `[heads, 8, 16]` of one tile.
 
     words: its scales, to be shifted if they are halves of words. `row_factor` undoes all that queries carry.
     """
-    k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
+    if CODEC == "nvfp4":
+        k0, k1, k2, k3 = unpack_e2m1(keys, words, selectors, ASSEMBLY)
+    else:
+        k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
     scores = tl.dot(a, k0.permute(0, 2, 1))
     scores = tl.dot(b, k1.permute(0, 2, 1), scores)
     if COUNT == 4:
@@ -123,18 +155,21 @@ def key_scores(
     factor = row_factor[:, :, None]
     if CODEC == "codebook":
         factor = factor * low_half(words >> shift)[:, None, :]
-    elif CODEC != "e4m3":
+    elif CODEC != "e4m3" and CODEC != "nvfp4":
         # A zero point in the lowest bits of a scale changes it by 2e-6 of itself at most.
         factor = factor * words.to(tl.float32, bitcast=True)[:, None, :]
     return low * factor
 
 
 @triton.jit
-def value_step(words, CODEC: tl.constexpr):
+def value_step(words, CODEC: tl.constexpr, HEADS: tl.constexpr):
     """Return what codes of values are multiplied by, fp32 `[heads, 16]`."""
     if CODEC == "uniform":
         step = low_half(words)
         return tl.where(step < LEAST_STEP, LEAST_STEP, step)
+    elif CODEC == "nvfp4":
+        # The codes have been multiplied by their scales.
+        return tl.full([HEADS, TILE_TOKENS], 1.0, tl.float32)
     else:
         return words.to(tl.float32, bitcast=True)
 
@@ -159,10 +194,15 @@ def add_offset(offset, words, plain, weights, CODEC: tl.constexpr):
 
 
 @triton.jit
-def multiply_values(values, weights, a, b, c, d, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr):
+def multiply_values(
+    values, words, selectors, weights, a, b, c, d, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr
+):
     """Return the transposed sums plus `V^T P^T` of one tile."""
     weights = weights.permute(0, 2, 1)
-    v0, v1, v2, v3 = unpack(values, CODEC, False, ASSEMBLY)
+    if CODEC == "nvfp4":
+        v0, v1, v2, v3 = unpack_e2m1(values, words, selectors, ASSEMBLY)
+    else:
+        v0, v1, v2, v3 = unpack(values, CODEC, False, ASSEMBLY)
     a = tl.dot(v0.permute(0, 2, 1), weights, a)
     b = tl.dot(v1.permute(0, 2, 1), weights, b)
     if COUNT == 4:
@@ -186,69 +226,79 @@ def visible_tokens(tile, begin, tile_end):
 
 @triton.jit
 def mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP: tl.constexpr, VALUE_CODEC: tl.constexpr):
-    """Cap scores, hide tokens, and give hidden ones harmless scales: theirs may be NaN."""
+    """Cap scores, hide tokens, and give hidden ones harmless scales: theirs may be NaN. `add_tile` does for nvfp4."""
     if SOFT_CAP:
         # What they are multiplied by makes them score / cap * 2 log2(e): tanh(x) = 1 - 2 / (exp(2x) + 1).
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     if is_partly_hidden(tile, begin, tile_end):
         visible = visible_tokens(tile, begin, tile_end)
-        HARMLESS: tl.constexpr = 0x3C00 if VALUE_CODEC == "uniform" else 0x3F800000
         scores = tl.where(visible[None, None, :], scores, float("-inf"))
-        value_words = tl.where(visible[None, :], value_words, HARMLESS)
+        if VALUE_CODEC != "nvfp4":
+            HARMLESS: tl.constexpr = 0x3C00 if VALUE_CODEC == "uniform" else 0x3F800000
+            value_words = tl.where(visible[None, :], value_words, HARMLESS)
     return scores, value_words
 
 
 @triton.jit
 def score_tile(
     q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page, num_blocks, head0,
-    kv_head, shift, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
-    KEY_COUNT: tl.constexpr, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
-    VALUE_COUNT: tl.constexpr, VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
     inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
     keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // KEY_COUNT)
     values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // VALUE_COUNT)
-    key_words, value_words = load_words(
-        key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_HALVES, KEY_STRIDES, VALUE_HALVES,
-        VALUE_STRIDES,
-    )  # fmt: skip
+    if KEY_CODEC == "nvfp4":
+        key_words = load_block_scales(key_scales, page, num_blocks, inside, kv_head, HEAD_SIZE // 64, KEY_STRIDES)
+        value_words = load_block_scales(value_scales, page, num_blocks, inside, kv_head, HEAD_SIZE // 64, VALUE_STRIDES)
+    else:
+        key_words, value_words = load_words(
+            key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES, VALUE_STRIDES
+        )
     scores = key_scores(
-        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
+        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
     )
     scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
-    return scores, value_step(value_words, VALUE_CODEC), value_words, values
+    return scores, value_step(value_words, VALUE_CODEC, HEADS), value_words, values
 
 
 @triton.jit
 def add_tile(
-    scores, step, words, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end, CODEC: tl.constexpr,
-    COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
+    CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of one tile to the totals and its weighted values to the transposed sums."""
     plain = tl.exp2(scores - maximum[:, :, None])
     weights = (plain * step[:, None, :]).to(tl.float16)
     total += plain
     offset = add_offset(offset, words, plain, weights, CODEC)
-    if CODEC == "fp8":
-        # Codes alone that are NaN; those of hidden tokens count as zero.
+    if CODEC == "fp8" or CODEC == "nvfp4":
+        # Codes alone that are NaN, or scales of some columns; those of hidden tokens count as zero.
         if is_partly_hidden(tile, begin, tile_end):
-            kept = tl.where(visible_tokens(tile, begin, tile_end)[None, :, None], values, 0)
-            a, b, c, d = multiply_values(kept, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+            visible = visible_tokens(tile, begin, tile_end)[None, :, None]
+            kept = values
+            kept_words = words
+            if CODEC == "fp8":
+                kept = tl.where(visible, values, 0)
+            else:
+                kept_words = tl.where(visible, words, 0)
+            a, b, c, d = multiply_values(kept, kept_words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
         else:
-            a, b, c, d = multiply_values(values, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+            a, b, c, d = multiply_values(values, words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
     else:
-        a, b, c, d = multiply_values(values, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+        a, b, c, d = multiply_values(values, words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
     return total, offset, a, b, c, d
 
 
 @triton.jit
 def finish_item(
-    maximum, total, x, row, slot, is_padding, head0, sinks, scale, output, lse, partial_output, partial_stats,
+    maximum, total, x, row, slot, is_padding, head0, v_scale, sinks, scale, output, lse, partial_output, partial_stats,
     output_stride, HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr,
-    MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+    MODEL: tl.constexpr, OUTPUT: tl.constexpr, KV_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Write an item's rows `[heads * 8, D]`: the result, or a partial one when the request is split."""
     ROWS: tl.constexpr = HEADS * 8
@@ -276,7 +326,8 @@ def finish_item(
             decay = tl.exp2(maximum - with_sink)
             total = total * decay + tl.exp2(sink - with_sink)
             maximum = with_sink
-        x = x * (decay / tl.where(total == 0.0, 1.0, total))[:, None]
+        factor = decay * given_scale(v_scale, tl.minimum(kv_head, NUM_KV_HEADS - 1), KV_SCALE)
+        x = x * (factor / tl.where(total == 0.0, 1.0, total))[:, None]
         # Rotating back gives zeros a sign, which a row of padding must not have.
         x = tl.where(x == 0.0, 0.0, x)
         store_rows(output + row.to(tl.int64) * output_stride + columns, x, mask[:, None], scale, MODEL, OUTPUT)
@@ -288,26 +339,26 @@ def finish_item(
 @triton.jit
 def decode_packed_kernel(
     query, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse, partial_output,
-    partial_stats, sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride, table_width,
-    num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ASSEMBLY: tl.constexpr,
-    SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr, PAIR: tl.constexpr,
+    partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride,
+    table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    KEY_FLIP: tl.constexpr, KEY_HALVES: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
-    VALUE_COUNT: tl.constexpr, VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr,
-    VALUE_HALVES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    KEY_FLIP: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    KV_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
-    PAIR: two tiles at a time. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. HALVES, STRIDES: of scales,
-    as `load_words` takes them.
+    PAIR: two tiles at a time. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. STRIDES: of scales, in
+    bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     VALUE_WIDTH: tl.constexpr = HEAD_SIZE // VALUE_COUNT
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
-    KEY_UNIT: tl.constexpr = INTEGER_UNIT if is_integer(KEY_CODEC) else 1.0
     HAS_OFFSET: tl.constexpr = is_integer(VALUE_CODEC)
     TILES: tl.constexpr = 2 if PAIR else 1
     head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
@@ -319,7 +370,11 @@ def decode_packed_kernel(
     column = tl.arange(0, HEAD_SIZE)
     scale = load_scale(output_scale)
     # Where two tokens' scales share a word.
-    shift = 16 * ((tl.arange(0, TILE_TOKENS)[None, :] * KEY_STRIDES[1] + kv_head[:, None] * KEY_STRIDES[2]) & 1)
+    shift = 8 * ((tl.arange(0, TILE_TOKENS)[None, :] * KEY_STRIDES[1] + kv_head[:, None] * KEY_STRIDES[2]) & 2)
+    selectors = shift
+    if KEY_CODEC == "nvfp4":
+        selectors = scale_selectors(block_table, table_width)
+    key_factor = given_scale(k_scale, kv_head, KV_SCALE) * (score_scale * unit_of(KEY_CODEC))
 
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
@@ -354,7 +409,7 @@ def decode_packed_kernel(
             if KEY_BLOCK > 1:
                 wide = rotate_query(wide, KEY_FACTOR, KEY_BLOCK, KEY_FLIP)
             turned, row_factor = fit_rows(wide)
-            row_factor = low_rows(row_factor, HEADS) * (score_scale * KEY_UNIT)
+            row_factor = low_rows(row_factor, HEADS) * key_factor[:, None]
             query_sum = row_factor
             if is_integer(KEY_CODEC):
                 query_sum = low_rows(tl.sum(turned.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
@@ -375,9 +430,9 @@ def decode_packed_kernel(
                 tile_end = visible_end(page, num_blocks, end)
                 scores, step, words, values = score_tile(
                     q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page,
-                    num_blocks, head0, kv_head, shift, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
-                    TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_HALVES, KEY_STRIDES, VALUE_CODEC,
-                    VALUE_COUNT, VALUE_HALVES, VALUE_STRIDES,
+                    num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
+                    TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT,
+                    VALUE_STRIDES,
                 )  # fmt: skip
                 page = next_page
                 new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
@@ -387,9 +442,9 @@ def decode_packed_kernel(
                     second_end = visible_end(second_page, num_blocks, tl.where(tile + 1 < last_tile, end, 0))
                     second_scores, second_step, second_words, second_values = score_tile(
                         q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales,
-                        second_page, num_blocks, head0, kv_head, shift, tile + 1, begin, second_end, soft_cap, HEADS,
-                        HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_HALVES, KEY_STRIDES,
-                        VALUE_CODEC, VALUE_COUNT, VALUE_HALVES, VALUE_STRIDES,
+                        second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin, second_end,
+                        soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT,
+                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES,
                     )  # fmt: skip
                     second_page = next_second
                     raised = second_scores + logarithm(second_step)[:, None, :]
@@ -405,19 +460,19 @@ def decode_packed_kernel(
                     c = c * decay[:, None, :]
                     d = d * decay[:, None, :]
                 total, offset, a, b, c, d = add_tile(
-                    scores, step, words, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
+                    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
                     VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                 )  # fmt: skip
                 if PAIR:
                     total, offset, a, b, c, d = add_tile(
-                        second_scores, second_step, second_words, second_values, maximum, total, offset, a, b, c, d,
-                        tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                        second_scores, second_step, second_words, selectors, second_values, maximum, total, offset, a,
+                        b, c, d, tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                     )  # fmt: skip
             x = join_columns(a, b, c, d, HEADS, HEAD_SIZE, VALUE_COUNT, VALUE_CODEC)
             if HAS_OFFSET:
                 x = x + tl.reshape(tl.sum(offset, 2), [HEADS * 8])[:, None]
             finish_item(
-                maximum, total, x, row, slot, request < 0, head0, sinks, scale, output, lse, partial_output,
+                maximum, total, x, row, slot, request < 0, head0, v_scale, sinks, scale, output, lse, partial_output,
                 partial_stats, output_stride, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, VALUE_FACTOR,
-                VALUE_BLOCK, VALUE_FLIP, MODEL, OUTPUT,
+                VALUE_BLOCK, VALUE_FLIP, MODEL, OUTPUT, KV_SCALE,
             )  # fmt: skip
