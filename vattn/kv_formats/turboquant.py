@@ -93,9 +93,10 @@ class Uniform:
         steps = (1 << part.bits) - 1
         finite = x.isfinite().all(dim=-1, keepdim=True)
         x = zero_unless(finite, x)
-        least = x.amin(dim=-1, keepdim=True).clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
+        # A zero has no sign here: which of several zeros is the least depends on the order of columns.
+        least = (x.amin(dim=-1, keepdim=True) + 0.0).clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
         reach = x.amax(dim=-1, keepdim=True) - least.float()
-        step = over(reach.clamp(min=0.0), steps).clamp(max=FP16_MAX).to(torch.float16)
+        step = over(reach.clamp(min=0.0) + 0.0, steps).clamp(max=FP16_MAX).to(torch.float16)
         divisor = torch.where(step == 0, torch.inf, step.float())
         codes = halves_up((x - least.float()) / divisor).clamp(0, steps)
         scales = torch.where(finite, torch.cat((step, least), dim=-1), torch.nan)

@@ -73,6 +73,21 @@ def floor_to_int(x, NATIVE: tl.constexpr):
         return tl.floor(x).to(tl.int32)
 
 
+MAGIC = tl.constexpr(0x4B400000)
+"""The bits of what `FLOOR` adds."""
+
+
+@triton.jit
+def floor_up_to(x, most, NATIVE: tl.constexpr):
+    """Return the integers below fp32 x >= 0, int32 `most` at most, with bits from 22 on that are not to be used."""
+    if NATIVE:
+        # These bits grow with the number, up to those of infinity.
+        raised = tl.inline_asm_elementwise(FLOOR, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.minimum(raised.to(tl.int32, bitcast=True), most + MAGIC)
+    else:
+        return tl.minimum(tl.floor(tl.minimum(x, 4194304.0)).to(tl.int32), most)
+
+
 @triton.jit
 def divide_rows(x, divisor, NATIVE: tl.constexpr):
     """Return IEEE's fp32 quotients of rows `[rows, width]` by positive divisors `[rows, 1]`.
@@ -90,7 +105,10 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
 
 @triton.jit
 def store_codes(codes, values, rows, PART: tl.constexpr):
-    """Store int32 codes `[rows, width]` as `pack_codes` of the reference does, where `rows` `[rows, 1]` is true."""
+    """Store int32 codes `[rows, width]` as `pack_codes` of the reference does, where `rows` `[rows, 1]` is true.
+
+    Codes of four or eight bits may have others from bit 22 on.
+    """
     COUNT: tl.constexpr = values.shape[0]
     WIDE: tl.constexpr = PART[1]
     if PART[2] == 8:
@@ -350,7 +368,8 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
     HALF: tl.constexpr = 1 << (BITS - 1)
     length = tl.sqrt_rn(pairwise_sum(x * x))
     y = rotate(x, BLOCK, False)
-    known = (length < INFINITY) & (absolute_maximum(y)[:, None] < INFINITY)
+    # Where squares add up to a number, so do the sums and differences of the rotation.
+    known = length < INFINITY
     unit = length + MIN_LENGTH
     # Boundaries are symmetric about zero, where the upper half begins. What lies on one belongs to the level above: of
     # negative numbers that is the smaller magnitude, so theirs are taken one unit in the last place lower.
@@ -392,15 +411,18 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
         first = tl.sum(tl.where(tl.arange(0, PART[1])[None, :] == 0, x, 0.0), axis=1)[:, None]
         lowest, highest = extremes(tl.where(inside, x, first))
     known = (lowest > -INFINITY) & (highest < INFINITY)
-    least = to_fp16(tl.where(known, lowest, 0.0))
+    # Adding zero takes the sign of a zero away, here and below.
+    least = to_fp16(tl.where(known, lowest, 0.0) + 0.0)
     origin = least.to(tl.float32)
-    reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0)
+    reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0) + 0.0
     step = tl.minimum(tl.div_rn(reach, tl.full(reach.shape, STEPS, tl.float32)), FP16_MAX).to(tl.float16)
     # A step of zero has codes of zero.
     is_kept = known & (step > 0.0)
-    ratio = divide_rows(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0), NATIVE)
-    ratio = tl.minimum(tl.maximum(ratio, 0.0), STEPS)
-    values = floor_to_int(ratio + 0.5, NATIVE) & tl.where(is_kept, STEPS, 0)
+    ratio = tl.maximum(divide_rows(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0), NATIVE), 0.0)
+    # A maximum with a NaN is the other number.
+    values = floor_up_to(ratio + 0.5, tl.where(is_kept, STEPS, 0), NATIVE)
+    if PART[2] == 3:
+        values = values & 7
     store_codes(codes, values, rows, PART)
     nan = tl.full(step.shape, float("nan"), tl.float16)
     tl.store(scales, tl.where(known, step, nan), mask=rows)

@@ -90,9 +90,9 @@ UPDATE_CUTS: dict[str, tuple[int, int]] = {
     "fp8_per_token_head": (1024, 2),
     "turboquant_k8v4": (1024, 2),
     "int8_per_token_head": (1024, 2),
-    "nvfp4": (1024, 2),
+    "nvfp4": (512, 1),
     "int4_per_token_head": (1024, 1),
-    "turboquant_4bit_nc": (1024, 1),
+    "turboquant_4bit_nc": (512, 1),
     "turboquant_k3v4_nc": (1024, 1),
     "turboquant_3bit_nc": (1024, 1),
 }

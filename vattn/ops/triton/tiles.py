@@ -46,6 +46,7 @@ class Limits:
         warpgroups: whether matrix instructions read keys from shared memory (sm_90, sm_100); elsewhere they pass
             through registers.
         interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
+        fetches_ahead: whether a program can ask for memory to be brought into the L2 cache in bulk (sm_90).
     """
 
     processors: int
@@ -54,6 +55,7 @@ class Limits:
     most_rows: int = 128
     warpgroups: bool = True
     interpreted: bool = False
+    fetches_ahead: bool = False
 
     @staticmethod
     @lru_cache
@@ -66,7 +68,8 @@ class Limits:
             return Limits(properties.multi_processor_count, 1 << 16, False, 32, False)
         native = (properties.major, properties.minor) >= (8, 9)
         shared = properties.shared_memory_per_block_optin
-        return Limits(properties.multi_processor_count, shared, native, warpgroups=properties.major in (9, 10))
+        major, count = properties.major, properties.multi_processor_count
+        return Limits(count, shared, native, warpgroups=major in (9, 10), fetches_ahead=major == 9)
 
 
 @dataclass(frozen=True)
@@ -177,11 +180,22 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     through_registers = block_m >= 64 and not limits.warpgroups
     packed = KV_FORMATS[config.kv_cache_dtype].packed
     if item == 4 or converted or through_registers or packed or _is_padded(config, wide):
-        tile = max(16, tile // 2)
+        tile //= 2
+    least = _fewest_keys(config)
+    tile = max(least, tile)
     # One stage of keys and values and the query must fit.
-    while tile > 16 and 2 * tile * wide * item > limits.shared_bytes // 3:
+    while tile > least and 2 * tile * wide * item > limits.shared_bytes // 3:
         tile //= 2
     return tile
+
+
+def _fewest_keys(config: AttentionConfig) -> int:
+    """Return the fewest keys of a step for which Triton multiplies weights and values right.
+
+    It gives a thread eight keys in a row where codes of half a byte become values, and with 16 it counts keys twice.
+    """
+    part = KV_FORMATS[config.kv_cache_dtype].value
+    return 32 if part is not None and part.bits == 4 else 16
 
 
 def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
