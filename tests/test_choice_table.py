@@ -69,6 +69,12 @@ def test_nothing_measured_changes_nothing(use) -> None:
     use(table(TRITON_ATTN=10.0, FLASHINFER=5.0))
     for config in (
         CONFIG.replace(batch_invariant=True),
+        CONFIG.replace(sinks=True),
+        CONFIG.replace(tree_bias=True),
+        CONFIG.replace(causality="bidirectional"),
+        CONFIG.replace(causality="bidirectional", attn_type="encoder", block_size=0),
+        CONFIG.replace(causality="bidirectional", attn_type="encoder_decoder"),
+        CONFIG.replace(head_pairs="even", head_size_v=2 * CONFIG.head_size),
         CONFIG.replace(head_size=64, head_size_v=64),
         CONFIG.replace(sliding_window=9),
         CONFIG.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor"),

@@ -1,8 +1,9 @@
 """Which backend `auto` asks first, by measurement: one small table per GPU architecture, or one that `vattn tune` made.
 
 A table orders backends for a kind of layer, never for a step: batch sizes and lengths choose nothing, so a layer keeps
-the backend that it was bound with. Requests for batch invariance, and kinds that no table has, follow
-`selector.PRIORITY`. A table never makes a backend accept anything.
+the backend that it was bound with. Tables are about causal attention over a paged cache, with a window or none: what
+asks for anything else, and kinds that no table has, follow `selector.PRIORITY`. A table never makes a backend accept
+anything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vattn.backends.base import DeviceInfo
+from vattn.backends.base import DeviceInfo, requested_features
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError
 
@@ -27,6 +28,9 @@ FOLDER = Path(__file__).with_name("choices")
 
 VARIABLE = "VATTN_CHOICE_TABLE"
 """Environment variable with the path of a table of `python -m vattn tune`, used instead of the shipped one."""
+
+MEASURED_FEATURES = frozenset({"sliding_window"})
+"""What a request may ask for beyond plain attention for a table to count: what tables tell apart."""
 
 LEAST_GAIN = 1.05
 """How much faster, over all steps of a kind, a backend must be to be asked ahead of the one that priority names."""
@@ -190,7 +194,7 @@ def order(names: Sequence[str], config: AttentionConfig, device: DeviceInfo) -> 
     Args:
         names: in the order of their priority.
     """
-    if config.batch_invariant:
+    if config.attn_type != "decoder" or not requested_features(config) <= MEASURED_FEATURES:
         return tuple(names), None
     table = table_for(device)
     cell = None if table is None else table.cell(Kind.of(config))
