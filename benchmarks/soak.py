@@ -50,8 +50,10 @@ class Watcher:
         self.packed.allocate(num_blocks=rng.randint(14, 40), hybrid=name == "gemma2")
         self.faulty = Faulty(self.packed)
         self.speculate = speculate
+        self.kinds = KINDS if rng.random() < 0.5 else [kind for kind in KINDS if kind != "stop"]
         self.generator = vattn.Generator(
-            self.faulty, Characters(), token_budget=rng.randint(5, 64), max_num_reqs=rng.randint(1, 8), max_queue=12,
+            # Requests without text take a shorter way.
+            self.faulty, Characters() if "stop" in self.kinds else None, token_budget=rng.randint(5, 64), max_num_reqs=rng.randint(1, 8), max_queue=12,
             reuse_prefixes=rng.random() < 0.8, compile="none",
             speculation=vattn.PromptLookup(shortest=1) if speculate else None,
         )  # fmt: skip
@@ -61,7 +63,7 @@ class Watcher:
 
     def arrive(self) -> None:
         """Add a request of some kind."""
-        rng, kind = self.rng, self.rng.choice(KINDS)
+        rng, kind = self.rng, self.rng.choice(self.kinds)
         most = self.generator.scheduler.max_seq_len
         length = rng.randint(most, 2 * most) if kind == "huge" else rng.randint(1, max(1, most - 24))
         start = rng.choice([3, 5, 11])
