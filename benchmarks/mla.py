@@ -23,6 +23,7 @@ from benchmarks.timing import Timer, interleave
 from vattn.bench.timing import WallTimer
 
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+_CODES = {**_FP8, "query_format": "fp8_e4m3"}
 _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon"}
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain"}
 
@@ -60,6 +61,8 @@ CELLS: tuple[Cell, ...] = (
     Cell("ways", 16, 1, 8192, changes=_FP8),
     Cell("ways", 128, 32, 4096, changes=_FP8),
     Cell("ways", 32, 64, -4096, changes=_FP8),
+    Cell("decode", 16, 64, 8192, changes=_CODES),
+    Cell("decode", 16, 128, 4096, changes=_CODES),
     Cell("op", 16, 1, 8192, tokens=8192),
     Cell("prefill", 16, 1, 8192, tokens=8192, changes={"output_format": "fp8_static"}, against={}, bar=1 / 1.03),
 )

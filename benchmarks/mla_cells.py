@@ -13,6 +13,7 @@ from torch import Tensor
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.ops import variants
+from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 
@@ -84,6 +85,7 @@ class Inputs:
         self.table = ids.view(cell.batch, self.per_request)
         self.starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.tokens
         self.dtype, self.rng = MODEL_DTYPES[sizes.dtype], rng
+        self.query_scale = torch.full((1,), 0.02, device=device)
         self._caches: dict[str, Tensor] = {}
         self.cache = self.cache_of(self.config())
 
@@ -182,14 +184,16 @@ class Inputs:
         from vattn.ops.gluon import mla_launch
 
         query, config = self.absorbed(), self.config(**changes)
+        if config.query_format != "none":
+            query = quantised_query(query, self.query_scale, config)
         shape = mla_launch.plan_shape(config, len(query), self.cell.batch, query.device)
         schedule = torch.zeros(shape, dtype=torch.int32, device=self.device)
         mla_launch.plan(self.starts, self.seq_lens, schedule, config)
         none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
         args = MLAAttentionArgs(**{
             **none, "query": query, "kv_cache": self.cache_of(config), "query_start_loc": self.starts,
-            "seq_lens": self.seq_lens, "block_table": self.table, "k_scale": self.scale_of(config), "plan": [schedule],
-            "config": config.encode(),
+            "seq_lens": self.seq_lens, "block_table": self.table, "q_scale": self.query_scale,
+            "k_scale": self.scale_of(config), "plan": [schedule], "config": config.encode(),
         })  # fmt: skip
         return lambda: mla_launch.attend_latents(query, args, config), query
 
@@ -223,6 +227,7 @@ class Inputs:
     def error(self, query: Tensor, result: Tensor, **changes: Any) -> float:
         """Return the worst relative L2 error of absorbed results over a few requests, against fp32."""
         cell, width, config = self.cell, self.sizes.latent, self.config(**changes)
+        step = 1.0 if config.query_format == "none" else float(self.query_scale)
         cache, scale = self.cache_of(config), self.scale_of(config)
         result = result.view(cell.batch, cell.tokens, cell.heads, width).float()
         found = []
@@ -230,7 +235,7 @@ class Inputs:
             length = int(self.seq_lens[request])
             rows = cache[self.table[request].long()].flatten(0, 1)[:length]
             rows = rows.float() if scale is None else rows.view(torch.float8_e4m3fn).float() * scale
-            part = query[request * cell.tokens : (request + 1) * cell.tokens].float()
+            part = query[request * cell.tokens : (request + 1) * cell.tokens].float() * step
             scores = torch.einsum("qnd,sd->qns", part, rows) * config.scale
             position = length - cell.tokens + torch.arange(cell.tokens, device=rows.device)
             hidden = torch.arange(length, device=rows.device)[None, :] > position[:, None]

@@ -11,10 +11,14 @@ from tests.mla_support import exact, make_mla_config, random_mla_batch, run_mla
 from tests.support import relative_l2
 from vattn.mla_config import MLAConfig
 from vattn.ops import mla_reference
+from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 
 pytest.importorskip("triton")
+
+from vattn.ops.triton import mla_launch
+from vattn.ops.triton.tiles import Limits
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the compiled kernels in tests/gpu/test_mla_gpu.py", allow_module_level=True)
@@ -49,6 +53,50 @@ def test_heads_and_splits(heads: int, lens: tuple[list[int], list[int]]) -> None
         num_heads=heads, block_size=16, kv_lora_rank=32, qk_rope_head_dim=16, lse=True, decode_threshold=5
     )
     check(config, *lens, padding_tokens=1)
+
+
+SHORT, PROMPTS = ([1, 3, 0, 2], [40, 31, 0, 2]), ([1, 30, 0, 2], [40, 31, 0, 30])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lens", "sparse"),
+    [
+        ("float32", SHORT, False),
+        ("bfloat16", SHORT, True),
+        pytest.param("float32", PROMPTS, False, marks=pytest.mark.slow),
+    ],
+    ids=["short", "sparse", "prompts"],
+)
+def test_queries_are_quantised(dtype: str, lens: tuple[list[int], list[int]], sparse: bool) -> None:
+    """Requests of at most 7 rows are absorbed by the formula, and by this backend in steps that have many more rows."""
+    config = make_mla_config(
+        dtype=dtype, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", lse=True, decode_threshold=7, num_heads=5,
+        sparse=sparse, backend="TRITON_MLA",
+    )  # fmt: skip
+    args = random_mla_batch(config, *lens, padding_tokens=2, topk=6)
+    got, lse = run_mla(args, config)
+    expected, _ = exact(args, config)
+    # A value that lies between two codes may come out as the other one, a sixteenth away, of one of 18 columns.
+    assert relative_l2(got, expected) < (1e-3 if dtype == "float32" else 2e-2)
+    plain = config.replace(query_format="none")
+    unquantised = run_mla(args._replace(q_scale=None, config=plain.encode()), plain)[0]
+    assert relative_l2(unquantised, expected) > (5e-3 if dtype == "float32" else 0)
+    assert not got[sum(lens[0]) :].any() and lse is not None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_codes_of_queries_bit_for_bit(dtype: str) -> None:
+    config = make_mla_config(
+        dtype=dtype, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", num_heads=3, backend="TRITON_MLA"
+    )
+    args = random_mla_batch(config, [4], [9])
+    values = (torch.randn(4, 3, 40) * torch.logspace(-4, 2, 40)).to(getattr(torch, dtype))
+    values[0, 0, :2] = torch.tensor([float("inf"), 0.0])
+    wide, rope = values[..., :24], values[..., 24:30]
+    got = mla_launch.quantise_query(wide[..., :20], rope, args, config, Limits.of(values.device))
+    assert args.q_scale is not None
+    expected = quantised_query(torch.cat((wide[..., :20], rope), -1), args.q_scale, config)
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("topk", [3, 40])

@@ -12,7 +12,7 @@ import torch
 
 from vattn.backends.base import Package, Sizes
 from vattn.backends.mla import MLABackend, MLACapabilities, TritonMLAUpdate
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
 from vattn.mla_formats import MLA_FORMATS
 from vattn.ops.arguments import PlanArgs
@@ -27,7 +27,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         devices=("cuda", "interpreter"),
         dtypes=tuple(MODEL_DTYPES),
         kv_cache_dtypes=tuple(MLA_FORMATS),
-        query_formats=("none",),
+        query_formats=QUERY_FORMATS,
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 640),

@@ -54,7 +54,10 @@ def configs() -> Iterator[tuple[MLAConfig, int]]:
     yield base.replace(block_size=128), 1
     codes = base.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     for heads, block_size in ((16, 64), (32, 64), (8, 16), (128, 32)):
-        yield codes.replace(num_heads=heads, block_size=block_size, lse=heads == 16), 1
+        layer = codes.replace(num_heads=heads, block_size=block_size, lse=heads == 16)
+        yield layer, 1
+        if heads < 32:
+            yield layer.replace(query_format="fp8_e4m3"), 1
     yield base.replace(num_heads=64, block_size=32, dtype="float16", kv_cache_dtype="float16"), 1
 
 
@@ -126,12 +129,14 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
         "query_start_loc": empty(reqs + 1), "seq_lens": empty(reqs), "block_table": empty(reqs, 64),
         "lse": empty(rows, config.num_heads, dtype=torch.float32) if config.lse else None, "plan": [],
         "k_scale": None if config.kv_scale == "none" else empty(1, dtype=torch.float32),
+        "q_scale": None if config.query_format == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
         for name in KERNELS:
             stack.enter_context(mock.patch.object(mla_launch, name, Recorder(getattr(mla_launch, name), title, found)))
-        mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=dtype), args, config)
+        asked = dtype if config.query_format == "none" else torch.float8_e4m3fn
+        mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=asked), args, config)
     return found
 
 

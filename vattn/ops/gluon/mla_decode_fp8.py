@@ -5,6 +5,8 @@ codes, widens them and multiplies: fp16 holds every e4m3 value. Two warpgroups t
 results in shared memory, since converting and multiplying take turns in one. Queries are widened to fp16 too: each row
 is scaled by a power of two into fp16's range first.
 
+NATIVE: queries are e4m3 codes as well, and the first product takes both from shared memory as they are.
+
 Pairs of codes are int16 to everything that moves them. Their two columns go to different results: even columns of the
 latent to one accumulator, odd ones to another.
 """
@@ -20,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
+from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start, load_box
 from vattn.ops.gluon.decode import unpack_keys, unpack_values
 from vattn.ops.gluon.mla_items import (
     LATENT,
@@ -146,9 +148,7 @@ def split_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def place_queries(
-    query, low, high, rope_low, rope_high, factors, row0, row_end, HEADS: gl.constexpr, ROWS: gl.constexpr
-):
+def place_queries(query, low, high, rope_low, rope_high, factors, row0, row_end, ROWS: gl.constexpr):
     """Store rows of queries as fp16, scaled into its range, and the factors that undo that."""
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, HELD))
@@ -173,12 +173,59 @@ def place_queries(
 
 
 @gluon.jit
+def place_codes(query, queries, query_ropes, row0, row_end, ROWS: gl.constexpr):
+    """Copy rows of queries, e4m3 codes."""
+    HELD: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, HELD))
+    source = query + (row0 + row).to(gl.int64)[:, None] * (LATENT + ROPE)
+    inside = (row0 + row < row_end)[:, None]
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, HELD))[None, :]
+    rope_column = gl.arange(0, ROPE, layout=gl.SliceLayout(0, HELD))[None, :]
+    latent = gl.load(source + column, mask=inside, other=0)
+    rope = gl.load(source + (LATENT + rope_column), mask=inside, other=0)
+    queries.store(latent.to(gl.float8e4nv, bitcast=True))
+    query_ropes.store(rope.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
+def multiply_codes(codes, ropes, queries, query_ropes, zero):
+    """Return the products of a tile's codes and the queries'."""
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    key = as_tiles(codes, gl.float8e4nv, 1, [TILE, LATENT], wide).index(0)
+    rope = as_tiles(ropes, gl.float8e4nv, 1, [TILE, ROPE], narrow).index(0)
+    scores = warpgroup_mma(rope, query_ropes.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma(key, queries.permute((1, 0)), scores, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+
+
+@gluon.jit
+def multiply_widened(
+    held, ropes, low, high, rope_low, rope_high, zero, MMA: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Return the products of a tile's codes, widened to fp16, and queries."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    a, b = unpack_keys(ropes.load(LEFT))
+    scores = warpgroup_mma(a, rope_low.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma(b, rope_high.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    for panel in gl.static_range(4):
+        a, b = unpack_keys(columns_of(held, panel, 1, LAYOUT).load(LEFT))
+        scores = warpgroup_mma(a, queries_of(low, panel, ROWS, LAYOUT), scores, is_async=True)
+        scores = warpgroup_mma(b, queries_of(high, panel, ROWS, LAYOUT), scores, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    return scores
+
+
+@gluon.jit
 def consume(
-    query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, k_scale, num_tokens, num_reqs,
-    num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high, factors, codes, ropes, weights_room,
-    other_results, other_stats, query_ready, merge_ready, ready, free, PART: gl.constexpr, HEADS: gl.constexpr,
-    ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale, num_tokens,
+    num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high, factors, codes, ropes,
+    weights_room, other_results, other_stats, query_ready, merge_ready, ready, free, PART: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend every second tile of this program's items; part 0 places the queries and writes what both have found."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -191,8 +238,12 @@ def consume(
     column = gl.arange(0, ROWS, layout=COLUMNS)
     pair = gl.arange(0, 128, layout=TOKENS)[:, None]
     zero_scores = gl.zeros([TILE, ROWS], gl.float32, MMA)
+    FP8: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32])
+    zero_products = gl.zeros([TILE, ROWS], gl.float32, FP8)
     zero_part = gl.zeros([128, ROWS], gl.float32, MMA)
     row_scale = gl.load(k_scale)
+    if NATIVE:
+        scale = scale * gl.load(q_scale)
     room = weights_room.index(PART)
     # Tiles that the program has had before this item: their number says which stage a tile is in.
     before = 0
@@ -206,15 +257,21 @@ def consume(
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             if PART == 0:
                 # The other part has ended its tiles of the group before: this one has read its results.
-                place_queries(query, low, high, rope_low, rope_high, factors, row0 + group * ROWS, row0 + rows, HEADS,
-                              ROWS)  # fmt: skip
+                if NATIVE:
+                    place_codes(query, low, rope_low, row0 + group * ROWS, row0 + rows, ROWS)
+                else:
+                    place_queries(
+                        query, low, high, rope_low, rope_high, factors, row0 + group * ROWS, row0 + rows, ROWS
+                    )
                 mbarrier.arrive(query_ready.index(0), count=1)
             else:
                 mbarrier.wait(query_ready.index(0), turn)
             row = group * ROWS + column
             # Keys that the row of each column sees.
             limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
-            factor = factors.index(0).load(COLUMNS) * (scale * row_scale)
+            factor = gl.zeros([ROWS], gl.float32, COLUMNS) + scale * row_scale
+            if not NATIVE:
+                factor = factor * factors.index(0).load(COLUMNS)
             low_left = zero_part
             high_left = zero_part
             low_right = zero_part
@@ -229,15 +286,13 @@ def consume(
                 known = (block >= 0) & (block < num_blocks)
                 held = codes.index(stage)
                 mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
-                a, b = unpack_keys(ropes.index(stage).load(LEFT))
-                scores = warpgroup_mma(a, rope_low.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
-                scores = warpgroup_mma(b, rope_high.permute((1, 0)), scores, is_async=True)
-                scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-                for panel in gl.static_range(4):
-                    a, b = unpack_keys(columns_of(held, panel, 1, LAYOUT).load(LEFT))
-                    scores = warpgroup_mma(a, queries_of(low, panel, ROWS, LAYOUT), scores, is_async=True)
-                    scores = warpgroup_mma(b, queries_of(high, panel, ROWS, LAYOUT), scores, is_async=True)
-                    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                if NATIVE:
+                    products = multiply_codes(held, ropes.index(stage), low, rope_low, zero_products)
+                    scores = gl.convert_layout(products, MMA)
+                else:
+                    scores = multiply_widened(
+                        held, ropes.index(stage), low, high, rope_low, rope_high, zero_scores, MMA, ROWS, LAYOUT
+                    )
                 visible = (token[:, None] < limit[None, :]) & known[:, None]
                 scores = gl.where(visible, scores * factor[None, :], float("-inf"))
                 new_maximum = gl.maximum(maximum, gl.max(scores, 0))
@@ -315,17 +370,19 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "k_scale"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "q_scale", "k_scale"],
 )
 def mla_decode_fp8_kernel(
-    query, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, k_scale,
-    num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    query, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale,
+    k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows of e4m3 codes that stand for `k_scale` times as much.
 
-    The rest is as in `vattn.ops.gluon.mla_decode.mla_decode_kernel`.
+    NATIVE: queries are bytes of such codes too, with `q_scale`. The rest is as in
+    `vattn.ops.gluon.mla_decode.mla_decode_kernel`.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
@@ -333,10 +390,16 @@ def mla_decode_fp8_kernel(
     MATRIX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     let_next_kernel_start()
-    low = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], LAYOUT)
-    high = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], LAYOUT)
-    rope_low = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE_PAIRS], ROPE_LAYOUT)
-    rope_high = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE_PAIRS], ROPE_LAYOUT)
+    if NATIVE:
+        low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, LATENT], gl.NVMMASharedLayout(128, 8, 2))
+        rope_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, ROPE], gl.NVMMASharedLayout(64, 8, 2))
+        high = low
+        rope_high = rope_low
+    else:
+        low = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], LAYOUT)
+        high = gl.allocate_shared_memory(gl.float16, [ROWS, PAIRS], LAYOUT)
+        rope_low = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE_PAIRS], ROPE_LAYOUT)
+        rope_high = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE_PAIRS], ROPE_LAYOUT)
     factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], VECTOR)
     codes = gl.allocate_shared_memory(gl.int16, [STAGES, TILE, PAIRS], LAYOUT)
     ropes = gl.allocate_shared_memory(gl.int16, [STAGES, TILE, ROPE_PAIRS], ROPE_LAYOUT)
@@ -356,16 +419,16 @@ def mla_decode_fp8_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, k_scale,
+                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale,
                 num_tokens, num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high,
                 factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
-                0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, LAYOUT,
+                0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
             )),
             (consume, (
-                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, k_scale,
+                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale,
                 num_tokens, num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high,
                 factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
-                1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, LAYOUT,
+                1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
             )),
             (produce, (
                 boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks,

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.backends.base import DeviceInfo, Sizes
 from vattn.errors import ShapeError
+from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.ops import variants
 from vattn.ops.gluon.mla_decode import mla_decode_kernel
@@ -210,7 +211,8 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     slots = _max_items(num_reqs, ctas)
     partial = torch.empty((slots, rows * groups, LATENT.value), dtype=torch.float32, device=device)
     stats = torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
-    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value))
+    shape_of_output, dtype = (num_tokens, config.num_heads, LATENT.value), MODEL_DTYPES[config.dtype]
+    output = absorbed.new_empty(shape_of_output, dtype=dtype)
     common: dict[str, Any] = {
         "query_start_loc": args.query_start_loc,
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
@@ -222,9 +224,16 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
-        boxes = _code_boxes(args.kv_cache, config)
+        boxes, native = _code_boxes(args.kv_cache, config), absorbed.dtype == torch.float8_e4m3fn
         mla_decode_fp8_kernel[grid](
-            query=absorbed, k_scale=args.k_scale, ROWS=rows, STAGES=_FP8_STAGES, **boxes, **common
+            query=absorbed.view(torch.uint8) if native else absorbed,
+            q_scale=args.q_scale if native else None,
+            k_scale=args.k_scale,
+            ROWS=rows,
+            STAGES=_FP8_STAGES,
+            NATIVE=native,
+            **boxes,
+            **common,
         )
     elif rows == 64:
         mla_decode_wide_kernel[grid](ROWS_OF_PROGRAM=rows, **_boxes(absorbed, args.kv_cache, rows, config), **common)

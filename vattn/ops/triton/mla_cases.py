@@ -25,6 +25,7 @@ from vattn.rope_config import ROPE_STYLES, RopeConfig
 KERNELS = (
     (mla_launch, "mla_attention_kernel"),
     (mla_launch, "mla_merge_kernel"),
+    (mla_launch, "mla_query_kernel"),
     (mla_launch, "mla_update_kernel"),
     (mla_project, "mla_project_kernel"),
     (mla_prefill, "mla_complete_kernel"),
@@ -62,6 +63,9 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
         for style in ROPE_STYLES if geometry in ("16x512+64", "5x40+12") else ():
             turned = partial(_turn, config, RopeConfig(rope, style, "rms", 1e-6), limits)
             yield from record(f"{dtype}/{cache} {geometry} {style}", target, turned)
+        if stored == "fp8_e4m3" and dtype == "bfloat16":
+            asked = config.replace(query_format="fp8_e4m3")
+            yield from record(f"{dtype}/{cache} {geometry} query", target, partial(_quantise, asked, limits))
         for (step, counts), sparse in itertools.product(STEPS.items(), (False, True)):
             asked = config.replace(sparse=sparse)
             name = f"{dtype}/{cache} {geometry} {step}{' sparse' if sparse else ''}"
@@ -102,6 +106,20 @@ def _update(config: MLAConfig, limits: Limits) -> None:
     rows = _meta(64, config.kv_lora_rank, dtype=dtype), _meta(64, config.qk_rope_head_dim, dtype=dtype)
     slots = _meta(64, dtype=torch.int64)
     mla_launch.update_cache(MLACacheUpdateArgs(*rows, _cache(config), slots, scale, ""), config, limits)
+
+
+def _quantise(config: MLAConfig, limits: Limits) -> None:
+    """Launch what turns queries into codes, and the attention of codes."""
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
+    latent, rope = (_meta(8, heads, n, dtype=dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim))
+    args = MLAAttentionArgs(**{
+        **none, "kv_cache": _cache(config), "query_start_loc": _meta(5, dtype=torch.int32),
+        "seq_lens": _meta(4, dtype=torch.int32), "block_table": _meta(4, 256, dtype=torch.int32), "q_scale": _meta(1),
+        "k_scale": _meta(1), "plan": [],
+    })  # fmt: skip
+    codes = mla_launch.quantise_query(latent, rope, args, config, limits)
+    mla_launch.attend_latents(codes, args, config, limits)
 
 
 def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits, longest: int = 0, shortest: int = 0) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vattn.ops.triton.cache_update import slot_start
-from vattn.ops.triton.codec import cast, dot
+from vattn.ops.triton.codec import cast, decode, dot, encode_quotient
 from vattn.ops.triton.mask import LN2
 from vattn.ops.triton.mla_rows import load_latents, load_ropes, row_offset, store_row
 from vattn.ops.triton.reduce import merge_columns
@@ -59,11 +59,12 @@ def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "num_splits", "num_blocks", "table_width", "table_stride", "topk"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "k_scale"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "q_scale", "k_scale"],
 )
 def mla_attention_kernel(
-    query, cache, query_start_loc, seq_lens, block_table, topk_indices, complete, k_scale, output, lse, partial,
-    partial_log, num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk, scale,
+    query, cache, query_start_loc, seq_lens, block_table, topk_indices, complete, q_scale, k_scale, output, lse,
+    partial, partial_log, num_tokens, num_reqs, num_blocks, num_splits, table_stride, table_width, topk_stride, topk,
+    scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, MODEL: tl.constexpr,
     SPARSE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE_FP8: tl.constexpr,
@@ -71,12 +72,12 @@ def mla_attention_kernel(
 ):  # fmt: skip
     """Attend BLOCK_M rows of one request (SPARSE: heads of one token) to a split of its keys.
 
-    Grid: blocks of rows, splits. `query` is `[T, N, L + R]`, absorbed; `output` `[T, N, L]` in the model dtype; `scale`
-    includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and base-2 logs of their denominators to
-    `partial_log`; of an empty split the log alone is written. LONGEST, unless 0: requests of more tokens and padding
-    are left out (SPARSE: those alone that are `complete`), every request has as many blocks as the longest may have,
-    and partial results lie by request. SHORTEST, unless 0: requests of at most as many tokens, and
-    padding, are left out.
+    Grid: blocks of rows, splits. `query` is `[T, N, L + R]`, absorbed, with `q_scale` bytes of e4m3; `output` `[T, N,
+    L]` in the model dtype; `scale` includes log2(e). SPLIT: results go to `partial` fp32 `[T * N, splits, L]`, and
+    base-2 logs of their denominators to `partial_log`; of an empty split the log alone is written. LONGEST, unless 0:
+    requests of more tokens and padding are left out (SPARSE: those alone that are `complete`), every request has as
+    many blocks as the longest may have, and partial results lie by request. SHORTEST, unless 0: requests of at most as
+    many tokens, and padding, are left out.
     """
     COLUMNS: tl.constexpr = L + R
     split = tl.program_id(1)
@@ -129,13 +130,18 @@ def mla_attention_kernel(
     q_rope = tl.load(
         rows[:, None] + L + rope_column[None, :], mask=known[:, None] & (rope_column < R)[None, :], other=0.0
     )
-    q = cast(q, DTYPE)
-    q_rope = cast(q_rope, DTYPE)
     factor = scale
+    if q_scale is not None:
+        q = decode(q, "fp8_e4m3", DTYPE, NATIVE_FP8)
+        q_rope = decode(q_rope, "fp8_e4m3", DTYPE, NATIVE_FP8)
+        factor = scale * tl.load(q_scale)
+    else:
+        q = cast(q, DTYPE)
+        q_rope = cast(q_rope, DTYPE)
     value_factor = 1.0
     if k_scale is not None:
         value_factor = tl.load(k_scale)
-        factor = scale * value_factor
+        factor = factor * value_factor
     table = block_table + request.to(tl.int64) * table_stride
 
     entries = tl.where(num_keys > 0, topk, 0) if SPARSE else num_keys
@@ -208,3 +214,27 @@ def mla_merge_kernel(
     tl.store(output + target * L + column, cast(x, MODEL), mask=column < L)
     if lse is not None:
         tl.store(lse + target + column, log * LN2, mask=column == 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["q_scale"])
+def mla_query_kernel(
+    latent, rope, output, q_scale, stride_lt, stride_lh, stride_rt, stride_rh,
+    N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_TILE: tl.constexpr, R_TILE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Quantise one row of absorbed queries to bytes of e4m3, `[latent | rope]`. Grid: rows.
+
+    `output` is `[T * N, L + R]`, `latent` `[T, N, L]`, `rope` `[T, N, R]`, both in the model dtype.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = row // N
+    head = row % N
+    scale = tl.load(q_scale)
+    column = tl.arange(0, L_TILE)
+    x = tl.load(latent + token * stride_lt + head * stride_lh + column, mask=column < L, other=0.0)
+    codes = encode_quotient(x.to(tl.float32), tl.full([1], 0.0, tl.float32) + scale, "fp8_e4m3", NATIVE_FP8)
+    tl.store(output + row * (L + R) + column, codes, mask=column < L)
+    column = tl.arange(0, R_TILE)
+    x = tl.load(rope + token * stride_rt + head * stride_rh + column, mask=column < R, other=0.0)
+    codes = encode_quotient(x.to(tl.float32), tl.full([1], 0.0, tl.float32) + scale, "fp8_e4m3", NATIVE_FP8)
+    tl.store(output + row * (L + R) + L + column, codes, mask=column < R)

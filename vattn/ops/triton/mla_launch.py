@@ -15,7 +15,7 @@ from vattn.ops.mla_absorb import absorb, project_values
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
 from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
-from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_update_kernel
+from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_query_kernel, mla_update_kernel
 from vattn.ops.triton.mla_prefill import attend_prompts, complete_requests
 from vattn.ops.triton.mla_project import project_output, project_to, spans_heads
 from vattn.ops.triton.mla_rows import row_strides
@@ -108,7 +108,11 @@ def _attend_short(
 ) -> None:
     """Attend a step whose rows are all absorbed."""
     w_uk, w_uv = key_and_value_weights(weight, config)
-    absorbed = absorb(args.query, w_uk, config)
+    if config.query_format == "none":
+        absorbed = absorb(args.query, w_uk, config)
+    else:
+        nope, rope = args.query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
+        absorbed = quantise_query(torch.bmm(nope.transpose(0, 1), w_uk).transpose(0, 1), rope, args, config, known)
     latent = _attend_absorbed(absorbed, args, config, limits)
     if config.output_format == "none":
         project_values(latent, w_uv, args.output)
@@ -118,6 +122,19 @@ def _attend_short(
         finish_rows(rows, args, config, known)
     else:
         project_output(latent, w_uv, args, config, known)
+
+
+def quantise_query(latent: Tensor, rope: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits) -> Tensor:
+    """Return absorbed queries `[T, N, L]` and `[T, N, R]` of the model dtype as e4m3 codes `[T, N, L + R]`."""
+    columns, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    output = torch.empty((*latent.shape[:2], columns + rotated), dtype=torch.float8_e4m3fn, device=latent.device)
+    mla_query_kernel[(latent.shape[0] * config.num_heads,)](
+        latent, rope, output.view(torch.uint8), args.q_scale, latent.stride(0), latent.stride(1), rope.stride(0),
+        rope.stride(1), N=config.num_heads, L=columns, R=rotated, L_TILE=next_power_of_two(columns),
+        R_TILE=next_power_of_two(rotated), NATIVE_FP8=limits.native_fp8, num_warps=1 if columns <= 512 else 4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return output
 
 
 def _mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
@@ -142,7 +159,10 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
     complete = complete_requests(args, config)
     project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest, complete)
-    absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
+    if config.query_format == "none":
+        absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
+    else:
+        absorbed = quantise_query(absorbed[..., : config.kv_lora_rank], args.query[..., nope:], args, config, limits)
     shortest, latent = 0, None
     if fast:
         from vattn.ops.gluon import mla_launch
@@ -203,7 +223,9 @@ def attend_latents(
     attended = by_request * reqs if by_request else tokens
     tiles = choose_tiles(config, attended, reqs, most_keys, limits)
     if output is None:
-        output = absorbed.new_empty((tokens, config.num_heads, config.kv_lora_rank))
+        shape = (tokens, config.num_heads, config.kv_lora_rank)
+        output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
+    codes = absorbed.dtype == torch.float8_e4m3fn
     rows, splits = attended * config.num_heads, tiles.num_splits
     partial = partial_log = None
     if splits > 1:
@@ -217,9 +239,10 @@ def attend_latents(
     if by_request:
         blocks = reqs * -(-longest * config.num_heads // tiles.block_m)
     mla_attention_kernel[(blocks, splits)](
-        absorbed, args.kv_cache, args.query_start_loc, args.seq_lens, args.block_table, args.topk_indices, complete,
-        args.k_scale, output, args.lse, partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits,
-        args.block_table.stride(0), args.block_table.shape[1],
+        absorbed.view(torch.uint8) if codes else absorbed, args.kv_cache, args.query_start_loc, args.seq_lens,
+        args.block_table, args.topk_indices, complete, args.q_scale if codes else None, args.k_scale, output, args.lse,
+        partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits, args.block_table.stride(0),
+        args.block_table.shape[1],
         0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * 1.4426950408889634,
         R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
         BLOCK_SIZE=config.block_size, STRIDES=row_strides(config, args.kv_cache.stride(0)),
