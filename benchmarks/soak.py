@@ -53,7 +53,8 @@ class Watcher:
         self.kinds = KINDS if rng.random() < 0.5 else [kind for kind in KINDS if kind != "stop"]
         self.generator = vattn.Generator(
             # Requests without text take a shorter way.
-            self.faulty, Characters() if "stop" in self.kinds else None, token_budget=rng.randint(5, 64), max_num_reqs=rng.randint(1, 8), max_queue=12,
+            self.faulty, Characters() if "stop" in self.kinds else None,
+            token_budget=rng.randint(5, 64), max_num_reqs=rng.randint(1, 8), max_queue=12,
             reuse_prefixes=rng.random() < 0.8, compile="none",
             speculation=vattn.PromptLookup(shortest=1) if speculate else None,
         )  # fmt: skip

@@ -40,7 +40,7 @@ def run(packed: PackedModel, event: str, follow: bool, bad: int = -1) -> tuple[l
         return batch
 
     generator.scheduler.follow = watched  # type: ignore[method-assign]
-    sampling = {"stop_token_ids": (), "temperature": 0.8 if event == "sampled" else 0.0, "seed": 5}
+    sampling: dict[str, Any] = {"stop_token_ids": (), "temperature": 0.8 if event == "sampled" else 0.0, "seed": 5}
     counts = [7, 12, 25, 25] if event == "limits" else [25] * 4
     requests = [
         generator.add(prompt, vattn.Sampling(count, **sampling))
