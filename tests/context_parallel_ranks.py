@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import vattn
 from tests.support import poisoned_empty, relative_l2
@@ -227,6 +229,54 @@ def latent_attention_equals_one_rank(rank: int, world: int) -> None:
         for seed, (queries, lengths) in enumerate(STEPS):
             got, expected = twin.step(twin.layers[0], queries, lengths, seed)
             compare(got, expected, 1e-5)
+
+
+class OfOneRank(nn.Module):
+    """A projection of one rank's heads as engines have it: rows of its own, and a tuple for a result."""
+
+    def __init__(self, whole: nn.Linear, parallel: ContextParallel, tuples: bool) -> None:
+        super().__init__()
+        own = whole.weight.detach().chunk(parallel.world_size, 0)[parallel.rank].clone()
+        if tuples:
+            self.register_buffer("values", own)
+        else:
+            self.weight = nn.Parameter(own, requires_grad=False)
+
+    def forward(self, latent: Tensor) -> tuple[Tensor, None]:
+        return latent @ self.values.t(), None
+
+
+@case
+def projections_of_own_heads_are_gathered(rank: int, world: int) -> None:
+    for tuples in (False, True):
+        parallel = ContextParallel.of(interleave=3, timeout=PATIENT)
+        whole = LatentTwin(parallel)
+        projection = whole.layers[1]._kv_b_proj[0]
+        part = OfOneRank(projection, parallel, tuples)
+        scale, sizes = whole.layers[1].scale, LatentTwin.sizes
+        layer = vattn.MLAAttention(HEADS, scale, *sizes, part, context_parallel=parallel)
+        vattn.allocate_kv_cache(layer, num_blocks=13, dtype=torch.float32)
+        compare(layer.kv_b_weight, whole.layers[1].kv_b_weight, 1e-6)
+        layer.kv_cache.view(torch.uint8).fill_(0xFF)
+        whole.layers = layer, whole.layers[1]
+        for seed, (queries, lengths) in enumerate(STEPS):
+            compare(*whole.step(layer, queries, lengths, seed), 1e-5)
+        if not tuples:
+            kept = layer.kv_b_weight
+            part.weight.mul_(2)
+            layer.process_weights_after_loading()
+            assert layer.kv_b_weight is kept
+            compare(kept, 2 * whole.layers[1].kv_b_weight, 1e-6)
+        if not tuples:
+            split = nn.Linear(*projection.weight.t().shape, bias=False)
+            split.load_state_dict(projection.state_dict())
+            parallelize_module(split, init_device_mesh("cpu", (world,)), ColwiseParallel())
+            other = vattn.MLAAttention(HEADS, scale, *sizes, split, context_parallel=parallel)
+            vattn.allocate_kv_cache(other, num_blocks=13, dtype=torch.float32)
+            compare(other.kv_b_weight, whole.layers[1].kv_b_weight, 1e-6)
+        mixed = vattn.MLAAttention(HEADS, scale, *sizes, projection if rank == 1 else part, context_parallel=parallel)
+        with refused("rows of kv_b_proj of rank 1"):
+            vattn.allocate_kv_cache(mixed, num_blocks=13, dtype=torch.float32)
 
 
 @case

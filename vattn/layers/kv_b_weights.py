@@ -14,17 +14,20 @@ _BLOCK = (128, 128)
 """Rows and columns of a weight block where the module names none."""
 
 
-def projection_weight(module: nn.Module, rows: int, columns: int) -> Tensor:
-    """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by.
+def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 1) -> Tensor:
+    """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by, or one rank's `rows / shards` of it.
 
     Plain weights and e4m3 weights with `weight_scale` or `weight_scale_inv` (one value, one per row, or one per block)
-    are read; any other module is asked what it makes of a unit matrix.
+    are read, of distributed ones this rank's part; any other module is asked what it makes of a unit matrix.
 
     Raises:
         ConfigError: a bias, or weights on meta.
         ShapeError: the module projects between other widths, or its scales fit no granularity.
     """
     weight: Any = getattr(module, "weight", None)
+    if type(weight).__name__ == "DTensor":
+        weight = weight.to_local()
+    allowed = (rows, rows // shards)
     if getattr(module, "bias", None) is not None:
         raise ConfigError(f"kv_b_proj {type(module).__name__} with a bias", "no bias", "make it with bias=False")
     if isinstance(weight, Tensor) and weight.is_meta:
@@ -38,14 +41,15 @@ def projection_weight(module: nn.Module, rows: int, columns: int) -> Tensor:
             (getattr(module, n, None) for n in ("weight_scale", "weight_scale_inv") if hasattr(module, n)), None
         )
         if weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and scale is None:
-            _check_shape(tuple(weight.shape), rows, columns)
+            _check_shape(tuple(weight.shape), allowed, columns)
             return weight.detach().float()
         if weight.dtype == torch.float8_e4m3fn and isinstance(scale, Tensor):
-            transposed = tuple(weight.shape) == (columns, rows) != (rows, columns)
+            upright = weight.shape[1] == columns and weight.shape[0] in allowed
+            transposed = not upright and weight.shape[0] == columns and weight.shape[1] in allowed
             matrix = weight.detach().t() if transposed else weight.detach()
-            _check_shape(tuple(matrix.shape), rows, columns)
+            _check_shape(tuple(matrix.shape), allowed, columns)
             return _dequantised(matrix, scale.detach(), getattr(module, "weight_block_size", None))
-    return _asked(module, rows, columns)
+    return _asked(module, allowed, columns)
 
 
 def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
@@ -64,7 +68,7 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
     return dequantise_blocks(weight, scale, high, wide)
 
 
-def _asked(module: nn.Module, rows: int, columns: int) -> Tensor:
+def _asked(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
     """Return what a module makes of a unit matrix: its weight, to the precision that it computes in."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
     dtypes = [t.dtype for t in tensors if t.dtype in (torch.float16, torch.bfloat16, torch.float32)]
@@ -73,19 +77,23 @@ def _asked(module: nn.Module, rows: int, columns: int) -> Tensor:
     with torch.no_grad():
         made = module(torch.eye(columns, dtype=given, device=device))
     made = made[0] if isinstance(made, tuple) else made
-    if not isinstance(made, Tensor) or tuple(made.shape) != (columns, rows):
+    if not isinstance(made, Tensor) or tuple(made.shape) not in [(columns, count) for count in rows]:
         came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise ShapeError(
-            f"kv_b_proj makes {came} of {columns} latents of {columns} columns", f"({columns}, {rows})",
+            f"kv_b_proj makes {came} of {columns} latents of {columns} columns", f"({columns}, {_either(rows)})",
             "check kv_lora_rank, num_heads and the head dimensions",
         )  # fmt: skip
     return made.t().float()
 
 
-def _check_shape(shape: tuple[int, ...], rows: int, columns: int) -> None:
-    if shape != (rows, columns):
+def _either(rows: tuple[int, int]) -> str:
+    return " or ".join(str(count) for count in dict.fromkeys(rows))
+
+
+def _check_shape(shape: tuple[int, ...], rows: tuple[int, int], columns: int) -> None:
+    if shape not in [(count, columns) for count in rows]:
         raise ShapeError(
             f"kv_b_proj's weight has shape {shape}",
-            f"({rows}, {columns}) = [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]",
+            f"({_either(rows)}, {columns}) = [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]",
             "check kv_lora_rank, num_heads (after tensor-parallel splitting) and the head dimensions",
         )

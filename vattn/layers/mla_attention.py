@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.backends import selector
 from vattn.config import CacheConfig
+from vattn.context_parallel.steps import telling_others
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
@@ -21,6 +22,7 @@ from vattn.errors import (
     ScaleError,
     ShapeError,
     UnsupportedRequestError,
+    VattnError,
 )
 from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
@@ -33,6 +35,7 @@ from vattn.layers.parallel_request import (
     attend_parts,
     check_context_parallel,
     check_step_ranks,
+    gather_rows,
     partial_arguments,
     partial_request,
 )
@@ -81,7 +84,7 @@ class MLAAttention(OwnBuffers):
         **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
             values of how many tokens are expanded at a time), `context_parallel`
             (`vattn.context_parallel.ContextParallel`: the ranks that share the cache; the layer then takes its rank's
-            part of the `num_heads` query heads, while `kv_b_proj` is that of all).
+            part of the `num_heads` query heads, while `kv_b_proj` has all of them, or on every rank its own).
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -267,9 +270,12 @@ class MLAAttention(OwnBuffers):
         Args:
             act_dtype: model dtype; default that of the bound cache.
 
+        Under context parallelism every rank calls it, for a `kv_b_proj` that holds a rank's heads is gathered.
+
         Raises:
             ConfigError: no dtype is known yet, or the weights are on meta.
             ShapeError: the projection has another geometry than the layer.
+            RankError: under context parallelism, some ranks have all heads in `kv_b_proj` and others their own.
         """
         dtype = act_dtype if self.config is None else getattr(torch, self.config.dtype)
         if dtype is None or (act_dtype is not None and act_dtype != dtype):
@@ -279,14 +285,28 @@ class MLAAttention(OwnBuffers):
                 "pass act_dtype=torch.bfloat16, or bind a cache first",
             )
         columns = self.qk_nope_head_dim + self.v_head_dim
-        weight = projection_weight(self._kv_b_proj[0], self.num_heads * columns, self.kv_lora_rank)
-        weight = weight.view(self.num_heads, columns, self.kv_lora_rank)
+        weight = self._all_heads_weight(columns, dtype).view(self.num_heads, columns, self.kv_lora_rank)
         kept, self._weights_read = self.kv_b_weight, _version(self._kv_b_proj[0])
         with torch.inference_mode(False), torch.no_grad():
             if kept is not None and kept.dtype == dtype:
                 kept.copy_(weight)
             else:
                 self._buffers["kv_b_weight"] = weight.to(dtype).clone()
+
+    def _all_heads_weight(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return `[num_heads * columns, L]`, which ranks gather if each has the rows of its own heads."""
+        parallel, rows = self.context_parallel, self.num_heads * columns
+        shards = 1 if parallel is None else parallel.world_size
+        with telling_others(parallel):
+            weight = projection_weight(self._kv_b_proj[0], rows, self.kv_lora_rank, shards)
+        if parallel is None:
+            return weight
+        parallel.agree({"layer": self.prefix, "rows of kv_b_proj": weight.shape[0]})
+        if weight.shape[0] == rows:
+            return weight
+        device = weight.device if self.kv_cache is None else self.kv_cache.device
+        with torch.no_grad():
+            return gather_rows(weight.to(device, dtype), parallel, f"kv_b_proj of layer {self.prefix!r}")
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Return what cache this layer needs for a model of `dtype`."""
@@ -338,15 +358,20 @@ class MLAAttention(OwnBuffers):
                 "use vattn.allocate_kv_cache(model, num_blocks=...)",
             )
         self._check_values()
-        self.config = config
-        self.process_weights_after_loading(dtype)
+        before = self.config, self.kv_cache
+        # Ranks gather weights where the cache is.
+        self.config, self.kv_cache = config, storage
+        try:
+            self.process_weights_after_loading(dtype)
+        except VattnError:
+            self.config, self.kv_cache = before
+            raise
         weight = self.kv_b_weight
         assert weight is not None
         if weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
-        self.kv_cache = storage
         if self.workspace_tokens is not None:
             elements = self.workspace_tokens * elements_per_token(config)
             with torch.inference_mode(False):

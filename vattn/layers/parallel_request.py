@@ -114,6 +114,25 @@ def partial_arguments(args: Args, query: Tensor, head_size_v: int, dtype: torch.
     return with_own_result(args._replace(query=query, **changes), head_size_v, dtype)
 
 
+def gather_rows(part: Tensor, parallel: ContextParallel, what: str) -> Tensor:
+    """Return `[world * rows, ...]` of every rank's `[rows, ...]`, in the order of ranks; every rank calls it.
+
+    Raises:
+        ConfigError: no process group.
+    """
+    if not parallel.group_name:
+        raise ConfigError(
+            f"{what} with {part.shape[0]} rows, one rank's of {parallel.world_size}, without a process group",
+            "a group to gather it in, or the rows of all heads",
+            "make the layers with ContextParallel.of(group)",
+        )
+    from torch.distributed import _functional_collectives  # noqa: F401
+
+    ops = torch.ops._c10d_functional
+    gathered = ops.all_gather_into_tensor(part.contiguous(), parallel.world_size, parallel.group_name)
+    return ops.wait_tensor(gathered)
+
+
 def attend_parts(
     op: Callable[..., None],
     args: Args,
