@@ -86,7 +86,7 @@ def test_what_an_op_writes_is_marked_and_nothing_else_is(name: str) -> None:
     assert marked == WRITTEN[name]
 
 
-@pytest.mark.parametrize("name", [*schemas.MUTATING_OPS, *schemas.QUANTISING_OPS])
+@pytest.mark.parametrize("name", [*schemas.MUTATING_OPS, *schemas.QUANTISING_OPS, *schemas.PRODUCT_OPS])
 def test_every_op_has_a_device_implementation_of_its_name(name: str) -> None:
     assert callable(getattr(dispatch, name))
     if name in schemas.QUANTISING_OPS:

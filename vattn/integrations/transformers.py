@@ -282,7 +282,8 @@ def attend(
     if attention_mask is not None and attention_mask.shape != (0,):
         raise _masked()
     layer.check_options(options)  # type: ignore[operator]
-    rows = [t[0].transpose(0, 1).flatten(1) for t in (query, key, value)]
+    # Heads of a token lie behind each other; tokens may lie apart, as parts of a merged projection do.
+    rows = [t[0].transpose(0, 1).flatten(1).unflatten(1, (t.shape[1], t.shape[3])) for t in (query, key, value)]
     out = layer(*rows)
     return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None  # type: ignore[union-attr]
 
