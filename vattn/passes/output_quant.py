@@ -15,6 +15,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS, OutputFormat
 from vattn.passes import division, match, probe
 from vattn.passes.match import Match
+from vattn.passes.reach import token_counts
 from vattn.passes.region import (
     AttentionNode,
     Refusal,
@@ -171,7 +172,8 @@ def _classified(
 ) -> Match:
     from torch._inductor import config
 
-    extra = (attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}")
+    counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
+    extra = (attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}", f"tokens {counts}")
     key = _fingerprint(region, quantised, nodes, inputs, extra)
     if key not in _known:
         try:

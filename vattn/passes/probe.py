@@ -1,8 +1,8 @@
 """Runs a region on chosen inputs, to be asked what it computes.
 
 The inputs hold FP8 rounding midpoints (there multiplying by a reciprocal and dividing differ), values beyond the range,
-rows of zeros, subnormals, outliers, infinities and NaN, at two token counts, under scales that are no power of two, and
-every value that the model dtype has. FP8 casts are run without saturation, as an eager CUDA cast is: a region that
+rows of zeros, subnormals, outliers, infinities and NaN, at several token counts, under scales that are no power of two,
+and every value that the model dtype has. FP8 casts are run without saturation, as an eager CUDA cast is: a region that
 needs a cast to saturate needs a clamp.
 """
 
@@ -25,6 +25,7 @@ from vattn.passes.precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
 from vattn.passes.probe_inputs import probe_scales as probe_scales
 from vattn.passes.probe_inputs import probe_values as probe_values
+from vattn.passes.reach import check_order, token_counts
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
 
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
@@ -85,6 +86,7 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
     if len(found.roots) > _MOST_ROOTS:
         raise Refusal(f"the region reads {len(found.roots)} unknown values; a quantiser has one scale", node, near=True)
     check_sizes((*found.derived, *nodes), found.sizes)
+    check_order(nodes)
     return found
 
 
@@ -324,6 +326,7 @@ def samples(
         few: show it those a few tokens at a time.
     """
     exact, roots = _exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
+    counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
 
     def sample(x: Tensor, scales: Sequence[float]) -> Sample:
         return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scales, wide))
@@ -337,9 +340,9 @@ def samples(
         # A graph may divide by a value or multiply by it.
         tried = scales[turn // len(exact) % roots]
         steps = (tried, 1 / tried) if inputs.roots else (tried,)
-        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, turn))
+        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, turn, counts))
     for turn in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
-        yield from (sample(x, scales_of(turn)) for x in every_output(region.output, dtype, few))
+        yield from (sample(x, scales_of(turn)) for x in every_output(region.output, dtype, counts, few))
 
 
 def _exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.formats import MODEL_DTYPES
+from vattn.passes.reach import TOKEN_COUNTS
 from vattn.passes.region import value
 
 PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
@@ -35,7 +36,6 @@ def probe_scales(dtypes: Collection[torch.dtype]) -> tuple[float, ...]:
     return tuple(dict.fromkeys((*PROBE_SCALES, *extreme)))
 
 
-TOKEN_COUNTS = (31, 5)
 _SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
 _POWERS = range(-30, 11)
 
@@ -76,39 +76,50 @@ def _rows(values: Tensor, columns: int) -> Tensor:
     return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
 
 
-def probe_outputs(output: Node, config_dtype: str, scales: Sequence[float], turn: int) -> Iterator[Tensor]:
-    """Yield attention outputs `[T, H, V]` in the model dtype, at two token counts where the graph leaves them open.
+def probe_outputs(
+    output: Node, config_dtype: str, scales: Sequence[float], turn: int, counts: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield attention outputs `[T, H, V]` in the model dtype.
 
     Args:
         scales: as in `probe_values`.
         turn: which row comes first: no token is to see rows of one kind alone.
+        counts: of tokens; every row is among those of the first.
     """
-    tokens, heads, width = value(output).shape
+    _, heads, width = value(output).shape
     rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(-7 * turn, 0)
-    counts = (tokens,) if isinstance(tokens, int) else TOKEN_COUNTS
     for count in counts:
-        needed = -(-len(rows) // count) if count == counts[0] else 1
+        step = _step(output, count, TOKEN_COUNTS[0])
+        needed = -(-len(rows) // step) if count == counts[0] else 1
         for part in range(needed):
-            yield _part(rows, part, count).view(count, int(heads), int(width))
+            yield _part(rows, part * step, count).view(count, int(heads), int(width))
 
 
-def every_output(output: Node, config_dtype: str, few: bool = False) -> Iterator[Tensor]:
+def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bool = False) -> Iterator[Tensor]:
     """Yield attention outputs that hold every value of a 16-bit model dtype, in order and not, and all powers of two.
 
     For fp32 they hold every bf16 value and as many random bit patterns.
 
     Args:
+        counts: as in `probe_outputs`.
         few: a few tokens at a time, for a region that may read some of them alone.
     """
     tokens, heads, width = value(output).shape
     rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
-    count = tokens if isinstance(tokens, int) else TOKEN_COUNTS[1] if few else len(rows)
-    for part in range(-(-len(rows) // count)):
-        yield _part(rows, part, count).view(count, int(heads), int(width))
+    count = counts[0] - TOKEN_COUNTS[0] + (TOKEN_COUNTS[1] if few else len(rows))
+    count = tokens if isinstance(tokens, int) else count
+    step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
+    for start in range(0, len(rows), step):
+        yield _part(rows, start, count).view(count, int(heads), int(width))
 
 
-def _part(rows: Tensor, part: int, count: int) -> Tensor:
-    return rows[torch.arange(part * count, (part + 1) * count) % len(rows)]
+def _step(output: Node, count: int, most: int) -> int:
+    """Return after how many rows the next run begins: a region may read as few of its tokens as that."""
+    return count if isinstance(value(output).shape[0], int) else min(count, most)
+
+
+def _part(rows: Tensor, start: int, count: int) -> Tensor:
+    return rows[torch.arange(start, start + count) % len(rows)]
 
 
 @lru_cache(maxsize=4)

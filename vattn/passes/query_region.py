@@ -19,6 +19,7 @@ from torch.fx import Node
 from vattn.config import AttentionConfig
 from vattn.formats import FP8_E4M3_MAX
 from vattn.passes import probe
+from vattn.passes.reach import beyond, reach
 from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, is_check, same_size, value
 
 _LARGEST_REGION = 400
@@ -250,6 +251,8 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
     rows = rows.to(value(region.source).dtype)
     tokens = value(region.codes).shape[0]
     count = tokens if isinstance(tokens, int) else len(rows)
+    if not isinstance(tokens, int) and reach((*region.sizes, *region.nodes), region.codes) >= count:
+        raise beyond(reach((*region.sizes, *region.nodes), region.codes), region.codes)
     rows = rows.repeat(-(-count // len(rows)), 1)
     for x in rows[: len(rows) // count * count].split(count):
         env = {**known, **probe.set_sizes(region.sizes, region.codes, count)}

@@ -18,6 +18,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.rope_reference import normalise, rotate, scale_query
 from vattn.passes.probe import isolated
+from vattn.passes.reach import beyond, reach
 from vattn.passes.region import FP8_DTYPES, Refusal, expression, op_name, value
 from vattn.passes.rope_region import (
     Run,
@@ -124,7 +125,11 @@ class _Trial:
         self.position = {node: index for index, node in enumerate(past)}
         self.run = Run(region)
         check_size(self.run)
-        self.tokens = self.run.size(value(region.end).shape[0])
+        tokens = value(region.end).shape[0]
+        self.tokens = self.run.size(tokens)
+        furthest = 0 if isinstance(tokens, int) else reach(region.nodes, region.end)
+        if furthest >= self.tokens:
+            raise beyond(furthest, region.end)
         self.is_fp8 = value(region.end).dtype in FP8_DTYPES
         self.tables: list[Node] = []
         self.weights: list[Node] = []

@@ -1,0 +1,132 @@
+"""Graphs of a varying number of tokens that treat those from some place on otherwise than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import Bundle, Capture, captured_bundle, step
+from queries import Written
+from queries import inputs as query_inputs
+from rope_forms import LayerWithRope, RopeForm, chunked, inputs
+from test_forms import assert_same_bits
+from torch import Tensor
+
+import vattn
+from vattn.passes import reach
+from vattn.passes.pipeline import fuse_graph
+from vattn.passes.query_quant import IN_LOAD
+from vattn.passes.report import FUSED, NEAR_MISS
+
+E4M3 = torch.float8_e4m3fn
+LENGTHS = [30, 25]
+
+
+def cast(x: Tensor, s: Tensor) -> Tensor:
+    return (x.float() / s).clamp(-448, 448).to(E4M3)
+
+
+def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return (x.float() / scale).clamp(-448, 448).to(E4M3), scale
+
+
+def later_ones(o: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.cat((o[:40], change(o[40:])))
+
+
+NOT_ALIKE: dict[str, tuple[Callable[..., Any], str]] = {
+    "zeros from a token on": (lambda o, s: cast(later_ones(o, torch.zeros_like), s), ""),
+    "another scale from a token on": (lambda o, s: cast(later_ones(o, lambda x: x * 2), s), ""),
+    "by token, zeros from one on": (lambda o, s: by_token(later_ones(o, torch.zeros_like)), ""),
+    "from the end": (lambda o, s: cast(torch.cat((o[:-40] * 2, o[-40:])), s), ""),
+    "of columns behind each other": (
+        lambda o, s: cast(torch.cat((o.flatten()[: 40 * 256], o.flatten()[40 * 256 :] * 2)), s),
+        "",
+    ),
+    "counted": (
+        lambda o, s: cast(torch.where((o[:, :1] == o[:, :1]).cumsum(0) < 40, o, 0.0), s),
+        "cumsum runs along the tokens",
+    ),
+    "how many there are": (
+        lambda o, s: cast(torch.where((o[:, :1] == o[:, :1]).sum() < 40, o, 0.0), s),
+        "sum runs along the tokens",
+    ),
+}
+ALIKE: dict[str, Callable[..., Any]] = {
+    "the first of them": lambda o, s: cast(o[:40], s),
+    "all but the first": lambda o, s: cast(o[40:], s),
+    "all but the last": lambda o, s: cast(o[:-40], s),
+    "the first of them, by token": lambda o, s: by_token(o[:40]),
+    "taken apart and joined": lambda o, s: torch.cat((cast(o[:40], s), cast(o[40:], s))),
+}
+
+
+def test_tokens_are_told_apart() -> None:
+    forms = {**{name: function for name, (function, _) in NOT_ALIKE.items()}, **ALIKE}
+    bundle = Bundle(list(forms.values()))
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(bundle.__call__, backend=capture.backend)
+    results = []
+    for capture.fused in (True, False):
+        results.append([bundle.run(target, lengths) for lengths in (LENGTHS, [43])])
+    report = dict(zip(forms, capture.report, strict=True))
+    for name, (_, why) in NOT_ALIKE.items():
+        assert report[name].outcome == NEAR_MISS and why in report[name].reason, (name, report[name])
+    assert {name: report[name].outcome for name in ALIKE} == dict.fromkeys(ALIKE, FUSED)
+    for fused, plain in zip(*results, strict=True):
+        for got, want in zip(fused, plain, strict=True):
+            assert_same_bits(got, want)
+
+
+def test_a_token_too_far_along_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_LARGEST_RUN", 70 * 256)
+    bundle = Bundle([ALIKE["the first of them"]])
+    torch._dynamo.reset()
+    capture = Capture()
+    bundle.run(vattn.compile(bundle.__call__, backend=capture.backend), LENGTHS)
+    assert "there are 40 tokens, too many to try it out" in capture.report[0].reason
+
+
+def test_short_graphs_are_other_graphs() -> None:
+    """A graph of fewer tokens than the bound has no slice in it, and fuses."""
+    capture, _ = captured_bundle(Bundle([NOT_ALIKE["zeros from a token on"][0]]))
+    assert capture.report[0].outcome == FUSED
+
+
+def partly_turned(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """RoPE for the first tokens alone."""
+    turned = chunked(layer, query, key, positions)
+    query, key = (torch.cat((new[:20], old[20:])) for new, old in zip(turned, (query, key), strict=True))
+    return query, key
+
+
+def test_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "fuse_graph", partial(fuse_graph, rope="always"))
+    model = LayerWithRope(RopeForm(partly_turned, ""))
+    torch._dynamo.reset()
+    capture = Capture()
+    target = vattn.compile(model, backend=capture.backend)
+    with step(model, [14, 16]):
+        target(*inputs(30))
+    assert "whether there are 20 tokens" in capture.report[0].rope
+
+
+def partly_clamped(query: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 of which the later tokens are clamped to less."""
+    scaled = query.float() / s
+    return torch.cat((scaled[:400].clamp(-448, 448), scaled[400:].clamp(-9, 9))).to(E4M3), s
+
+
+def test_queries() -> None:
+    model = Written(partly_clamped)
+    torch._dynamo.reset()
+    capture = Capture()
+    with torch.no_grad():
+        vattn.compile(model, backend=capture.backend)(query_inputs(410))
+    assert not capture.report[0].query.startswith(IN_LOAD)

@@ -1,0 +1,170 @@
+"""How far along the tokens a region tells them apart, so that it is run on enough of them for that to show.
+
+A graph of a varying number of tokens may do something else from the three hundredth on, and a run of thirty would not
+tell. Where the number stands in the graph, as the bound of a slice say, it is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes.region import Refusal, expression, op_name, value
+
+TOKEN_COUNTS = (31, 5)
+_LARGEST_RUN = 1 << 21
+_UNBOUNDED = 1 << 62
+_COUNTING = frozenset(
+    "cumsum cumprod cummax cummin logcumsumexp sum nansum mean prod argmax argmin sort topk var std var_mean norm "
+    "linalg_vector_norm count_nonzero".split()
+)
+"""Ops that can tell how many tokens there are, or which one is which, where they run along the tokens."""
+
+
+def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
+    """Return on how many tokens a region is run: a count of its own, if that is fixed, or several.
+
+    Raises:
+        Refusal: on more than can be tried out.
+    """
+    tokens = value(output).shape[0]
+    if isinstance(tokens, int):
+        return (tokens,)
+    furthest = reach(nodes, output)
+    if furthest < min(TOKEN_COUNTS):
+        return TOKEN_COUNTS
+    of_a_token = value(output)[0].numel()
+    if (furthest + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
+        raise beyond(furthest, output)
+    counts = tuple(furthest + count for count in TOKEN_COUNTS)
+    return counts if _fewest(tokens) > min(TOKEN_COUNTS) else (*counts, min(TOKEN_COUNTS))
+
+
+def beyond(place: int, node: Node) -> Refusal:
+    """Return the refusal of a region that would have to be run on too many tokens."""
+    return Refusal(f"what it does depends on whether there are {place} tokens, too many to try it out", node, near=True)
+
+
+def reach(nodes: Sequence[Node], like: Node) -> int:
+    """Return the largest place or number of tokens that stands in a graph of a varying number, 0 if there is none.
+
+    Args:
+        like: a node whose first size is the number of tokens.
+    """
+    found = [0]
+    tokens = expression(value(like).shape[0])
+    for node in nodes:
+        for along, numbers in _bounds(node):
+            each = _per_token(along, tokens)
+            found += [-(-abs(number) // each) for number in numbers if abs(number) < _UNBOUNDED]
+        val = value(node)
+        sizes = val.shape if isinstance(val, Tensor) else [val] if isinstance(val, torch.SymInt) else []
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                each = _per_token(size, tokens)
+                found += [-(-number // each) for number in _numbers(expression(size))]
+    return max(found)
+
+
+def check_order(nodes: Sequence[Node]) -> None:
+    """Refuse nodes that count along the tokens: a quantiser treats every one alike.
+
+    Raises:
+        Refusal: there is such a node.
+    """
+    for node in nodes:
+        if op_name(node.target) in _COUNTING and node.args and isinstance(node.args[0], Node):
+            val = value(node.args[0])
+            if isinstance(val, Tensor) and any(isinstance(val.shape[dim], torch.SymInt) for dim in _dims(node, val)):
+                raise Refusal(f"{op_name(node.target)} runs along the tokens", node, near=True)
+
+
+def _dims(node: Node, val: Tensor) -> list[int]:
+    name = op_name(node.target)
+    rest: list[Any] = list(node.args[1:])
+    if name in ("norm", "linalg_vector_norm", "topk"):
+        rest = rest[1:]
+    given: Any = rest[0] if rest else node.kwargs.get("dim")
+    if name in ("sort", "topk") and given is None:
+        given = -1
+    dims = [given] if isinstance(given, int) else list(given or range(val.dim()))
+    return [dim for dim in dims if -val.dim() <= dim < val.dim()]
+
+
+def _bounds(node: Node) -> Iterator[tuple[Any, list[int]]]:
+    """Yield varying sizes along which a node takes elements by numbers of the graph, and those numbers."""
+    name, given = op_name(node.target), list(node.args)
+    val = value(given[0]) if given and isinstance(given[0], Node) else None
+    if not isinstance(val, Tensor):
+        return
+    rest: list[Any] = given[1:]
+    if name in ("index", "_unsafe_index"):
+        for place, index in enumerate(rest[0]):
+            if isinstance(index, Node) and isinstance(val.shape[place], torch.SymInt):
+                yield val.shape[place], _elements(index)
+        return
+    dim: Any = node.kwargs.get("dim", 0)
+    if name in ("slice", "select", "index_select", "gather", "unfold") and rest:
+        dim, *rest = rest
+    elif name in ("split", "split_with_sizes") and len(rest) > 1:
+        rest, dim = rest[:1], rest[1]
+    elif name == "constant_pad_nd":
+        for position in range(0, len(rest[0]), 2):
+            size = val.shape[val.dim() - 1 - position // 2]
+            if isinstance(size, torch.SymInt):
+                yield size, [n for n in rest[0][position : position + 2] if isinstance(n, int)]
+        return
+    elif name == "as_strided":
+        rest = rest[2:]
+        dim = next((d for d, size in enumerate(val.shape) if isinstance(size, torch.SymInt)), 0)
+    elif name not in ("slice", "select", "split", "split_with_sizes", "unfold"):
+        return
+    if isinstance(dim, int) and val.dim() and isinstance(val.shape[dim], torch.SymInt):
+        yield val.shape[dim], [number for part in (*rest, *node.kwargs.values()) for number in _integers(part)]
+
+
+def _integers(argument: Any) -> list[int]:
+    if isinstance(argument, (list, tuple)):
+        return [sum(number for part in argument for number in _integers(part))]
+    if isinstance(argument, Node):
+        return _elements(argument)
+    return [argument] if isinstance(argument, int) and not isinstance(argument, bool) else []
+
+
+def _elements(node: Node) -> list[int]:
+    from vattn.passes.probe import constant
+
+    known = constant(node)
+    if known is None or known.is_floating_point() or known.dtype == torch.bool or not known.numel():
+        return []
+    return [int(known.abs().max())]
+
+
+def _per_token(size: Any, tokens: Any) -> int:
+    """Return how many elements along a size belong to one token."""
+    if not tokens.is_Symbol:
+        return 1
+    size = expression(size)
+    each = size.subs(tokens, 1002) - size.subs(tokens, 1001)
+    return int(each) if each.is_Integer and each > 0 else 1
+
+
+def _numbers(size: Any) -> list[int]:
+    """Return the numbers in the formula of a size that a token count is added to or compared with."""
+    import sympy  # type: ignore[import-untyped]
+
+    found = []
+    for part in sympy.preorder_traversal(size):
+        if not part.is_Symbol and not part.is_Mul and not part.is_Pow:
+            found += [abs(int(argument)) for argument in part.args if argument.is_Integer]
+    return found
+
+
+def _fewest(tokens: torch.SymInt) -> int:
+    """Return the fewest tokens that a graph was compiled for, as far as that is known."""
+    bounds = tokens.node.shape_env.bound_sympy(tokens.node.expr)
+    return int(bounds.lower) if bounds.lower.is_Integer else 0
