@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.support import relative_l2
+from vattn.backends.mla import mla_backends
 from vattn.errors import (
     CacheNotBoundError,
     ConfigError,
@@ -285,6 +286,33 @@ def test_quantised_queries() -> None:
     ):
         with pytest.raises((ConfigError, ScaleError)):
             vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, **wrong)
+
+
+def test_scratch_is_told_and_claimed_by_profiling_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    proj = nn.Linear(L, N * (P + V), bias=False)
+    layers = [vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, workspace_tokens=room) for room in (None, 64, 128)]
+    per_token = L + R + N * (P + R + V)
+    told = [layer.scratch_bytes(10, torch.float32) for layer in layers]
+    assert told == [4 * (room * per_token + 10 * N * V) for room in (4096, 64, 128)]
+    claimed = []
+    empty = Tensor.new_empty
+
+    def noted(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        made = empty(self, *size, **options)
+        claimed.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(Tensor, "new_empty", noted)
+    assert not layers[1](*inputs(10)).any()
+    assert told[1] in claimed
+    with pytest.raises(ConfigError, match="without a cache"):
+        layers[0].scratch_bytes(10)
+    triton = mla_backends()["TRITON_MLA"]
+    config = layers[0]._request_config(torch.bfloat16)
+    small, large = (triton.scratch_bytes(config, 10, room) for room in (64, None))
+    rows = 2 * 10 * N * (2 * L + R) + 4 * 10 * N * (V + 2)
+    assert small == rows + 2 * 64 * per_token and large - rows <= 256 << 20
+    assert "workspace=64 tokens" in repr(layers[1])
 
 
 def test_wrong_steps_are_refused_and_change_nothing() -> None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from vattn.backends.base import Backend, Capabilities, Sizes
-from vattn.formats import OUTPUT_FORMATS
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_rope import MLARopeUpdateArgs, turned_rows
@@ -94,6 +94,14 @@ class MLABackend(Backend):
         """Run `vattn::mla_attention`. Arguments are checked already."""
         raise NotImplementedError
 
+    def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
+        """Return the bytes of rows in the latent space, and of what is expanded at a time, in a call of some tokens.
+
+        Args:
+            workspace_tokens: tokens that the caller's workspace holds, `None` if it gives none.
+        """
+        return num_tokens * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim) * _item(config)
+
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError
@@ -101,6 +109,10 @@ class MLABackend(Backend):
     def mla_rope_kv_cache_update(self, args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> None:
         """Run `vattn::mla_rope_kv_cache_update`, by default in two steps. Arguments are checked already."""
         self.mla_kv_cache_update(turned_rows(args, rope, config), config)
+
+
+def _item(config: MLAConfig) -> int:
+    return MODEL_DTYPES[config.dtype].itemsize
 
 
 class TritonMLAUpdate:

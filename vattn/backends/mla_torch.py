@@ -24,7 +24,7 @@ from vattn.mla_formats import MLA_FORMATS, decode_rows, encode_rows
 from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import row_view
-from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_TOKENS, workspace_tokens
+from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_TOKENS, elements_per_token, workspace_tokens
 from vattn.ops.mla_reference import visible_keys
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
 from vattn.ops.reference import held_lengths
@@ -84,6 +84,12 @@ class TorchMLABackend(MLABackend):
             config.output_arithmetic,
             config.output_min_scale,
         )
+
+    def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
+        """Return the bytes of one chunk of keys and values, in fp32, and of the result before it is quantised."""
+        tokens = max(DEFAULT_WORKSPACE_TOKENS, config.block_size) if workspace_tokens is None else workspace_tokens
+        result = num_tokens * config.num_heads * config.v_head_dim * MODEL_DTYPES[config.dtype].itemsize
+        return 4 * tokens * elements_per_token(config) + result
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`, without a sync. Of two tokens with one slot either may win."""

@@ -63,6 +63,15 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
         mla_plan.plan(args, config)
 
+    def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
+        """Return the bytes of rows in the latent space, of the workspace, and of sums that go from chunk to chunk."""
+        from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token
+
+        row = elements_per_token(config) * MODEL_DTYPES[config.dtype].itemsize
+        tokens = workspace_tokens or max(DEFAULT_WORKSPACE_BYTES // row, config.block_size)
+        sums = 4 * num_tokens * config.num_heads * (config.v_head_dim + 2)
+        return super().scratch_bytes(config, num_tokens, None) + tokens * row + sums
+
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
         from vattn.ops.triton.mla_launch import attend

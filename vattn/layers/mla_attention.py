@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vattn import context
 from vattn.backends import selector
+from vattn.backends.mla import mla_backends
 from vattn.config import CacheConfig
 from vattn.context_parallel.steps import telling_others
 from vattn.errors import (
@@ -418,6 +419,9 @@ class MLAAttention(OwnBuffers):
             k_pe = k_pe.squeeze(1)
         result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
         if metadata is None:
+            if not torch.compiler.is_compiling():
+                # Whoever measures memory by such a call sees what a step may take.
+                q.new_empty(self.scratch_bytes(q.shape[0], q.dtype, q.device), dtype=torch.uint8)
             return result.zeroed()
         self._check_bound(q)
         slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
@@ -444,6 +448,33 @@ class MLAAttention(OwnBuffers):
         else:
             torch.ops.vattn.mla_attention(*arguments)
         return result.returned()
+
+    def scratch_bytes(
+        self, num_tokens: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> int:
+        """Return how many bytes a step of some tokens takes beside its result, workspace included.
+
+        They are given back behind each layer. Partial results of requests that are split are not counted.
+
+        Args:
+            num_tokens: tokens of the step.
+            dtype, device: of the model, for a layer without a cache.
+
+        Raises:
+            ConfigError: neither a cache nor a dtype.
+            UnsupportedRequestError: no backend runs the layer.
+        """
+        config: Any = self.config
+        if config is None:
+            if dtype is None:
+                raise ConfigError(
+                    f"scratch_bytes of layer {self.prefix!r} without a cache", "a dtype and a device", "pass both"
+                )
+            config = self.resolve_config(dtype, device)
+        parallel, backend = self.context_parallel, mla_backends()[config.backend]
+        gathered = 0 if parallel is None else num_tokens * config.num_heads * (config.qk_head_dim + config.v_head_dim)
+        own = backend.scratch_bytes(config, num_tokens, self.workspace_tokens)
+        return own + gathered * getattr(torch, config.dtype).itemsize
 
     def _own_step(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         metadata = context.current if metadata is None else metadata
@@ -543,6 +574,7 @@ class MLAAttention(OwnBuffers):
         return (
             f"num_heads={self.num_heads}, head dims={dims}, kv_lora_rank={self.kv_lora_rank}, "
             f"q_lora_rank={self.q_lora_rank}, kv_cache={cache}, block_size={self.cache_config.block_size}, "
+            f"workspace={'by the backend' if self.workspace_tokens is None else f'{self.workspace_tokens} tokens'}, "
             f"backend={backend}"
         )
 

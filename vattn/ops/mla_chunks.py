@@ -8,7 +8,10 @@ from vattn.errors import ShapeError
 from vattn.mla_config import MLAConfig
 
 DEFAULT_WORKSPACE_TOKENS = 4096
-"""Tokens that are expanded at a time where no workspace is given."""
+"""Tokens that `TORCH_MLA` expands at a time where no workspace is given."""
+
+DEFAULT_WORKSPACE_BYTES = 256 << 20
+"""Expanded keys and values that `TRITON_MLA` holds at a time where no workspace is given; one block at least."""
 
 
 def elements_per_token(config: MLAConfig) -> int:

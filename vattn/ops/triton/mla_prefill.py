@@ -15,7 +15,7 @@ from torch import Tensor
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.mla_chunks import elements_per_token, workspace_tokens
+from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token, workspace_tokens
 from vattn.ops.triton.launch import TRITON_DTYPES
 from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
 from vattn.ops.triton.mla_plan import lay_line, planned_line
@@ -25,8 +25,6 @@ from vattn.ops.triton.mla_rule import longest_absorbed, most_aligned
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 _LOG2E = 1.4426950408889634
-_DEFAULT_BYTES = 256 << 20
-"""Expanded keys and values that are held at a time where no workspace is given; one block at least."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def cut_line(args: MLAAttentionArgs, config: MLAConfig) -> Chunks:
     """
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     item = MODEL_DTYPES[config.dtype].itemsize
-    default = _DEFAULT_BYTES // (elements_per_token(config) * item)
+    default = DEFAULT_WORKSPACE_BYTES // (elements_per_token(config) * item)
     room = workspace_tokens(args.workspace, config, default)
     align = min(most_aligned(config), 1 << (room.bit_length() - 1))
     most_keys = -(-args.block_table.shape[1] * config.block_size // align) * align
