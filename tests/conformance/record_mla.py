@@ -57,9 +57,13 @@ def draw_config(rng: random.Random, backend: str) -> MLAConfig:
         if (name == dtype or name not in MODEL_DTYPES)
         and sizes["kv_lora_rank"] % MLA_FORMATS[name].latent_multiple == 0
     ]
+    cache = rng.choice(stored)
+    if cache in can.query_formats and rng.random() < 0.5:
+        # Every request of these is absorbed, by all backends: what is expanded keeps its queries.
+        sizes.update(query_format=cache, decode_threshold=128)
     return make_mla_config(
         dtype=dtype,
-        kv_cache_dtype=rng.choice(stored),
+        kv_cache_dtype=cache,
         output_format="none" if rng.random() < 0.6 else rng.choice(outputs),
         weight_format=rng.choice(WEIGHT_FORMATS),
         lse=rng.random() < 0.5,
