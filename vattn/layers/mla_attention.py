@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vattn import context
 from vattn.backends import selector
 from vattn.backends.mla import mla_backends
 from vattn.config import CacheConfig
@@ -26,8 +25,8 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.formats import dtype_name
-from vattn.grouped_metadata import GroupedMetadata
 from vattn.layers.kv_b_weights import projection_weight
+from vattn.layers.latent_request import check_latent_arguments, listed_positions, plain_step
 from vattn.layers.latent_rotary import LatentRotary
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
@@ -152,7 +151,7 @@ class MLAAttention(OwnBuffers):
         """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
         # In a tuple it is no submodule: its owner saves and moves it.
         self._kv_b_proj = (kv_b_proj,)
-        self._check_arguments(kv_b_proj)
+        check_latent_arguments(self, kv_b_proj)
         self._request: dict[str, Any] = {
             "num_heads": num_heads,
             "qk_nope_head_dim": qk_nope_head_dim,
@@ -178,44 +177,6 @@ class MLAAttention(OwnBuffers):
         with torch.inference_mode(False):
             self._register_tensors()
         self._request_config(torch.bfloat16)
-
-    def _check_arguments(self, kv_b_proj: object) -> None:
-        """Refuse what no dtype and no device can make right."""
-        layer = f"layer {self.prefix!r}"
-        if not isinstance(kv_b_proj, nn.Module):
-            raise ConfigError(
-                f"kv_b_proj of type {type(kv_b_proj).__name__} in {layer}", "a linear module", "pass the projection"
-            )
-        rank = self.q_lora_rank
-        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-            raise ConfigError(f"q_lora_rank={rank!r} in {layer}", "None or a positive int", "pass None for none")
-        tokens = self.workspace_tokens
-        if tokens is not None and (not isinstance(tokens, int) or tokens < self.cache_config.block_size):
-            raise ConfigError(
-                f"workspace_tokens={tokens!r} in {layer}",
-                f"None, or an int from {self.cache_config.block_size} on, one block",
-                "give room for more tokens",
-            )
-        if (self.indexer is not None) != bool(self.use_sparse):
-            raise ConfigError(
-                f"use_sparse={self.use_sparse!r} and indexer of type {type(self.indexer).__name__} in {layer}",
-                "an indexer with use_sparse=True, and only with it",
-                "pass both or neither",
-            )
-        quant, cache = self.quant_config, self.cache_config
-        if quant.v_scale is not None:
-            raise ScaleError(f"v_scale in {layer}", "k_scale alone: a cached row is key and value", "drop v_scale")
-        unsupported = {
-            "sliding_window": cache.sliding_window is not None,
-            "calculate_kv_scales": cache.calculate_kv_scales,
-            "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
-            "kv_cache_layout": cache.kv_cache_layout != "NHD",
-        }
-        asked = [name for name, given in unsupported.items() if given]
-        if asked:
-            raise UnsupportedRequestError(
-                f"{', '.join(asked)} in {layer}", "latent attention without it", f"leave {asked[0]} out"
-            )
 
     def _register_tensors(self) -> None:
         quant, scaled = self.quant_config, MLA_FORMATS[self._canonical(torch.bfloat16)].scaled
@@ -411,7 +372,7 @@ class MLAAttention(OwnBuffers):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
-        metadata = self._own_step(metadata)
+        metadata = plain_step(metadata, self.prefix)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
         q = split_heads("q", q, heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
@@ -425,7 +386,7 @@ class MLAAttention(OwnBuffers):
             return result.zeroed()
         self._check_bound(q)
         slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
-        topk = self._topk(q)
+        topk = listed_positions(self, q.shape[0])
         plan = metadata.plans.get(self._plan_key)
         arguments: tuple[Any, ...] = (
             q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
@@ -476,29 +437,6 @@ class MLAAttention(OwnBuffers):
         own = backend.scratch_bytes(config, num_tokens, self.workspace_tokens)
         return own + gathered * getattr(torch, config.dtype).itemsize
 
-    def _own_step(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
-        metadata = context.current if metadata is None else metadata
-        if metadata is None:
-            return None
-        if not isinstance(metadata, AttentionMetadata) or isinstance(metadata, GroupedMetadata):
-            raise MetadataError(
-                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
-                "AttentionMetadata without groups, or None for a profiling call",
-                "pass what builder.build returned",
-            )
-        extras = {
-            "causal": metadata.causal is not True,
-            "tree_bias": metadata.tree_bias is not None,
-            "mm_ranges": metadata.mm_ranges is not None,
-            "shared_prefix_len": metadata.prefix_lens is not None,
-        }
-        asked = [name for name, given in extras.items() if given]
-        if asked:
-            raise UnsupportedRequestError(
-                f"a step with {', '.join(asked)} in layer {self.prefix!r}", "plain causal steps", "build it without"
-            )
-        return metadata
-
     def _check_bound(self, q: Tensor) -> None:
         if self.kv_cache is None or self.config is None or self.kv_b_weight is None:
             raise CacheNotBoundError(
@@ -513,19 +451,6 @@ class MLAAttention(OwnBuffers):
                 f"{self.config.dtype}, the dtype its cache was bound for",
                 f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}",
             )
-
-    def _topk(self, q: Tensor) -> Tensor | None:
-        if not self.use_sparse:
-            return None
-        buffer = getattr(self.indexer, "topk_indices", None)
-        if not isinstance(buffer, Tensor) or buffer.dim() != 2 or buffer.shape[0] < q.shape[0]:
-            came = tuple(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__
-            raise ShapeError(
-                f"indexer.topk_indices is {came} in layer {self.prefix!r} for {q.shape[0]} tokens",
-                "int32 [max_tokens, K] with a row per token",
-                "make the buffer for the largest step",
-            )
-        return buffer[: q.shape[0]]
 
     def _check_step(
         self, q: Tensor, kv_c: Tensor, k_pe: Tensor, metadata: AttentionMetadata, arguments: tuple[Any, ...]

@@ -1,0 +1,94 @@
+"""What an `MLAAttention` refuses at construction, and what it reads of a step beside lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vattn import context
+from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
+from vattn.grouped_metadata import GroupedMetadata
+from vattn.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from vattn.layers.mla_attention import MLAAttention
+
+
+def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
+    """Refuse what no dtype and no device can make right."""
+    name = f"layer {layer.prefix!r}"
+    if not isinstance(kv_b_proj, nn.Module):
+        raise ConfigError(
+            f"kv_b_proj of type {type(kv_b_proj).__name__} in {name}", "a linear module", "pass the projection"
+        )
+    rank = layer.q_lora_rank
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        raise ConfigError(f"q_lora_rank={rank!r} in {name}", "None or a positive int", "pass None for none")
+    tokens = layer.workspace_tokens
+    if tokens is not None and (not isinstance(tokens, int) or tokens < layer.cache_config.block_size):
+        raise ConfigError(
+            f"workspace_tokens={tokens!r} in {name}",
+            f"None, or an int from {layer.cache_config.block_size} on, one block",
+            "give room for more tokens",
+        )
+    if (layer.indexer is not None) != bool(layer.use_sparse):
+        raise ConfigError(
+            f"use_sparse={layer.use_sparse!r} and indexer of type {type(layer.indexer).__name__} in {name}",
+            "an indexer with use_sparse=True, and only with it",
+            "pass both or neither",
+        )
+    quant, cache = layer.quant_config, layer.cache_config
+    if quant.v_scale is not None:
+        raise ScaleError(f"v_scale in {name}", "k_scale alone: a cached row is key and value", "drop v_scale")
+    unsupported = {
+        "sliding_window": cache.sliding_window is not None,
+        "calculate_kv_scales": cache.calculate_kv_scales,
+        "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
+        "kv_cache_layout": cache.kv_cache_layout != "NHD",
+    }
+    asked = [what for what, given in unsupported.items() if given]
+    if asked:
+        raise UnsupportedRequestError(
+            f"{', '.join(asked)} in {name}", "latent attention without it", f"leave {asked[0]} out"
+        )
+
+
+def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMetadata | None:
+    """Return the step that a layer runs in, `None` for a profiling call; refuse one that asks for more than lengths."""
+    metadata = context.current if metadata is None else metadata
+    if metadata is None:
+        return None
+    if not isinstance(metadata, AttentionMetadata) or isinstance(metadata, GroupedMetadata):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__} in layer {prefix!r}",
+            "AttentionMetadata without groups, or None for a profiling call",
+            "pass what builder.build returned",
+        )
+    extras = {
+        "causal": metadata.causal is not True,
+        "tree_bias": metadata.tree_bias is not None,
+        "mm_ranges": metadata.mm_ranges is not None,
+        "shared_prefix_len": metadata.prefix_lens is not None,
+    }
+    asked = [name for name, given in extras.items() if given]
+    if asked:
+        raise UnsupportedRequestError(
+            f"a step with {', '.join(asked)} in layer {prefix!r}", "plain causal steps", "build it without"
+        )
+    return metadata
+
+
+def listed_positions(layer: MLAAttention, num_tokens: int) -> Tensor | None:
+    """Return int32 `[T, K]`, what the layer's indexer lists for this step; `None` for a dense layer."""
+    if not layer.use_sparse:
+        return None
+    buffer = getattr(layer.indexer, "topk_indices", None)
+    if not isinstance(buffer, Tensor) or buffer.dim() != 2 or buffer.shape[0] < num_tokens:
+        came = tuple(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__
+        raise ShapeError(
+            f"indexer.topk_indices is {came} in layer {layer.prefix!r} for {num_tokens} tokens",
+            "int32 [max_tokens, K] with a row per token",
+            "make the buffer for the largest step",
+        )
+    return buffer[:num_tokens]
