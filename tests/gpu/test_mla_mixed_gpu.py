@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import vattn
+from tests.conformance.record_mla import error_of
 from tests.gpu.test_mla_gpu import compare, deepseek
 from tests.mla_support import random_mla_batch
 from vattn.backends.mla import mla_backends
@@ -63,14 +64,11 @@ def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, with_
 def test_an_fp8_cache_and_output(fast: str) -> None:
     changes = {"kv_cache_dtype": "fp8_e4m3", "lse": False, "decode_threshold": 20}
     config = deepseek(output_format="fp8_static", **changes)
-    args = random_mla_batch(config, *STEPS["every length"], padding_tokens=2, device="cuda")
-    torch.ops.vattn.mla_attention(*args)
-    plain = args.output.view(torch.uint8).clone()
-    args.output.view(torch.uint8).fill_(0xFF)
+    queries, lengths = STEPS["every length"]
+    args = random_mla_batch(config, queries, lengths, padding_tokens=2, device="cuda")
     with variants.using(latent_mixed=fast, latent_fp8="gluon"):
-        torch.ops.vattn.mla_attention(*planned(args, config))
-    # Sums in another order: some values round to the other neighbour.
-    assert (args.output.view(torch.uint8) != plain).float().mean() < 3e-2
+        # Half a step of e4m3 on top of what rows in bf16 may miss.
+        assert error_of(planned(args, config), config, sum(queries)) < 0.05
 
 
 def test_a_graph_replays_steps_of_other_lengths_without_a_sync() -> None:

@@ -55,7 +55,7 @@ class Variants:
     latent_fp8: str = "plain"
     latent_prefill: str = "plain"
     few_rows: int = 0
-    latent_mixed: str = "plain"
+    latent_mixed: str = "fast"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
