@@ -276,7 +276,7 @@ def flashinfer_mla(inputs: Inputs, query: Tensor) -> Step:
 def fa3_prefill(inputs: Inputs) -> Step:
     """Return FlashAttention-3 over expanded keys and values of equal prompts; expanding them is not part of it."""
     cell, sizes = inputs.cell, inputs.sizes
-    shape = (cell.batch, cell.tokens, cell.heads)
+    shape = (cell.batch * cell.tokens, cell.heads)
     wide = sizes.nope + sizes.rope
     query, key, value = (
         torch.randn(*shape, columns, generator=inputs.rng, device="cuda").bfloat16()

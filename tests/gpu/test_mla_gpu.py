@@ -183,6 +183,34 @@ def test_scores_that_grow_along_the_sequence(heads: int) -> None:
     compare(args, config, 2)
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("topk", [5, 64, 700])
+def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
+    """Lists with gaps, positions out of range and blocks that are none."""
+    hopper()
+    config = deepseek(num_heads=heads, block_size=block_size, sparse=True)
+    args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
+    assert args.topk_indices is not None
+    args.topk_indices[0, 1] = -1
+    args.topk_indices[1, :2] = torch.tensor([10**9, -7])
+    args.block_table[1, 0] = 10**9
+    with variants.using(latent_sparse="gluon"):
+        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+        from vattn.ops.gluon import mla_sparse
+
+        assert mla_sparse.accepts(absorbed, args, config)
+        compare(args, config, 7)
+
+
+def test_sparse_decode_of_many_tokens() -> None:
+    hopper()
+    config = deepseek(num_heads=128, sparse=True)
+    args = random_mla_batch(config, [1] * 150, [100 + i for i in range(150)], topk=90, device="cuda")
+    with variants.using(latent_sparse="gluon"):
+        compare(args, config, 150)
+
+
 def test_fp16() -> None:
     check(deepseek(dtype="float16"), [1] * 6, RAGGED[:6], False)
 
@@ -201,9 +229,10 @@ PLAIN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(PLAIN))
 def test_plain_kernel(name: str) -> None:
     config = deepseek(**PLAIN[name])
-    check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], False, padding_tokens=3, padding_reqs=1, topk=50)
-    if name != "prefill":
-        check(config, [1] * 5, RAGGED[:5], False, topk=50)
+    with variants.using(latent_fp8="plain", latent_prefill="plain", latent_sparse="plain"):
+        check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], False, padding_tokens=3, padding_reqs=1, topk=50)
+        if name != "prefill":
+            check(config, [1] * 5, RAGGED[:5], False, topk=50)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])

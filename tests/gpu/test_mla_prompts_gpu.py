@@ -126,12 +126,14 @@ def test_prompts_on_hopper_are_quantised(output_format: str) -> None:
         pytest.skip("this path needs an sm_90 GPU")
     config = deepseek(output_format=output_format, lse=False)
     args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
-    torch.ops.vattn.mla_attention(*args)
-    plain = args.output.view(torch.uint8).clone()
+    with variants.using(latent_prefill="plain"):
+        torch.ops.vattn.mla_attention(*args)
+    plain = args.output.float()
     with variants.using(latent_prefill="gluon"):
         torch.ops.vattn.mla_attention(*args)
-    # Sums in another order: some values round to the other neighbour.
-    assert (args.output.view(torch.uint8) != plain).float().mean() < 3e-2
+    # Sums in another order: one of 16 values rounds to the other neighbour in bf16, and few of those in FP8, by 1/8.
+    assert (args.output.float() != plain).float().mean() < 8e-2
+    assert relative_l2(args.output.float(), plain) < 1.5e-2
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "nvfp4_ds_mla"])

@@ -18,6 +18,7 @@ from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 pytest.importorskip("triton")
 
 from vattn.ops.triton import mla_launch
+from vattn.ops.triton.mla_slots import mla_slots_kernel
 from vattn.ops.triton.tiles import Limits
 
 if torch.cuda.is_available():
@@ -149,3 +150,38 @@ def test_rows_that_see_a_nan_are_nan(lens: tuple[list[int], list[int]]) -> None:
     rows = lens[0][0]
     assert bool(got[:rows].isnan().all()) and lse is not None and bool(lse[:rows].isnan().all())
     assert torch.equal(got[rows:], clean[rows:])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_slots_of_listed_keys(splits: int) -> None:
+    """Against a loop over tokens; what a list names out of range or behind its row is none."""
+    config = make_mla_config(sparse=True)
+    args = random_mla_batch(config, [1, 3, 0, 2], [40, 31, 0, 2], padding_tokens=2, topk=70)
+    assert args.topk_indices is not None
+    args.topk_indices[1, :3] = torch.tensor([31, 10**9, -5])
+    args.block_table[1, 1] = 10**9
+    tokens, topk = args.topk_indices.shape
+    slots, starts, lengths, schedule = (
+        torch.full(shape, 77, dtype=torch.int32) for shape in ((tokens, topk), (tokens + 1,), (tokens,), (60, 8))
+    )
+    mla_slots_kernel[(tokens,)](
+        args.topk_indices, args.query_start_loc, args.seq_lens, args.block_table, slots, starts, lengths, schedule,
+        tokens, 4, args.kv_cache.shape[0], args.block_table.stride(0), args.block_table.shape[1], topk, topk, 5,
+        SPLITS=splits, PARTS=4, TILE=16, BLOCK_SIZE=8, BLOCK=32,
+    )  # fmt: skip
+    assert starts.tolist() == list(range(tokens + 1))
+    owner = [(0, 40), (1, 29), (1, 30), (1, 31), (3, 1), (3, 2), (0, 0), (0, 0)]
+    for token, (request, limit) in enumerate(owner):
+        expected = []
+        for position in args.topk_indices[token].tolist():
+            block = int(args.block_table[request, position // 8]) if 0 <= position < limit else -1
+            expected.append(block * 8 + position % 8 if 0 <= block < args.kv_cache.shape[0] else -1)
+        assert slots[token].tolist() == expected
+        used = max((i + 1 for i, slot in enumerate(expected) if slot >= 0), default=0)
+        assert int(lengths[token]) == used
+        items = schedule[1 + token * splits : 1 + (token + 1) * splits]
+        covered = [tile for _, begin, end, *_ in items.tolist() for tile in range(begin, end)]
+        assert covered == list(range(-(-used // 16))) and (items[:, 0] == token).all()
+        following = [i + 5 if i + 5 < tokens * splits else -1 for i in range(token * splits, (token + 1) * splits)]
+        assert items[:, 4].tolist() == following
+    assert schedule[0, :2].tolist() == [5, tokens if splits > 1 else 0]

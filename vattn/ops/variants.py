@@ -18,8 +18,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide"),
-    "latent_fp8": ("plain", "gluon"),
+    "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
+    "latent_sparse": ("plain", "gluon"),
     "few_rows": (0, 8, 16, 32, 64),
     "latent_mixed": ("plain", "fast"),
 }
@@ -44,16 +45,19 @@ class Variants:
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
             the others by those that their lengths ask for.
         few_rows: up to how many rows `vattn::linear` takes its own kernel, where it has one for the sizes.
-        latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's.
+        latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
+            for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
+        latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
     """
 
     speculative: str = "packed"
     mixed: str = "overlapped"
     mixed_below: int = 256
     general_prefill: str = "wide"
-    latent_fp8: str = "plain"
-    latent_prefill: str = "plain"
+    latent_fp8: str = "measured"
+    latent_prefill: str = "gluon"
+    latent_sparse: str = "plain"
     few_rows: int = 0
     latent_mixed: str = "fast"
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """`load_box(descriptor, coordinates, barrier, destination)`: start a bulk tensor copy into shared memory."""
+
+copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""`copy_rows(destination, pointers, mask=...)`: start copying into shared memory, zeros where the mask says no."""
 
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

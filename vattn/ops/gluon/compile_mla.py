@@ -28,7 +28,7 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch
+from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
 from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
@@ -117,6 +117,25 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
     return found
 
 
+def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
+    """Return the launches of a sparse decode."""
+    found: list[Launch] = []
+    dtype = MODEL_DTYPES[config.dtype]
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    args = MLAAttentionArgs(**{
+        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
+        "query_start_loc": empty(3), "seq_lens": empty(2), "block_table": empty(2, 64),
+        "topk_indices": empty(tokens, 2048),
+        "lse": empty(tokens, config.num_heads, dtype=torch.float32) if config.lse else None,
+    })  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name in ("mla_slots_kernel", "mla_decode_wide_kernel", "mla_reduce_kernel"):
+            recorder = Recorder(getattr(mla_sparse, name), f"lists {config.encode()}", found)
+            stack.enter_context(mock.patch.object(mla_sparse, name, recorder))
+        mla_sparse.attend_latents(empty(tokens, config.num_heads, config.head_size, dtype=dtype), args, config, 132)
+    return found
+
+
 def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     """Return the launches of a step, recorded on tensors without values."""
     found: list[Launch] = []
@@ -163,6 +182,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
+    sparse = MLAConfig(128, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True, sparse=True)
+    if options.only in "lists " + sparse.encode():
+        cases.append(partial(recorded_lists, sparse))
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))

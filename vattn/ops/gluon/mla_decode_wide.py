@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
+from vattn.ops.gluon.mla_gather import THREADS, gather
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -111,13 +112,23 @@ def produce(
 
 
 @gluon.jit
-def multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT: gl.constexpr):
+def wait_for_rows(barrier, phase, GATHER: gl.constexpr):
+    """Wait for a load. What threads have copied must be shown to the matrix instructions."""
+    mbarrier.wait(barrier, phase)
+    if GATHER:
+        fence_async_shared()
+
+
+@gluon.jit
+def multiply_keys(
+    queries, query_ropes, latents, ropes, ready, stage, phase, zero, GATHER: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Start the products of queries and the keys of a stage as they arrive."""
-    mbarrier.wait(ready.index(3 * stage), phase)
+    wait_for_rows(ready.index(3 * stage), phase, GATHER)
     scores = warpgroup_mma(query_ropes, ropes.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     room = latents.index(stage)
     for half in gl.static_range(2):
-        mbarrier.wait(ready.index(3 * stage + 1 + half), phase)
+        wait_for_rows(ready.index(3 * stage + 1 + half), phase, GATHER)
         key = panels(room, 4 * half, 4, TILE, LAYOUT).permute((1, 0))
         scores = warpgroup_mma(panels(queries, 4 * half, 4, ROWS, LAYOUT), key, scores, is_async=True)
     return scores
@@ -169,7 +180,7 @@ def attend_left(
     table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room, factors, query_ready,
     query_free, ready, free, weights_ready, weights_free, factors_ready,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -203,7 +214,8 @@ def attend_left(
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
-                scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, GATHER,
+                                       LAYOUT)  # fmt: skip
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 mbarrier.arrive(free.index(3 * stage), count=1)
                 scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
@@ -224,7 +236,8 @@ def attend_left(
                     if stage == 2:
                         stage = 0
                         phase ^= 1
-                    scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, LAYOUT)
+                    scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, GATHER,
+                                       LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
                     mbarrier.arrive(free.index(3 * before + 1), count=1)
                     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
@@ -284,7 +297,7 @@ def attend_right(
     query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
     ready, free, weights_ready, weights_free, factors_ready,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
@@ -307,7 +320,7 @@ def attend_right(
                     mbarrier.wait(factors_ready.index(0), factors_phase)
                     factors_phase ^= 1
                     acc = rescale(acc, factors.index(0).load(RESULT_ROWS))
-                mbarrier.wait(ready.index(3 * stage + 2), phase)
+                wait_for_rows(ready.index(3 * stage + 2), phase, GATHER)
                 if (tile + 1) * TILE > keys:
                     clear_rows(latents.index(stage), keys - tile * TILE, 4, 4, LAYOUT)
                 mbarrier.wait(weights_ready.index(0), weights_phase)
@@ -333,15 +346,18 @@ def attend_right(
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_wide_kernel(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
-    partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output,
+    lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time."""
+    """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
+
+    GATHER: `block_table` names slots of `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it.
+    """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     let_next_kernel_start()
-    DTYPE: gl.constexpr = boxes.dtype
+    DTYPE: gl.constexpr = query_boxes.dtype
     queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
     query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
     latents = gl.allocate_shared_memory(DTYPE, [2, TILE, LATENT], LAYOUT)
@@ -357,32 +373,57 @@ def mla_decode_wide_kernel(
     factors_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     init_barriers(query_ready, 1)
     init_barriers(query_free, 1)
-    init_barriers(ready, 6)
+    for i in gl.static_range(6):
+        mbarrier.init(ready.index(i), count=THREADS if GATHER else 1)
     init_barriers(free, 6)
     init_barriers(weights_ready, 1)
     init_barriers(weights_free, 1)
     init_barriers(factors_ready, 1)
     fence_async_shared()
     block_barrier()
-    gl.warp_specialize(
-        [
-            (attend_left, (
-                query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
-                num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
-                factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
-                GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
-            )),
-            (attend_right, (
-                query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room,
-                factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS, BLOCK_SIZE,
-                SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
-            )),
-            (produce, (
-                query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
-                num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
-                query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
-            )),
-        ],
-        [4, 1],
-        [208, 24],
-    )  # fmt: skip
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (attend_left, (
+                    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
+                    num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
+                    factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
+                    GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                )),
+                (attend_right, (
+                    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents,
+                    weights_room, factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS,
+                    BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                )),
+                (gather, (
+                    query_boxes, query_rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, num_tokens,
+                    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
+                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
+                )),
+            ],
+            [4, 4],
+            [208, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_left, (
+                    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
+                    num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
+                    factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
+                    GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                )),
+                (attend_right, (
+                    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents,
+                    weights_room, factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS,
+                    BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                )),
+                (produce, (
+                    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
+                    num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes,
+                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+                )),
+            ],
+            [4, 1],
+            [208, 24],
+        )  # fmt: skip

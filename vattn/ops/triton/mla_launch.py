@@ -178,8 +178,10 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
 def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None) -> Tensor:
     """Attend by the path made for Hopper where it runs such a step, by the plain kernel elsewhere."""
     if limits is None and absorbed.is_cuda:
-        from vattn.ops.gluon import mla_launch
+        from vattn.ops.gluon import mla_launch, mla_sparse
 
+        if mla_sparse.accepts(absorbed, args, config):
+            return mla_sparse.attend_latents(absorbed, args, config)
         if mla_launch.accepts(absorbed, args, config):
             latent = mla_launch.attend_latents(absorbed, args, config)
             longest = mla_launch.way_of(absorbed.shape[0], args.seq_lens.shape[0], config).longest

@@ -1,0 +1,95 @@
+"""Sparse latent decode on Hopper: the kernel of 64 query rows a program, over keys that every token lists."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.backends.base import DeviceInfo
+from vattn.mla_config import MLAConfig
+from vattn.ops import variants
+from vattn.ops.gluon import mla_launch
+from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
+from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
+from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_schedule import FIELDS
+from vattn.ops.triton.mla_slots import mla_slots_kernel
+from vattn.ops.triton.tiles import next_power_of_two
+
+ROWS = 64
+_LOG2E = 1.4426950408889634
+
+
+def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
+    found = mla_launch.refusals(config.replace(sparse=False), device)
+    if config.kv_cache_dtype != config.dtype:
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype)")
+    if config.num_heads % ROWS:
+        found.append(f"num_heads {config.num_heads} (runs multiples of {ROWS})")
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _can_run(config: MLAConfig, device: torch.device) -> bool:
+    return config.sparse and not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether this call goes this way: the layer does, keys are listed, and int32 can count those there are."""
+    if variants.current().latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
+        return False
+    slots = args.kv_cache.shape[0] * config.block_size
+    return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
+
+
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, processors: int = 0) -> Tensor:
+    """Attend absorbed queries `[T, N, 576]` to listed rows of the cache; return `[T, N, 512]` and write the LSE.
+
+    Args:
+        processors: multiprocessors to count on, by default those of the device.
+    """
+    topk = args.topk_indices
+    assert topk is not None
+    tokens, reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
+    groups = config.num_heads // ROWS
+    ctas = max(1, (processors or mla_launch._multiprocessors(device)) // groups)
+    splits = max(1, min(-(-topk.shape[1] // TILE.value), ctas // tokens))
+    items = tokens * splits
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    slots, starts, lengths = integers(tokens, topk.shape[1]), integers(tokens + 1), integers(tokens)
+    schedule = integers(1 + items + tokens, FIELDS.value)
+    mla_slots_kernel[(tokens,)](
+        topk, args.query_start_loc, args.seq_lens, args.block_table, slots, starts, lengths, schedule, tokens, reqs,
+        args.kv_cache.shape[0], args.block_table.stride(0), args.block_table.shape[1], topk.stride(0), topk.shape[1],
+        ctas, SPLITS=splits, PARTS=next_power_of_two(splits), TILE=TILE.value, BLOCK_SIZE=config.block_size,
+        BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+    partial = torch.empty((items if splits > 1 else 1, config.num_heads, LATENT.value), device=device)
+    stats = torch.empty((items if splits > 1 else 1, config.num_heads, 2), device=device)
+    output = absorbed.new_empty((tokens, config.num_heads, LATENT.value))
+    width = LATENT.value + ROPE.value
+    boxes: dict[str, Any] = mla_launch._boxes(absorbed, args.kv_cache, ROWS, config)
+    mla_decode_wide_kernel[(min(ctas, items) * groups,)](
+        query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
+        cache=args.kv_cache.view(-1, width), query_start_loc=starts, seq_lens=lengths, block_table=slots,
+        schedule=schedule, output=output, lse=args.lse, partial=partial, stats=stats, num_tokens=tokens,
+        num_reqs=tokens, num_blocks=args.kv_cache.shape[0] * config.block_size, table_stride=slots.stride(0),
+        table_width=slots.shape[1], scale=config.scale * _LOG2E, HEADS=config.num_heads, ROWS_OF_PROGRAM=ROWS,
+        GROUPS=groups, BLOCK_SIZE=1, SPLIT_QUERY=1, PARTIAL_ROWS=config.num_heads, GATHER=True, num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        rows = tokens * config.num_heads
+        columns = 64 if rows <= 64 else 128 if rows <= 512 else 512
+        mla_reduce_kernel[(rows, LATENT.value // columns)](
+            schedule, partial, stats, starts, output, args.lse, items, HEADS=config.num_heads,
+            PARTIAL_ROWS=config.num_heads, LATENT=LATENT.value, COLUMNS=columns, num_warps=1, launch_pdl=True,
+        )  # fmt: skip
+    return output
