@@ -35,7 +35,6 @@ from vattn.ops import variants
 from vattn.ops.arguments import VarlenAttentionArgs
 
 LLAMA, WIDE = LAYERS["llama3-8b"], LayerShape("16 heads of 256", 16, 8, 256)
-NARROW = LayerShape("64 heads of 64", 64, 8, 64)
 WINDOW = LayerShape("llama3-8b, window 1024", 32, 8, 128, window=1024)
 LONG_MIX = Work("8 x 2048 prefill + 128 decodes of 4k", ((2048, 2048),) * 8 + ((1, 4096),) * 128)
 SHORT_EXTENDS = Work("32 x 20 new of 4k + 32 decodes of 4k", ((20, 4096), (1, 4096)) * 32)
@@ -183,10 +182,6 @@ class Question:
     peers: tuple[str, ...] = ("fa3", "flashinfer", "cudnn")
 
 
-MEDIUM = Work("prefill 64 x 128", ((128, 128),) * 64)
-OF_PROMPTS = ("prefill 16x1k", "chunk 4x512 of 8k", "prefill 8x512")
-
-
 def _mixed_ways(fp8_query: bool = False, below: int = 256) -> tuple[Peer, ...]:
     label = ", FP8 query" if fp8_query else ""
     return tuple(
@@ -195,31 +190,27 @@ def _mixed_ways(fp8_query: bool = False, below: int = 256) -> tuple[Peer, ...]:
     )
 
 
-def _cuts(label: str, *cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
+def _cuts(*cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
     """Return the prefill kernel cut in several ways."""
-    ways = []
-    for cut in cuts:
-        name = ", ".join(f"{key} {value}" for key, value in cut.items()) or "plain"
-        ways.append(by_cut(f"{label}{name}", fp8_query, **cut))
-    return tuple(ways)
+    return tuple(by_cut(", ".join(f"{key} {value}" for key, value in cut.items()), fp8_query, **cut) for cut in cuts)
 
 
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
-    mixed, prompt = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"]
-    packed: dict[str, int] = {"pack": -1}
-    for work in (MEDIUM, *(WORKS[name] for name in OF_PROMPTS)):
-        ways = (DEFAULT, by_cut("plain"), by_cut("packed", **packed), *_mixed_ways(below=4096)[3:])
-        yield Question("prompts", LLAMA, work, "bf16", ways, 1.0, ("fa3",))
-    for work in (MEDIUM, WORKS["chunk 4x512 of 8k"]):
-        ways = (DEFAULT_FP8, by_cut("plain", True), by_cut("packed", True, **packed), *_mixed_ways(True, 4096)[3:])
-        yield Question("prompts", LLAMA, work, "fp8", ways, 1.0, ("fa3",))
-    turned = ({"groups": 3, "turn": 64}, {"groups": 2, "turn": 64}, {"groups": 2, "converters": 4, "turn": 64})
-    yield Question("narrow fp8", NARROW, prompt, "fp8", (DEFAULT_FP8, *_cuts("", *turned, fp8_query=True)), 1.0)
-    for work in (prompt, WORKS["prefill 16x1k"]):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, by_cut("packed", **packed)), 0.95, ("fa3",))
-        ways = (DEFAULT_FP8, *_cuts("", {"turn": 64}, packed, fp8_query=True), by_general_kernel("wide"))
-        yield Question("wide", WIDE, work, "fp8", ways, 0.95, ("fa3",))
+    from vattn.ops.triton.decode_fast import Tuning
+
+    mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
+    held: dict[str, int] = {"pack": -1, "held": 128}
+    for work in (prompt, prompts):
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *_cuts(held, {"held": 128})), 0.95, ("fa3",))
+        yield Question("wide", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(held, fp8_query=True)), 0.95, ("fa3",))
+    for work in (prompt, WORKS["prefill 1x32k"], prompts):
+        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, *_cuts({"pack": -1}, {"held": 64})), 1.0, ("fa3",))
+    few = (("1x1k", 1.5), ("1x8k", 1.25), ("8x1k", 1.0))
+    tunings = {"as before": Tuning(2, 3, 4), "overlap": Tuning(2, 3, 4, overlap=True), "4 stages": Tuning(2, 4, 4)}
+    for name, bar in few:
+        ways = (DEFAULT, *(by_tuning(way, tuning) for way, tuning in tunings.items()))
+        yield Question("short", LLAMA, WORKS[f"decode {name}"], "bf16", ways, bar)
     yield Question("mixed", LLAMA, mixed, "bf16", (DEFAULT, *_mixed_ways()), 1.05, ("fa3",))
     yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
     yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0, ("fa3",))

@@ -64,12 +64,14 @@ class Cut:
         pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
+        held: columns of the queries that stay in registers: 0, half of the head or all of it.
     """
 
     groups: int = 2
     pack: int = 1
     converters: int = 0
     turn: int = 0
+    held: int = 0
 
     @property
     def tokens(self) -> int:
@@ -85,7 +87,9 @@ def packs(config: AttentionConfig) -> int:
 
 def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
     """Return the cut of a prefill step: by what a request has on average."""
-    return Cut(warpgroups(config, num_tokens // num_reqs))
+    groups = warpgroups(config, num_tokens // num_reqs)
+    # Heads side by side share wide tiles of keys, which are what such heads wait for.
+    return Cut(groups, packs(config) if config.head_size == 256 else 1)
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -292,6 +296,7 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         GROUPS=cut.groups,
         CONVERTERS=cut.converters or converter_warps(config, cut),
         TURN=cut.turn or turned_tokens(config, cut),
+        HELD=cut.held,
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],
@@ -323,7 +328,7 @@ def converter_warps(config: AttentionConfig, cut: Cut) -> int:
 
 def turned_tokens(config: AttentionConfig, cut: Cut) -> int:
     """Return the tokens of a panel of turned values."""
-    return 64 if converter_warps(config, cut) == 4 else 32
+    return 32 if config.head_size == 64 else 64
 
 
 def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:

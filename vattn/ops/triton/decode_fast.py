@@ -292,21 +292,25 @@ class Reduction:
 def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
     """Return how the partial results of so many requests are combined.
 
-    Few requests have many splits each. A program that computes scales has whole groups, and more warps for its wider
-    part.
+    Few requests have many splits each. A program that computes scales has whole groups; more warps for its wider part
+    would wait for each other and leave no room for it beside the main kernel.
     """
     if num_reqs > FEW_REQUESTS:
         return Reduction(1, 16, 1)
     group = OUTPUT_FORMATS[config.output_format].group_size
     parts = min(4, config.head_size // group) if group else 4
-    return Reduction(parts, 128, 16 // parts)
+    return Reduction(parts, 128 if parts == 4 else 64, 4)
 
 
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
     """Return whether the kernels compute the scales of the output format themselves."""
     sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
-    # Programs share the heads of few requests: a group that most of them would have to wait for is made afterwards.
-    wide = num_reqs <= FEW_REQUESTS and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
+    # Programs share the heads of few requests. A group of a whole head is made afterwards where they start late.
+    wide = (
+        tuning.overlap is True
+        and num_reqs <= FEW_REQUESTS
+        and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
+    )
     return groups_fit_heads(config) and not sixteen_rows and not wide
 
 
