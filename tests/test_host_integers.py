@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import vattn
+from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
+from vattn.backends.flash_attn import FlashAttentionBackend
 from vattn.errors import ConfigError, MetadataError, VattnError
 
 NO_COUNTS = ["4", 4.0, True, torch.tensor(4), -1]
@@ -97,10 +99,30 @@ def transfer(**changes: Any) -> None:
         made.detach()
 
 
+PLAIN = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32")
 ROWS = torch.randn(1, 5, 64)
 TEXT = torch.randn(5, 64)
 
+
+def attend(step: Any, config: Any = PLAIN) -> vattn.AttentionOutput:
+    cache = torch.zeros(vattn.kv_cache_shape(PLAIN, num_blocks=4))
+    return vattn.paged_attention(torch.randn(2, 2, 16), cache, step, config)
+
+
 NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
+    "a config of a call": lambda: attend(build(), None),
+    "metadata of a call": lambda: attend(flash_step()),
+    "an answer that the config does not give": lambda: attend(build(causal=False)),
+    "a step without encoders": lambda: attend(
+        build(), PLAIN.replace(attn_type="encoder_decoder", causality="bidirectional")
+    ),
+    "a shape": lambda: FlashAttentionBackend.get_kv_cache_shape(4, 16.0, 2, 64),
+    "blocks of a shape": lambda: FlashAttentionBackend.get_kv_cache_shape("4", 16, 2, 64),
+    "heads of a shape": lambda: FlashAttentionBackend.get_kv_cache_shape(4, 16, 0, 64),
+    "pairs of heads": lambda: DifferentialFlashAttentionBackend.get_kv_cache_shape(4, 16, "2", 64),
+    "a cache of pairs": lambda: DifferentialFlashAttentionBackend.kv_cache_view(None),
+    "a storage": lambda: FlashAttentionBackend.swap_blocks(None, None, None),
+    "storages": lambda: FlashAttentionBackend.copy_blocks(None, [(0, 1)]),
     "a device": lambda: builder(device="gpu"),
     "layers": lambda: builder(layers=5),
     "layers with groups": lambda: vattn.GroupedMetadataBuilder(4, 8, 64),
@@ -161,3 +183,14 @@ def test_what_is_something_else_is_refused(name: str) -> None:
         NO_SUCH_THINGS[name]()
     assert caught.value.got
     assert caught.value.allowed
+
+
+def test_cross_attention_by_hand_reads_the_encoders_side() -> None:
+    """As the layer does, on the same cache."""
+    layer = vattn.CrossAttention(2, 16, 0.25, 1)
+    cache = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32).kv_caches[0]
+    cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(0)))
+    step = builder().build([2], [9], [[1]], encoder_lens=[20], cross_block_tables=[[3, 2]])
+    query = torch.randn(2, 2, 16)
+    by_hand = vattn.paged_attention(query, cache, step, layer.config).output
+    assert torch.equal(by_hand.flatten(1), layer(query, None, None, metadata=step))

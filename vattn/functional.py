@@ -9,6 +9,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
+from vattn.errors import ConfigError, MetadataError
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.metadata import AttentionMetadata
 from vattn.rope_config import RopeConfig
@@ -156,7 +157,12 @@ def paged_attention(
 ) -> AttentionOutput:
     """Attend packed queries to a paged cache; what each tensor means is in `vattn.ops.arguments.AttentionArgs`.
 
+    The mask is the config's: metadata adds flags, trees and ranges, which the config must ask for. Cross attention
+    reads the encoder's side of the metadata.
+
     Raises:
+        ConfigError, MetadataError: no config or metadata, a step built with `causal=False` for a causal config, or
+            cross attention in a step without encoder lengths.
         UnsupportedRequestError: no backend, or not the one named in the config, runs it on the query's device.
         ShapeError, DtypeError, DeviceError, ScaleError: a tensor contradicts the config.
 
@@ -171,13 +177,14 @@ def paged_attention(
         tensor([[1., 1.],
                 [1., 1.]])
     """
+    seq_lens, block_table = _keys_of(metadata, config)
     result = new_output(query, config)
     torch.ops.vattn.attention(
         query,
         kv_cache,
         metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_table,
+        seq_lens,
+        block_table,
         result.output,
         result.block_scale,
         result.lse,
@@ -197,6 +204,33 @@ def paged_attention(
         config.encode(),
     )
     return result
+
+
+def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
+    if not isinstance(config, AttentionConfig):
+        raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
+    if not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__}",
+            "AttentionMetadata",
+            "pass what builder.build returned, or its .common where it has one",
+        )
+    if metadata.causal is False and config.causality != "bidirectional":
+        raise MetadataError(
+            f"a step built with causal=False for a config with causality {config.causality}",
+            "a config that says what the step says",
+            "config.replace(causality='bidirectional')",
+        )
+    if config.attn_type != "encoder_decoder":
+        return metadata.seq_lens, metadata.block_table
+    if metadata.encoder_seq_lens is None or metadata.cross_block_table is None:
+        raise MetadataError(
+            "metadata without encoder lengths for a config of cross attention",
+            "encoder_seq_lens and cross_block_table",
+            "pass encoder_lens= and cross_block_tables= to builder.build",
+        )
+    return metadata.encoder_seq_lens, metadata.cross_block_table
 
 
 def merge_attn_states(

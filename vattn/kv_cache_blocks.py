@@ -72,6 +72,12 @@ def copy_blocks(
     storages: Any = getattr(kv_caches, "kv_caches", kv_caches)
     if isinstance(storages, Mapping):
         storages = list(storages.values())
+    if not isinstance(storages, Sequence) or not all(isinstance(cache, Tensor) for cache in storages):
+        raise CacheError(
+            f"kv_caches of type {type(kv_caches).__name__}",
+            "a list of storages, or what allocate_kv_cache returned",
+            "pass cache.kv_caches",
+        )
     distinct = list({(cache.device, cache.data_ptr(), cache.shape): cache for cache in storages}.values())
     num_blocks = min((cache.shape[_block_axis(cache)] for cache in distinct), default=0)
     pairs = _check_mapping(block_mapping, num_blocks, num_blocks)
@@ -81,9 +87,9 @@ def copy_blocks(
 
 def _block_axis(storage: Tensor) -> int:
     """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes `[blocks, bytes]`."""
-    if storage.dim() not in (2, 5):
+    if not isinstance(storage, Tensor) or storage.dim() not in (2, 5):
         raise CacheError(
-            f"a storage of shape {tuple(storage.shape)}",
+            f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
             "2 or 5 dimensions, as vattn.kv_cache_shape makes them",
             "pass the raw storage, not a view of its keys or values",
         )

@@ -15,6 +15,7 @@ from vattn.backends.base import FEATURES, Backend, Capabilities, DeviceInfo, Siz
 from vattn.config import AttentionConfig
 from vattn.errors import CacheError, ConfigError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.host_integers import integer, read_count
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 
 
@@ -53,11 +54,13 @@ class DifferentialFlashAttentionBackend(Backend):
             >>> DifferentialFlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 64)
             (2, 2, 100, 16, 4, 64)
         """
-        if num_kv_heads % 2 or num_kv_heads < 2:
-            raise ConfigError(f"num_kv_heads={num_kv_heads}", "a number divisible by 2", "heads come in pairs")
-        if block_size % 16 or block_size < 16:
-            raise ConfigError(f"block_size={block_size}", "a multiple of 16", "block_size=16")
-        return 2, 2, num_blocks, block_size, num_kv_heads // 2, head_size
+        heads, size = integer(num_kv_heads), integer(block_size)
+        if heads is None or heads % 2 or heads < 2:
+            raise ConfigError(f"num_kv_heads={num_kv_heads!r:.40}", "a number divisible by 2", "heads come in pairs")
+        if size is None or size % 16 or size < 16:
+            raise ConfigError(f"block_size={block_size!r:.40}", "a multiple of 16", "block_size=16")
+        num_blocks = read_count("num_blocks", num_blocks, 1, "pass the size of the cache")
+        return 2, 2, num_blocks, size, heads // 2, read_count("head_size", head_size, 1, "pass the size of the cache")
 
     @staticmethod
     def kv_cache_view(kv_cache: Tensor) -> Tensor:
@@ -73,9 +76,10 @@ class DifferentialFlashAttentionBackend(Backend):
             >>> DifferentialFlashAttentionBackend.kv_cache_view(torch.zeros(2, 100, 16, 8, 64)).shape
             torch.Size([2, 2, 100, 16, 4, 64])
         """
-        if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or kv_cache.shape[3] % 2:
+        fits = isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and kv_cache.shape[0] == 2
+        if not fits or kv_cache.shape[3] % 2:
             raise CacheError(
-                f"a cache of shape {tuple(kv_cache.shape)}",
+                f"a cache of shape {tuple(getattr(kv_cache, 'shape', ()))} and type {type(kv_cache).__name__}",
                 "[2, num_blocks, block_size, num_kv_heads, head_size] with an even num_kv_heads",
                 "pass layer.kv_cache of a vattn.DifferentialAttention",
             )

@@ -18,6 +18,7 @@ from vattn.backends.flash_attn_limits import HEAD_SIZES, capabilities_of
 from vattn.config import AttentionConfig
 from vattn.errors import CacheError
 from vattn.formats import dtype_name
+from vattn.host_integers import integer, read_count
 from vattn.kv_cache_blocks import BlockMapping, copy_blocks, swap_blocks
 from vattn.ops import flash_attention_plan as planning
 from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
@@ -147,16 +148,21 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         """Return `(2, num_blocks, block_size, num_kv_heads, head_size)`, the shape of a layer's cache.
 
         Raises:
-            CacheError: a block size that is no multiple of 16.
+            CacheError: a block size that is no multiple of 16, or sizes that are no positive integers.
 
         Example:
             >>> from vattn.backends.flash_attn import FlashAttentionBackend
             >>> FlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 128)
             (2, 100, 16, 8, 128)
         """
-        if block_size < 1 or block_size % 16:
-            raise CacheError(f"block_size {block_size}: Block size must be a multiple of 16.", "16, 32, ...", "use 16")
-        return 2, num_blocks, block_size, num_kv_heads, head_size
+        size = integer(block_size)
+        if size is None or size < 1 or size % 16:
+            raise CacheError(f"block_size {block_size!r:.40}: Block size must be a multiple of 16.", "16, 32", "use 16")
+        blocks, heads, width = (
+            read_count(name, count, 1, "pass the size of the cache", CacheError)
+            for name, count in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_size", head_size))
+        )
+        return 2, blocks, size, heads, width
 
     @staticmethod
     def swap_blocks(source: Tensor, destination: Tensor, source_to_destination: BlockMapping) -> None:
@@ -292,9 +298,9 @@ def _current_capability() -> tuple[int, int] | None:
 
 
 def _geometry(storage: Tensor) -> AttentionConfig:
-    if storage.dim() != 5 or storage.shape[0] != 2:
+    if not isinstance(storage, Tensor) or storage.dim() != 5 or storage.shape[0] != 2:
         raise CacheError(
-            f"a storage of shape {tuple(storage.shape)}",
+            f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
             "[2, num_blocks, block_size, num_kv_heads, head_size]",
             "vattn.swap_blocks takes storages of every format with their spec",
         )
