@@ -69,6 +69,18 @@ def test_family_equals_its_eager_attention(name: str) -> None:
     assert relative_l2(eager_logits(model, long), expected[0]) == 0
 
 
+def test_a_model_whose_layers_were_compiled_comes_back() -> None:
+    """What `enable` finds out runs as it is written, whatever was compiled while the model was on vattn before."""
+    model = make_model("llama")
+    expected = eager_logits(model, PROMPTS[0])
+    torch._dynamo.reset()
+    for _ in range(2):
+        packed = enable(model, num_blocks=17)
+        vattn.compile_regions(packed, backend="eager")
+        assert relative_l2(Runner(packed).step([(PROMPTS[0], 0)])[0], expected) < TOLERANCE
+        disable(model)
+
+
 def test_the_documented_families_are_those_tested() -> None:
     page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
     assert table() in page, "put what tests.hf_families.table() returns between the marks"

@@ -30,12 +30,12 @@ def on_gpu(args: LinearArgs) -> LinearArgs:
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])
-@pytest.mark.parametrize(("features", "columns"), [(80, 2048), (4096, 4096), (16400, 512), (6144, 14336)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 17, 32, 64, 65])
+@pytest.mark.parametrize(("features", "columns"), [(80, 2048), (4096, 4096), (65552, 512), (16400, 512), (6144, 14336)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 32, 33])
 def test_products(rows: int, features: int, columns: int, codes: str) -> None:
     """Every cut, features that are no whole number of programs, rows that torch takes; sums are those of FP8 cores."""
     args = on_gpu(make_args(rows, codes, features, columns))
-    with using(few_rows=64):
+    with using(few_rows=32):
         got = call(args)
     assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
 
@@ -60,11 +60,11 @@ def test_chains(rows: int, codes: str) -> None:
         return x
 
     x = torch.randn(rows, 2048, device="cuda").bfloat16()
-    want = run(x, 64)
+    want = run(x, 32)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(x, 64)
+        got = run(x, 32)
     for _ in range(50):
         got.fill_(torch.nan)
         graph.replay()
@@ -96,13 +96,13 @@ def test_models(fmt: str, overlap: bool) -> None:
     if fmt:
         found = calibrated(model)
         vattn.quantise_linears(model, fmt, calibration=found if fmt == "fp8_static" else None)
-    logits = []
+    logits: list[dict[tuple[int, ...], torch.Tensor]] = []
     for own in (False, True):
         torch._dynamo.reset()
         packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows=64):
+        with using(few_rows=32):
             generator = vattn.Generator(
                 packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},

@@ -252,7 +252,8 @@ def _run(model: Any, cache: Any, ids: list[int], positions: list[int]) -> Tensor
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.tensor([positions], device=device)
     try:
-        with torch.no_grad():
+        # Layers that were compiled while the model was on vattn before must run our notes as they are written.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return model(**inputs, past_key_values=cache, use_cache=False).logits[0].float()
     except VattnError:
         raise

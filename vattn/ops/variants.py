@@ -21,8 +21,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "few_rows": (0, 8, 16, 32, 64),
-    "latent_mixed": ("plain", "fast"),
+    "few_rows": (0, 2, 32),
+    "latent_mixed": ("plain", "fast", "twice"),
 }
 """What each field may be."""
 
@@ -43,7 +43,7 @@ class Variants:
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
-            the others by those that their lengths ask for.
+            the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it.
         few_rows: up to how many rows `vattn::linear` takes its own kernel, where it has one for the sizes.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.

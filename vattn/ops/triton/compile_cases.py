@@ -308,14 +308,14 @@ def _products(target: str) -> Iterator[Launch]:
     """Every cut, on the target whose GPUs run the kernel."""
     if target != "sm_90":
         return
-    for (size, rows, many), dtype in itertools.product((*linear.CUTS, (2, 2, False)), ("float16", "bfloat16")):
+    for rows, features, size, dtype in itertools.product((2, 16, 32), (512, linear.HEAD), (1, 2), MODEL_DTYPES):
         for by_row in (False, True)[: 3 - size]:
             values = E4M3 if size == 1 else MODEL_DTYPES[dtype]
-            features = linear.MANY_FEATURES if many else 512
             x, weight = _meta(rows, 4096, dtype=values), _meta(features, 4096, dtype=values)
-            scales = (_meta(rows, 1), _meta(features)) if by_row else (_meta(1), _meta(1))
-            args = LinearArgs(x, weight, *(scales if size == 1 else (None, None)), dtype)
-            yield from record(f"{dtype} {rows} x {size}", target, partial(linear.few_rows_linear, args))
+            scale, other = (_meta(rows, 1), _meta(features)) if by_row else (_meta(1), _meta(1))
+            args = LinearArgs(x, weight, scale if size == 1 else None, other if size == 1 else None, dtype)
+            if linear.choose(args) is not None and values.itemsize == size:
+                yield from record(f"{dtype} {rows} x {size}", target, partial(linear.few_rows_linear, args))
 
 
 def _library_rows(target: str) -> Iterator[Launch]:

@@ -1,8 +1,8 @@
-"""Products of few rows with a large weight: every byte of the weight is read once, from the first moment on.
+"""Products of few rows with a large weight: every byte of the weight is read once.
 
-Rows of the weight are the rows of the tensor cores' tile, and rows of the input its columns. A kernel that may begin
-while the one before it ends asks for its first weights at once, which do not depend on anything, and waits for the
-input then.
+Rows of the weight are the rows of the tensor cores' tile, and rows of the input its columns; one or two rows of 16-bit
+values need no tensor cores. A kernel may begin while the one before it ends, and asks for weights and scales, which
+depend on nothing, before it waits for the input.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from vattn.ops.triton.codec import INTERPRETED, cast
 def few_rows_kernel(
     input, weight, input_scale, weight_scale, output, num_rows, num_features, input_stride, K: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr,
-    ROW_SCALES: tl.constexpr, FEATURE_SCALES: tl.constexpr, OVERLAP: tl.constexpr, FETCH: tl.constexpr,
+    ROW_SCALES: tl.constexpr, FEATURE_SCALES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: blocks of FEATURES.
 
-    K is a multiple of COLUMNS. CODES: bytes are e4m3. OVERLAP: the kernel before may still run. FETCH: PTX that asks
-    for the first bytes of a row of the weight, which go to the L2 cache meanwhile.
+    K is a multiple of COLUMNS. CODES: bytes are e4m3. OVERLAP: the kernel before may still run.
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     exists = feature < num_features
     start = weight + tl.where(exists, feature, 0).to(tl.int64) * K
+    if CODES:
+        # Scales come from memory: loads at the end of the kernel would make it longer.
+        by_feature = tl.load(weight_scale + (feature if FEATURE_SCALES else 0 * feature), mask=exists, other=0.0)
     if OVERLAP:
-        if FETCH is not None:
-            first = weight + (tl.program_id(0) * FEATURES).to(tl.int64) * K
-            tl.inline_asm_elementwise(FETCH, "=r,l", [first.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1)
         tl.extra.cuda.gdc_wait()
         # Not earlier: what begins now may count on everything that came before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
+    if CODES:
+        by_row = tl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
     weights = start[:, None] + column[None, :]
     inputs = input + row[None, :].to(tl.int64) * input_stride + column[:, None]
     present = row[None, :] < num_rows
@@ -56,8 +57,6 @@ def few_rows_kernel(
         weights += COLUMNS
         inputs += COLUMNS
     if CODES:
-        by_row = tl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
-        by_feature = tl.load(weight_scale + (feature if FEATURE_SCALES else 0 * feature), mask=exists, other=0.0)
         total = total * by_row[None, :] * by_feature[:, None]
     place = output + row[None, :].to(tl.int64) * num_features + feature[:, None]
     tl.store(place, cast(total, output.dtype.element_ty), mask=present & exists[:, None])
@@ -66,7 +65,7 @@ def few_rows_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def two_rows_kernel(
     input, weight, output, num_rows, num_features, input_stride, K: tl.constexpr, FEATURES: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr, FETCH: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Same for one or two rows, without tensor cores. FEATURES divides the features."""
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -75,8 +74,6 @@ def two_rows_kernel(
     weights = start + tl.arange(0, FEATURES)[:, None] * K + column[None, :]
     a = tl.load(weights)
     if OVERLAP:
-        if FETCH is not None:
-            tl.inline_asm_elementwise(FETCH, "=r,l", [start.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.zeros([FEATURES, COLUMNS], tl.float32)
@@ -104,83 +101,59 @@ class Cut:
         features: rows of the weight in a program.
         columns: of a row, read at a time.
         warps, stages: of the kernel; `stages` reads are on their way. One stage: the kernel for two rows.
-        overlap: whether the kernel may begin while the one before it ends.
-        ahead: bytes of every row of the weight that it fetches until then.
     """
 
     features: int
     columns: int
     warps: int
     stages: int
-    overlap: bool = False
-    ahead: int = 0
 
 
-def fetch(cut: Cut, row_bytes: int) -> str | None:
-    """Return PTX by which the first threads of a program ask for the first bytes of a row of the weight each."""
-    if not cut.ahead:
-        return None
-    return (
-        "{ .reg .pred mine; .reg .u32 row; .reg .u64 place; mov.u32 row, %tid.x; "
-        f"setp.lt.u32 mine, row, {cut.features}; mad.wide.u32 place, row, {row_bytes}, $1; "
-        f"@mine cp.async.bulk.prefetch.L2.global [place], {min(cut.ahead, row_bytes)}; mov.u32 $0, 0; }}"
-    )
+TWO_ROWS = Cut(4, 2048, 8, 1)
+CODES, VALUES, WIDE = Cut(64, 256, 4, 5), Cut(64, 128, 4, 5), Cut(128, 128, 8, 4)
 
-
-TWO_ROWS = Cut(4, 2048, 8, 1, True, 8192)
-"""For one or two rows of 16-bit values."""
-
-CUTS: dict[tuple[int, int, bool], Cut] = {
-    (2, 16, False): Cut(64, 128, 4, 5, True, 1024),
-    (2, 16, True): Cut(64, 128, 4, 5, True, 1024),
-    (2, 32, False): Cut(64, 128, 4, 5, True, 1024),
-    (2, 32, True): Cut(128, 128, 8, 4, True, 512),
-    (2, 64, False): Cut(64, 128, 4, 4, True, 1024),
-    (2, 64, True): Cut(128, 128, 8, 4, True, 512),
-    (1, 16, False): Cut(64, 256, 4, 5, True, 4096),
-    (1, 16, True): Cut(64, 256, 4, 5, True, 1024),
-    (1, 32, False): Cut(64, 256, 4, 5, True, 4096),
-    (1, 32, True): Cut(128, 256, 8, 4, True, 512),
-    (1, 64, False): Cut(64, 256, 4, 4, True, 2048),
-    (1, 64, True): Cut(128, 256, 8, 4, True, 512),
-}
-"""By bytes of a value, rows rounded up to a power of two, and whether there are many features."""
-
-MANY_FEATURES = 16384
+MANY_FEATURES, MANY_COLUMNS, HEAD = 8192, 8192, 65536
+"""Above the first two, cuBLAS reads weights as fast, but for the very many features of a head."""
 
 
 def takes(args: LinearArgs) -> bool:
-    """Return whether the kernel runs a product that has been checked."""
-    rows, (features, columns) = args.input.shape[0], args.weight.shape
+    """Return whether a kernel runs a product that has been checked, and is faster than torch's."""
+    rows = args.input.shape[0]
     if not 0 < rows <= variants.current().few_rows or args.input.dtype is torch.float32:
         return False
     if not INTERPRETED.value and _capability(args.input.device) != (9, 0):
         return False
-    cut = choose(args)
     aligned = all(t.data_ptr() % 16 == 0 for t in args[:2]) and args.input.stride(0) * args.input.itemsize % 16 == 0
-    return aligned and columns % cut.columns == 0 and features % 16 == 0
+    return aligned and choose(args) is not None
 
 
-def choose(args: LinearArgs) -> Cut:
-    """Return the cut of a product."""
+def choose(args: LinearArgs) -> Cut | None:
+    """Return the cut of a product, `None` where torch's is as fast."""
     rows, size, (features, columns) = args.input.shape[0], args.input.itemsize, args.weight.shape
-    if rows <= 2 and size == 2 and columns % TWO_ROWS.columns == 0 and features % TWO_ROWS.features == 0:
+    if rows > 32 or columns > MANY_COLUMNS or features % 16:
+        return None
+    if rows <= 2 and size == 2 and columns % TWO_ROWS.columns == 0:
         return TWO_ROWS
-    return CUTS[size, max(16, triton.next_power_of_2(rows)), features >= MANY_FEATURES]
+    if size == 2 and features >= HEAD:
+        cut = WIDE if rows > 16 else VALUES
+    elif features > MANY_FEATURES:
+        return None
+    else:
+        cut = CODES if size == 1 else VALUES
+    return cut if columns % cut.columns == 0 else None
 
 
 def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     """Run a product that `takes` accepts; `cut` overrides the one that its sizes would choose."""
     cut = cut or choose(args)
+    assert cut is not None
     x, weight, (rows, columns), features = args.input, args.weight, args.input.shape, args.weight.shape[0]
     codes = x.dtype is E4M3
     output = torch.empty(rows, features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
-    overlap = cut.overlap and not INTERPRETED.value
+    overlap = not INTERPRETED.value
     common = {
         "output": output, "num_rows": rows, "num_features": features, "input_stride": x.stride(0), "K": columns,
-        "FEATURES": cut.features, "COLUMNS": cut.columns, "OVERLAP": overlap,
-        "FETCH": fetch(cut, columns * x.itemsize) if overlap and features % cut.features == 0 else None,
-        "num_warps": cut.warps, "launch_pdl": overlap, "enable_fp_fusion": True,
+        "FEATURES": cut.features, "COLUMNS": cut.columns, "OVERLAP": overlap, "num_warps": cut.warps, "launch_pdl": overlap, "enable_fp_fusion": True,
     }  # fmt: skip
     grid = (-(-features // cut.features),)
     if cut.stages == 1:
