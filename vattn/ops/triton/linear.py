@@ -153,7 +153,8 @@ def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     overlap = not INTERPRETED.value
     common = {
         "output": output, "num_rows": rows, "num_features": features, "input_stride": x.stride(0), "K": columns,
-        "FEATURES": cut.features, "COLUMNS": cut.columns, "OVERLAP": overlap, "num_warps": cut.warps, "launch_pdl": overlap, "enable_fp_fusion": True,
+        "FEATURES": cut.features, "COLUMNS": cut.columns, "OVERLAP": overlap,
+        "num_warps": cut.warps, "launch_pdl": overlap, "enable_fp_fusion": True,
     }  # fmt: skip
     grid = (-(-features // cut.features),)
     if cut.stages == 1:
