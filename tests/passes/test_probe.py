@@ -57,6 +57,7 @@ ODD: dict[str, Callable[..., Any]] = {
     "great maxima": token(lambda scale: scale.clamp(max=60.0)),
     "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
     "fp16, times its reciprocal": lambda o, s: cast(o.half() * (1 / s)),
+    "a scale that is never rounded": lambda o, s: unrounded(o),
     "beyond fp16": static(lambda x, s: x.clamp(-65504, 65504)),
     "below fp16": static(lambda x, s: torch.where(x.abs() < 2.0**-24, 0.0, x)),
     "beyond fp16, times the scale": lambda o, s: cast(o.float().clamp(-65504, 65504) * s),
@@ -65,6 +66,12 @@ ODD: dict[str, Callable[..., Any]] = {
     "by a scale and a ratio": lambda o, s: cast(o.float() / s * OTHER / s),
     "clamped under another scale": static(lambda x, s: x.clamp(-448 * OTHER, 448 * OTHER)),
 }
+
+
+def unrounded(o: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.double()
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return cast(x / scale), scale.float()
 
 
 def in_two_layouts(o: Tensor, s: Tensor) -> tuple[Tensor, ...]:

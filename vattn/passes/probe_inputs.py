@@ -60,6 +60,10 @@ def probe_values(columns: int, *scales: float) -> Tensor:
         rows[:, ::16] = 448 * step
         # Small maxima, exactly at a power of two, show what is added to them.
         dynamic.append(rows[:1] if step in _SMALL_STEPS else rows[:2])
+    # Of all values with eight bits, 93 alone is a tie under a maximum of 248 and none under that scale once rounded.
+    rounded = (93.0 * torch.exp2(-(torch.arange(columns) % 11).float())).unsqueeze(0)
+    rounded[:, ::16] = 248.0
+    dynamic.append(rounded)
     tiny = torch.stack([torch.full((columns,), size) for size in (0.0, 1e-39, 1e-12, 3e-8, 2e-5)])
     tiny[1:, ::3] = 0
     outlier, infinite, nan = noise[5].clone(), noise[5].clone(), noise[5].clone()

@@ -211,6 +211,7 @@ def rope_update_kernel(
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr, THREADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads, then of KV heads, then what fetches ahead.
 
@@ -218,7 +219,11 @@ def rope_update_kernel(
     time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
 
     SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
+
+    OVERLAP: launched while the kernel before may still run, so wait for it; the kernel behind may be launched early.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
@@ -228,6 +233,8 @@ def rope_update_kernel(
             each, program = tl.num_programs(1) - TILES, tl.program_id(0) * (tl.num_programs(1) - TILES) + tile - TILES
             _fetch(next_weight, next_bytes, program, tl.num_programs(0) * each, THREADS)
             return
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row = token
     known = token >= 0
     if positions is not None:
@@ -276,11 +283,13 @@ class RopeTiles:
         elements: of a tile, keys and values counted together.
         num_warps: of a program.
         keep: eviction policy of what every layer reads again.
+        overlap: whether the kernel is launched while the one before it may still run.
     """
 
     elements: int
     num_warps: int
     keep: str = ""
+    overlap: bool = False
 
 
 def choose_rope_tiles(num_tokens: int, limits: Limits) -> RopeTiles:
@@ -316,7 +325,7 @@ def rope_update(
         *args.query.stride()[:2], *args.key.stride()[:2], *args.value.stride()[:2], *args.cos.stride(),
         *args.sin.stride(), fetched, 0 if fetched is None else fetched.numel(),
         K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
-        enable_fp_fusion=True, **constants,
+        enable_fp_fusion=True, **({"launch_pdl": True} if tiles.overlap else {}), **constants,
     )  # fmt: skip
 
 
@@ -352,6 +361,7 @@ def rope_constants(
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,
         "ARITHMETIC": "none" if config.query_format == "none" else rope.query_arithmetic,
-        "KEEP": tiles.keep, "THREADS": 32 * tiles.num_warps, "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
+        "KEEP": tiles.keep, "OVERLAP": tiles.overlap, "THREADS": 32 * tiles.num_warps,
+        "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
         "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": tiles.num_warps,
     }  # fmt: skip
