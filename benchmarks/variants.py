@@ -211,6 +211,7 @@ def questions() -> Iterator[Question]:
     for name, bar in few:
         ways = (DEFAULT, *(by_tuning(way, tuning) for way, tuning in tunings.items()))
         yield Question("short", LLAMA, WORKS[f"decode {name}"], "bf16", ways, bar)
+    yield Question("full", LLAMA, WORKS["decode 128x2k"], "fp8", (DEFAULT, *_tuned()), 1.02, ("xqa",))
     yield Question("mixed", LLAMA, mixed, "bf16", (DEFAULT, *_mixed_ways()), 1.05, ("fa3",))
     yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
     yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0, ("fa3",))
