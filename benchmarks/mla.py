@@ -64,7 +64,10 @@ CELLS: tuple[Cell, ...] = (
     Cell("decode", 16, 64, 8192, changes=_CODES),
     Cell("decode", 16, 128, 4096, changes=_CODES),
     Cell("op", 16, 1, 8192, tokens=8192),
-    Cell("prefill", 16, 1, 8192, tokens=8192, changes={"output_format": "fp8_static"}, against={}, bar=1 / 1.03),
+    *(
+        Cell("prefill", 16, 1, 8192, tokens=8192, changes={"output_format": name}, against={}, bar=1 / 1.03)
+        for name in ("fp8_static", "fp8_group128", "nvfp4")
+    ),
 )
 """Most wanted first. An empty `against` of a changed cell is the layer without the changes."""
 

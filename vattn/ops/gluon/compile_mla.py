@@ -67,6 +67,9 @@ def prompts() -> Iterator[MLAConfig]:
     yield base
     yield base.replace(num_heads=3, block_size=16, dtype="float16", kv_cache_dtype="float16", lse=False)
     yield base.replace(block_size=256, output_format="fp8_static")
+    yield base.replace(output_format="fp8_group64", output_arithmetic="divide")
+    yield base.replace(output_format="nvfp4", lse=False)
+    yield base.replace(output_format="nvfp4_swizzled")
 
 
 class Recorder:
@@ -96,12 +99,12 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
     found: list[Launch] = []
     dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
     query = empty(tokens, heads, config.qk_head_dim, dtype=dtype)
-    output, _ = OUTPUT_FORMATS[config.output_format].allocate(query, config.v_head_dim, dtype)
+    output, scales = OUTPUT_FORMATS[config.output_format].allocate(query, config.v_head_dim, dtype)
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args = MLAAttentionArgs(**{
         **none, "query": query, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
         "query_start_loc": empty(5), "seq_lens": empty(4), "block_table": empty(4, 64), "output": output,
-        "output_scale": empty(1, dtype=torch.float32),
+        "output_block_scale": scales, "output_scale": empty(1, dtype=torch.float32),
         "lse": empty(tokens, heads, dtype=torch.float32) if config.lse else None,
     })  # fmt: skip
     kernel = mla_prefill_launch.mla_prefill_gluon_kernel

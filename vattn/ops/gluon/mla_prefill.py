@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_words, block_barrier, load_box
+from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
 from vattn.ops.gluon.prefill import TURNS, give_turn, take_turn
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
@@ -122,9 +123,63 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 
 
 @gluon.jit
+def store_fp4(
+    output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
+    HEADS: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Quantise a warpgroup's rows to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
+    COUNT: gl.constexpr = VALUES // 16
+    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rounded = gl.convert_layout(result.to(MODEL), HELD).to(gl.float32)
+    values = rounded.reshape([GROUP_ROWS, COUNT, 16])
+    largest = group_maximum(values)
+    stored, step = group_scales(largest, load_scale(output_scale), OUTPUT_GROUPS)
+    PLACE: gl.constexpr = largest.type.layout
+    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
+    group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
+    token = (first_row + row).to(gl.int64)
+    if SCALE_COLUMNS:
+        tile = (token // 128) * (SCALE_COLUMNS // 4) + group // 4
+        place = tile * 512 + token % 32 * 16 + token % 128 // 32 * 4 + group % 4
+    else:
+        place = token * scale_stride + group.to(gl.int64) * group_stride
+    gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
+    codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS).reshape([GROUP_ROWS, VALUES // 2, 2])
+    PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, codes.type.layout))
+    pairs = gl.sum(codes << (4 * gl.arange(0, 2, layout=PAIR))[None, None, :], 2).to(gl.uint8)
+    CODES: gl.constexpr = pairs.type.layout
+    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, CODES))[:, None]
+    byte = head * (VALUES // 2) + gl.arange(0, VALUES // 2, layout=gl.SliceLayout(0, CODES))[None, :]
+    target = (first_row + row).to(gl.int64) * (HEADS * VALUES // 2) + byte
+    gl.store(output + target, pairs, mask=(row < rows) & (byte >= 0))
+
+
+@gluon.jit
+def finish(
+    output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Store this warpgroup's rows of a tile, and their logs if asked for."""
+    if OUTPUT_GROUPS[1]:
+        store_fp4(
+            output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX,
+            HEADS, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
+        if lse is not None:
+            row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
+            gl.store(lse + (first_row + row).to(gl.int64) * HEADS + head, log_sum, mask=row < rows)
+    else:
+        store_rows(
+            output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+            GROUP_INDEX, HEADS, VALUES, 1, MODEL, OUTPUT, OUTPUT_GROUPS,
+        )  # fmt: skip
+
+
+@gluon.jit
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -225,16 +280,16 @@ def consume(
             norm = gl.where(total != 0.0, 1.0 / total, 0.0)
             log_sum = LN2 * (maximum * scale + gl.log2(total))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
-            store_rows(
+            finish(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, VALUES, 1, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             nothing = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
-            store_rows(
+            finish(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, VALUES, 1, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
@@ -250,7 +305,7 @@ def mla_prefill_gluon_kernel(
     query_boxes, query_rope_boxes, key_boxes, rope_boxes, output, lse, block_scale, output_scale, scale_stride,
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride,
     scale, HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, num_warps: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
@@ -288,8 +343,8 @@ def mla_prefill_gluon_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (consumer, HEADS, BLOCK_SIZE, MODEL, OUTPUT, OUTPUT_GROUPS, 0)),
-            (consume, (consumer, HEADS, BLOCK_SIZE, MODEL, OUTPUT, OUTPUT_GROUPS, 1)),
+            (consume, (consumer, HEADS, BLOCK_SIZE, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 0)),
+            (consume, (consumer, HEADS, BLOCK_SIZE, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 1)),
             (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE)),
         ],
         [4, 1],

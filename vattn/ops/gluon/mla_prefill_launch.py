@@ -18,7 +18,7 @@ from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants, kind_of
+from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 CAPABILITY = (9, 0)
@@ -45,8 +45,6 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
         found.append(f"scale {config.scale} (runs scales above 0)")
     if config.sparse:
         found.append("sparse is not implemented")
-    if kind_of(config) not in ("none", "fp8_static", "rows"):
-        found.append(f"output_format {config.output_format} (runs none, static FP8 and what spans heads)")
     return found
 
 
@@ -92,17 +90,21 @@ def attend_chunk(
     )  # fmt: skip
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     target, constants = epilogue_arguments(args, config, rows), epilogue_constants(config, limits)
-    output = "none" if constants["KIND"] != "fp8_static" else static_output(config)
+    kind = constants["KIND"]
+    output = static_output(config) if kind == "fp8_static" else "none"
+    groups = constants["GROUPS"] if kind in ("groups", "swizzled") else (0, False, False, -1.0, "divide")
     width = heads * (NOPE.value + VALUES.value)
     rows_of_line = expanded.view(-1, width)
     mla_prefill_gluon_kernel[(min(ctas or multiprocessors(device), tiles * heads),)](
         **_query_boxes(query), key_boxes=_boxes(rows_of_line, KEYS.value, NOPE.value),
         rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
-        block_scale=None, output_scale=args.output_scale, scale_stride=0, group_stride=0, line=line, schedule=schedule,
+        block_scale=target["output_block_scale"] if groups[0] else None, output_scale=args.output_scale,
+        scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line, schedule=schedule,
         counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=args.kv_cache.shape[0], query_head_stride=query.stride(1),
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=2 if heads % 2 == 0 else 1, BLOCK_SIZE=config.block_size,
-        MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=(0, False, False, -1.0, "divide"), num_warps=4,
+        MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
+        num_warps=4,
     )  # fmt: skip
 
 
