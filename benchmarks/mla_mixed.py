@@ -2,8 +2,8 @@
 
 `python -m benchmarks.mla_mixed --json FILE` times `vattn::mla_attention`, its plan made before, by graph replays in
 turn (`latent_mixed` of `vattn.ops.variants`), and compares both results. One JSON line a cell is printed and appended
-to the file: microseconds, and the ratio, above 1 where the new way is faster. `--device cpu` runs tiny sizes by
-TORCH_MLA.
+to the file: microseconds, and the ratio of the first way to the last, above 1 where the last is faster. `--device cpu`
+runs tiny sizes by TORCH_MLA.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arguments(heads: int, queries: list[int], length: int, device: str) -> tuple
     return inputs, args._replace(query=query, output=output, config=config.encode()), config
 
 
-def run_cell(name: str, device: str) -> dict[str, Any]:
+def run_cell(name: str, device: str, ways: list[str]) -> dict[str, Any]:
     """Time one cell and return its row."""
     heads, queries, length = CELLS[name]
     if device == "cpu":
@@ -57,7 +57,7 @@ def run_cell(name: str, device: str) -> dict[str, Any]:
     backend = mla_backends()[config.backend]
     timers: dict[str, Any] = {}
     results = {}
-    for way in ("plain", "fast"):
+    for way in ways:
         with variants.using(latent_mixed=way):
             shape = backend.plan_shape(config, len(args.query), len(queries), args.block_table.shape[1])
             own = args._replace(output=torch.empty_like(args.output))
@@ -73,8 +73,9 @@ def run_cell(name: str, device: str) -> dict[str, Any]:
             step()
             results[way] = own.output.float()
     row: dict[str, Any] = {"name": name, "us": {way: round(t, 1) for way, t in interleave(timers).items()}}
-    row["ratio"] = round(row["us"]["plain"] / row["us"]["fast"], 3)
-    row["difference"] = round(float((results["fast"] - results["plain"]).norm() / results["plain"].norm()), 5)
+    first, last = ways[0], ways[-1]
+    row["ratio"] = round(row["us"][first] / row["us"][last], 3)
+    row["difference"] = round(float((results[last] - results[first]).norm() / results[first].norm()), 5)
     return row
 
 
@@ -83,11 +84,14 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path, help="append one line a cell here")
+    parser.add_argument("--ways", nargs="+", default=["plain", "fast"], choices=variants.ALLOWED["latent_mixed"])
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
     options = parser.parse_args(given)
     failed = 0
-    for name in CELLS:
+    names = list(CELLS)
+    for name in names if options.only is None else [names[number] for number in options.only]:
         try:
-            row = run_cell(name, options.device)
+            row = run_cell(name, options.device, options.ways)
         except Exception as error:  # The other cells are worth their time.
             failed += 1
             row = {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}

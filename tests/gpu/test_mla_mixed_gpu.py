@@ -45,19 +45,19 @@ def planned(args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
     return args._replace(plan=[plan])
 
 
-@pytest.mark.parametrize("with_plan", [False, True], ids=["bare", "planned"])
+@pytest.mark.parametrize("way", ["bare", "planned", "twice"])
 @pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("name", list(STEPS))
-def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, with_plan: bool) -> None:
+def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, way: str) -> None:
     queries, lengths = STEPS[name]
     config = deepseek(num_heads=heads, decode_threshold=20, block_size=32 if heads == 8 else 64)
     few = name.startswith("few")
     args = random_mla_batch(config, queries, lengths, padding_tokens=3, padding_reqs=int(not few), device="cuda")
-    with variants.using(latent_mixed="fast"):
+    with variants.using(latent_mixed="twice" if way == "twice" else "fast"):
         from vattn.ops.gluon import mla_launch
 
-        assert mla_launch.mixes(args, config) != few
-        compare(planned(args, config) if with_plan else args, config, sum(queries))
+        assert mla_launch.mixes(args, config) != (few and way != "twice")
+        compare(args if way == "bare" else planned(args, config), config, sum(queries))
 
 
 @pytest.mark.parametrize("fast", ["plain", "fast"])

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[list[int], list[int], int, int]] = {
 
 
 def schedule_of(
-    queries: list[int], lengths: list[int], ctas: int, split_query: int, longest: int = 0
+    queries: list[int], lengths: list[int], ctas: int, split_query: int, longest: int = 0, shortest: int = 0
 ) -> tuple[torch.Tensor, int]:
     reqs = len(queries)
     most = reqs + WAVES.value * ctas
@@ -40,7 +40,7 @@ def schedule_of(
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     mla_schedule_kernel[(1,)](
         starts, torch.tensor(lengths).int(), schedule, reqs, ctas, -(-reqs // ctas), most,
-        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest,
+        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest, SHORTEST=shortest,
     )  # fmt: skip
     return schedule, most
 
@@ -67,11 +67,12 @@ def test_every_tile_is_attended_once(name: str) -> None:
     ],
     ids=["few", "several passes", "one between", "none"],
 )
-def test_longer_requests_have_no_items(queries: list[int], lengths: list[int], longest: int) -> None:
-    for ctas in (3, 12):
-        schedule, most = schedule_of(queries, lengths, ctas, longest, longest)
-        left_out = {request for request, count in enumerate(queries) if count > longest}
-        check_items(schedule, most, queries, lengths, ctas, longest, left_out)
+def test_requests_of_other_lengths_have_no_items(queries: list[int], lengths: list[int], longest: int) -> None:
+    for ctas, shortest in ((3, 0), (12, 0), (12, longest + 1)):
+        top = longest if not shortest else 8
+        schedule, most = schedule_of(queries, lengths, ctas, top, top, shortest)
+        left_out = {request for request, count in enumerate(queries) if not shortest <= count <= top}
+        check_items(schedule, most, queries, lengths, ctas, top, left_out)
 
 
 def check_items(

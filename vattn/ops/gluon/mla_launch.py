@@ -112,26 +112,36 @@ def plan_key(config: MLAConfig) -> str:
 
 
 class Way(NamedTuple):
-    """How the requests of a step are cut: those of at most `split` rows, and which have no part in it at all."""
+    """What one launch attends: requests of at least `shortest` and at most `longest` rows, split up to `split` rows."""
 
     split: int
     """Most rows of a request that is split over programs."""
     longest: int
     """Requests of more rows are not attended; 0: all are."""
+    shortest: int = 0
+    """Requests of fewer rows are not attended."""
 
 
-def way_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> Way:
-    """Return how a step of these shapes is cut.
+def ways_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> list[Way]:
+    """Return how a step of these shapes is cut: what each launch attends.
 
-    Equally many rows a request are a decode. Otherwise requests of more than MOST_QUERY_TOKENS rows are left to other
-    kernels, or where a step has more rows than that on average, all that fill more than one program.
+    Equally many rows a request are a decode. In other steps long requests are left to other kernels: those of more than
+    MOST_QUERY_TOKENS rows, or where a step has more rows than that on average, all that fill more than one program;
+    under "twice" always the former, and those that fill more than one program have a launch of their own.
     """
-    tokens = query_tokens(num_tokens, num_reqs)
-    if variants.current().latent_mixed == "plain":
-        return Way(tokens, 0)
-    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
-        return Way(fewest(config), fewest(config))
-    return Way(tokens, 0 if num_tokens % num_reqs == 0 else MOST_QUERY_TOKENS)
+    tokens, kind = query_tokens(num_tokens, num_reqs), variants.current().latent_mixed
+    many, few = num_tokens > MOST_QUERY_TOKENS * num_reqs, fewest(config)
+    if kind == "plain" or (not many and num_tokens % num_reqs == 0):
+        return [Way(tokens, 0)]
+    if kind == "twice":
+        return _two_ways(config)
+    return [Way(few, few) if many else Way(tokens, MOST_QUERY_TOKENS)]
+
+
+def _two_ways(config: MLAConfig) -> list[Way]:
+    few = fewest(config)
+    most = min(MOST_QUERY_TOKENS, longest_absorbed(config))
+    return [Way(few, few)] + ([Way(MOST_QUERY_TOKENS, most, few + 1)] if few < most else [])
 
 
 def fewest(config: MLAConfig) -> int:
@@ -142,17 +152,19 @@ def fewest(config: MLAConfig) -> int:
 
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether requests of fewest rows go this way in a step that has others."""
-    many = args.query.shape[0] > MOST_QUERY_TOKENS * args.seq_lens.shape[0]
-    return many and variants.current().latent_mixed == "fast" and runs(config, args.query.device)
+    num_tokens, num_reqs, kind = args.query.shape[0], args.seq_lens.shape[0], variants.current().latent_mixed
+    many = num_tokens > MOST_QUERY_TOKENS * num_reqs or (kind == "twice" and num_tokens % num_reqs > 0)
+    return many and kind != "plain" and runs(config, args.query.device)
 
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
     records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
-    room = -(-records // 16) * 16 * FIELDS.value + line_room(num_reqs)
-    tokens = query_tokens(num_tokens, num_reqs)
-    if variants.current().latent_mixed == "fast":
-        if num_tokens > MOST_QUERY_TOKENS * num_reqs:
+    kind = variants.current().latent_mixed
+    room = -(-records // 16) * 16 * FIELDS.value * (2 if kind == "twice" else 1) + line_room(num_reqs)
+    tokens, many = query_tokens(num_tokens, num_reqs), num_tokens > MOST_QUERY_TOKENS * num_reqs
+    if kind != "plain":
+        if many or (kind == "twice" and num_tokens % num_reqs):
             return MIXED, room // MIXED
         if num_tokens % num_reqs:
             return tokens, room // tokens, 1
@@ -178,21 +190,27 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     """
     num_reqs, shape = seq_lens.shape[0], tuple(schedule.shape)
     room = torch.Size(plan_shape(config, num_reqs, num_reqs, seq_lens.device)).numel()
-    tokens, longest = shape[0] if shape else 0, 0
+    tokens, kind = shape[0] if shape else 0, variants.current().latent_mixed
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
     if tokens == MIXED:
-        if variants.current().latent_mixed == "plain":
-            return
-        tokens = longest = fewest(config)
-    elif len(shape) == 3:
-        longest = MOST_QUERY_TOKENS
-    ctas = _ctas(config, tokens, seq_lens.device)
+        ways = {"plain": [], "fast": [Way(fewest(config), fewest(config))], "twice": _two_ways(config)}[kind]
+    else:
+        ways = [Way(tokens, MOST_QUERY_TOKENS if len(shape) == 3 else 0)]
     requests = min(1024, next_power_of_two(max(32, num_reqs)))
-    mla_schedule_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
-        SPLIT_QUERY=tokens, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=longest, num_warps=8,
-    )  # fmt: skip
+    for way, own in zip(ways, schedules_in(schedule, num_reqs), strict=False):
+        ctas = _ctas(config, way.split, seq_lens.device)
+        mla_schedule_kernel[(1,)](
+            query_start_loc, seq_lens, own, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
+            SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
+            SHORTEST=way.shortest, num_warps=8,
+        )  # fmt: skip
+
+
+def schedules_in(plan: Tensor, num_reqs: int) -> list[Tensor]:
+    """Return the schedules that a plan has room for, one a launch."""
+    flat = plan.view(-1)[: plan.numel() - line_room(num_reqs)]
+    return list(flat.chunk(2)) if variants.current().latent_mixed == "twice" else [flat]
 
 
 def _max_items(num_reqs: int, ctas: int) -> int:
@@ -202,22 +220,31 @@ def _max_items(num_reqs: int, ctas: int) -> int:
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
     """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
 
-    Rows of requests that are left out, see `way_of`, are not written in either.
+    Rows of requests that are left out, see `ways_of`, are not written in either.
     """
     num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
     shape = plan_shape(config, num_tokens, num_reqs, device)
-    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
-    if schedule is None:
-        schedule = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, schedule, config)
-    tokens = way_of(num_tokens, num_reqs, config).split
+    plan_of_step = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if plan_of_step is None:
+        plan_of_step = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, plan_of_step, config)
+    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value), dtype=MODEL_DTYPES[config.dtype])
+    ways = ways_of(num_tokens, num_reqs, config)
+    for way, schedule in zip(ways, schedules_in(plan_of_step, num_reqs), strict=False):
+        _launch(absorbed, args, output, schedule, way.split, config)
+    return output
+
+
+def _launch(
+    absorbed: Tensor, args: MLAAttentionArgs, output: Tensor, schedule: Tensor, tokens: int, config: MLAConfig
+) -> None:
+    """Attend the items of one schedule."""
+    num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
     slots = _max_items(num_reqs, ctas)
     partial = torch.empty((slots, rows * groups, LATENT.value), dtype=torch.float32, device=device)
     stats = torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
-    shape_of_output, dtype = (num_tokens, config.num_heads, LATENT.value), MODEL_DTYPES[config.dtype]
-    output = absorbed.new_empty(shape_of_output, dtype=dtype)
     common: dict[str, Any] = {
         "query_start_loc": args.query_start_loc,
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
@@ -253,7 +280,6 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, COLUMNS=columns,
         num_warps=1, launch_pdl=True,
     )  # fmt: skip
-    return output
 
 
 def _boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:

@@ -167,8 +167,10 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     if fast:
         from vattn.ops.gluon import mla_launch
 
-        shortest, latent = mla_launch.fewest(config), mla_launch.attend_latents(absorbed, args, config)
-    latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
+        shortest = mla_launch.ways_of(absorbed.shape[0], args.seq_lens.shape[0], config)[-1].longest
+        latent = mla_launch.attend_latents(absorbed, args, config)
+    if latent is None or shortest < longest:
+        latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
     project_output(latent, w_uv, args, config, limits, rows, longest, complete)
     attend_prompts(args, weight, rows, complete, config, limits)
     if rows is not None:
@@ -184,7 +186,7 @@ def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig
             return mla_sparse.attend_latents(absorbed, args, config)
         if mla_launch.accepts(absorbed, args, config):
             latent = mla_launch.attend_latents(absorbed, args, config)
-            longest = mla_launch.way_of(absorbed.shape[0], args.seq_lens.shape[0], config).longest
+            longest = mla_launch.ways_of(absorbed.shape[0], args.seq_lens.shape[0], config)[-1].longest
             return attend_latents(absorbed, args, config, shortest=longest, output=latent) if longest else latent
     return attend_latents(absorbed, args, config, limits)
 

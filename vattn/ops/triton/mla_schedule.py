@@ -10,8 +10,8 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 Two ways of sharing the work are estimated, and the cheaper one is taken. Even chunks: every request is cut into equal
 chunks, of which CTAs take turns. Even shares: the requests are laid end to end and the line is cut into as many equal
 shares as there are CTAs. A request of more than SPLIT_QUERY rows is one item of length one, since its partial results
-would find no room: whoever gets it attends all of its keys. With LONGEST, unless 0, requests of more rows have no item:
-another kernel attends them.
+would find no room: whoever gets it attends all of its keys. With LONGEST, unless 0, requests of more rows, or of fewer
+than SHORTEST, have no item: others attend them.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ SHARES_COST = tl.constexpr(3.0)
 
 @triton.jit
 def request_tiles(
-    query_start_loc, seq_lens, request, inside, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr, LONGEST: tl.constexpr
+    query_start_loc, seq_lens, request, inside, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr, LONGEST: tl.constexpr,
+    SHORTEST: tl.constexpr,
 ):  # fmt: skip
-    """Return the tiles that requests count as, one at least; 0 outside, and for those of more than LONGEST rows."""
+    """Return the tiles that requests count as, one at least; 0 outside, and for those without an item."""
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first
     keys = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
     tiles = tl.where((rows > 0) & (rows <= SPLIT_QUERY), (keys + TILE - 1) // TILE, 0)
     if LONGEST:
-        inside = inside & (rows <= LONGEST)
+        inside = inside & (rows <= LONGEST) & (rows >= SHORTEST)
     return tl.where(inside, tl.maximum(tiles, 1), 0)
 
 
 @triton.jit
 def choose_chunk(
     query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, LONGEST: tl.constexpr,
+    REQUESTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Return how many tiles an item may have, 0 for even shares, and the tiles of all requests."""
     longest = tl.full([], 1, tl.int32)
     total = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
+        tiles = request_tiles(
+            query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST, SHORTEST
+        )
         longest = tl.maximum(longest, tl.max(tiles, 0))
         total += tl.sum(tiles, 0)
     waves = first_waves + tl.arange(0, WAVES)
@@ -66,7 +69,9 @@ def choose_chunk(
         items = tl.zeros([WAVES], tl.int32)
         for start in range(0, num_reqs, REQUESTS):
             request = start + tl.arange(0, REQUESTS)
-            tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
+            tiles = request_tiles(
+                query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST, SHORTEST
+            )
             items += tl.sum((tiles[:, None] + middle[None, :] - 1) // middle[None, :], 0)
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
@@ -99,11 +104,11 @@ def share_of(tile, total, shares):
 )
 def mla_schedule_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, first_waves, max_items, SPLIT_QUERY: tl.constexpr,
-    TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr,
+    TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
     chunk, total = choose_chunk(
-        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST
+        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST, SHORTEST
     )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
@@ -113,7 +118,9 @@ def mla_schedule_kernel(
     num_chunks = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
+        tiles = request_tiles(
+            query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST, SHORTEST
+        )
         num_chunks += tl.sum((tiles + chunk - 1) // chunk, 0)
     line = tl.zeros([], tl.int32)
     num_items = tl.zeros([], tl.int32)
@@ -122,7 +129,9 @@ def mla_schedule_kernel(
     num_busy = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        tiles = request_tiles(query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST)
+        tiles = request_tiles(
+            query_start_loc, seq_lens, request, request < num_reqs, SPLIT_QUERY, TILE, LONGEST, SHORTEST
+        )
         on_line = line + tl.cumsum(tiles, 0) - tiles
         first_share = share_of(on_line, total, shares)
         parts_of_line = share_of(on_line + tiles - 1, total, shares) - first_share + 1
