@@ -89,7 +89,8 @@ def error_of(args: MLAAttentionArgs, config: MLAConfig, real: int) -> float:
         finite = expected_lse.isfinite()
         if not torch.equal(lse == -torch.inf, expected_lse == -torch.inf):
             raise AssertionError("lse: other rows are empty")
-        if (lse - expected_lse)[finite].abs().amax() > (2e-4 if config.dtype == "float32" else 3e-2):
+        # In a step without rows nothing is finite.
+        if finite.any() and (lse - expected_lse)[finite].abs().amax() > (2e-4 if config.dtype == "float32" else 3e-2):
             raise AssertionError("lse: off")
     return found
 
