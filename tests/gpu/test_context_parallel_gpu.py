@@ -198,9 +198,14 @@ def latent(rank: int, combine: str) -> None:
     config, sizes = vattn.CacheConfig(block_size=64), (32, 64, 32, None, 512)
     torch.manual_seed(0)
     projection = nn.Linear(512, 16 * 64, bias=False).cuda().bfloat16()
+    shared = projection
+    if combine == "all_to_all":
+        # Of this rank's heads alone: gathered when the cache is bound.
+        shared = nn.Linear(512, 8 * 64, bias=False).cuda().bfloat16()
+        shared.weight.data.copy_(projection.weight.chunk(2)[rank])
     layers = [
-        vattn.MLAAttention(16, 96**-0.5, *sizes, projection, cache_config=config, context_parallel=p)
-        for p in (parallel, None)
+        vattn.MLAAttention(16, 96**-0.5, *sizes, proj, cache_config=config, context_parallel=p)
+        for proj, p in ((shared, parallel), (projection, None))
     ]
 
     def make_inputs(tokens: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
