@@ -111,6 +111,8 @@ def attend(step: Any, config: Any = PLAIN) -> vattn.AttentionOutput:
 
 NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
     "a config of a call": lambda: attend(build(), None),
+    "a config of an update": lambda: vattn.update_kv_cache(ROWS, ROWS, ROWS, ROWS, None),
+    "a rotation": lambda: vattn.rope_update_kv_cache(*[ROWS] * 7, None, PLAIN),
     "metadata of a call": lambda: attend(flash_step()),
     "an answer that the config does not give": lambda: attend(build(causal=False)),
     "a step without encoders": lambda: attend(

@@ -55,7 +55,12 @@ def update_kv_cache(
         kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
         slot_mapping: int64 `[T]`, `block * block_size + offset`; out of range (-1 by convention) writes nothing.
         k_scale, v_scale: fp32, for a quantised cache.
+
+    Raises:
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: no config, or a tensor contradicts it.
+        UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
+    _check_config(config)
     torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
 
 
@@ -118,6 +123,9 @@ def rope_update_kv_cache(
         >>> bool((turned[0] == 1).all()), bool((turned[1] == cache[0, 1, 1]).all())
         (True, True)
     """
+    _check_config(config)
+    if not isinstance(rope, RopeConfig):
+        raise ConfigError(f"a rope of type {type(rope).__name__}", "a RopeConfig", "vattn.RopeConfig(rotary_dim=...)")
     dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
     query_out = query.new_empty(query.shape, dtype=dtype)
     torch.ops.vattn.rope_kv_cache_update(
@@ -206,10 +214,14 @@ def paged_attention(
     return result
 
 
-def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
+def _check_config(config: AttentionConfig) -> None:
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
+
+
+def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
+    _check_config(config)
     if not isinstance(metadata, AttentionMetadata):
         raise MetadataError(
             f"metadata of type {type(metadata).__name__}",
