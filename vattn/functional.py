@@ -57,7 +57,7 @@ def update_kv_cache(
         k_scale, v_scale: fp32, for a quantised cache.
 
     Raises:
-        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: no config, or a tensor contradicts it.
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: no config, or a tensor against it.
         UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
     _check_config(config)
