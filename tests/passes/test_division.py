@@ -77,6 +77,28 @@ def test_on_cuda_a_constant_divisor_is_a_factor(monkeypatch: pytest.MonkeyPatch)
     assert made.arithmetic == "approximate_multiply" and made.min_scale == probed.min_scale
 
 
+def in_fp64(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return (o.double() / s.double()).clamp(-448, 448).to(E4M3)
+
+
+def per_token_in_fp64(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (o.double().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0).float()
+    return (o.double() / scale.double()).clamp(-448, 448).to(E4M3), scale
+
+
+def half_in_fp64(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return (o.double() / scale.double()).clamp(-448, 448).to(E4M3), scale
+
+
+def test_on_cuda_quotients_in_fp64_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in (in_fp64, per_token_in_fp64):
+        probed, made = matched(form, monkeypatch, "cuda")
+        assert made == probed and made.arithmetic == "divide"
+    with pytest.raises(division.Refusal, match="some of its divisions are in float64"):
+        matched(half_in_fp64, monkeypatch, "cuda")
+
+
 def test_rounded_divisions_are_taken_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch._inductor.config.patch({"eager_numerics.division_rounding": True}):
         assert matched(static, monkeypatch, "cuda")[1].arithmetic == "divide"

@@ -2,7 +2,8 @@
 
 A region is probed on a CPU, where divisions round correctly, in eager and in generated code alike. Code that Inductor
 generates for CUDA multiplies by the reciprocal of a divisor known at compile time, and its other quotients are the
-hardware's approximate ones unless `torch._inductor.config.eager_numerics.division_rounding` is set.
+hardware's approximate ones unless `torch._inductor.config.eager_numerics.division_rounding` is set. Quotients in fp64
+round correctly there too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vattn.passes.match import Match
 from vattn.passes.region import Refusal, op_name, value
 
 _DIVISIONS = ("div", "true_divide")
+_QUOTIENTS = frozenset((*_DIVISIONS, "reciprocal", "pow", "rsqrt", "addcdiv"))
 
 
 def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> Match:
@@ -32,6 +34,10 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> M
     fmt = OUTPUT_FORMATS[match.output_format]
     if device.type != "cuda" or any(_is_own(node) for node in nodes):
         return match  # our quantising ops are not generated code: they divide exactly wherever they run
+    if _divides_in_fp64(nodes):
+        if isinstance(match.scale, float):
+            raise Refusal(f"a number divides in float64: {_CONVERT}", nodes[match.codes[0]], near=True)
+        return match
     if fmt.static_scale and isinstance(match.scale, float) and match.arithmetic == "divide":
         if fmt.container is not torch.float8_e4m3fn:
             return replace(match, arithmetic="approximate_divide")
@@ -57,6 +63,8 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
     """
     if value(query).device.type != "cuda" or any(_is_own(node) for node in nodes):
         return arithmetic
+    if _divides_in_fp64(nodes):
+        return arithmetic
     if is_constant:
         raise Refusal("its scale is a constant: make it a tensor, and the op's q_scale the same", query, near=True)
     if not _divisions_are_rounded():
@@ -64,6 +72,22 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
     if arithmetic == "divide":
         return arithmetic
     raise Refusal("with eager_numerics.division_rounding no query load multiplies as Inductor does", query, near=True)
+
+
+_CONVERT = "convert to float32 first"
+
+
+def _divides_in_fp64(nodes: Sequence[Node]) -> bool:
+    """Return whether quotients are those of fp64, which the hardware rounds correctly.
+
+    Raises:
+        Refusal: some are and some are not.
+    """
+    quotients = [node for node in nodes if op_name(node.target) in _QUOTIENTS]
+    wide = [node for node in quotients if value(node).dtype == torch.float64]
+    if wide and len(wide) < len(quotients):
+        raise Refusal(f"some of its divisions are in float64, which no epilogue has: {_CONVERT}", wide[0], near=True)
+    return bool(wide)
 
 
 def _is_own(node: Node) -> bool:
