@@ -76,7 +76,6 @@ def make_call(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        next_weight=None,
         rope=rope.encode(),
         config=config.encode(),
     )

@@ -81,7 +81,6 @@ def rope_update_kv_cache(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    next_weight: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values into their slots of a cache in place, and return the queries.
 
@@ -100,8 +99,6 @@ def rope_update_kv_cache(
         q_weight, k_weight: `[head_size]` of the norms, fp32 or model dtype.
         q_scale: fp32, 1 value or one per KV head, with a query format in the config.
         k_scale, v_scale: fp32, for a quantised cache.
-        next_weight: what the GEMM behind attention reads, of any dtype, contiguous or the transpose of what is; only
-            fetched into the L2 cache, and that on Hopper in steps of few tokens.
 
     Returns:
         `[T, num_heads, head_size]` in the model dtype, or e4m3 with a query format; every row is written.
@@ -143,7 +140,6 @@ def rope_update_kv_cache(
         q_scale,
         k_scale,
         v_scale,
-        next_weight,
         rope.encode(),
         config.encode(),
     )

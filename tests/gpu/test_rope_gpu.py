@@ -69,32 +69,6 @@ def test_native_quotients_are_those_of_the_division(fmt: str) -> None:
         compare(values, scales)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_a_weight_fetched_ahead_changes_nothing(num_tokens: int) -> None:
-    config = make_config(
-        dtype="bfloat16", kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", query_scale="head", head_size=64,
-        backend="TRITON_ATTN",
-    )  # fmt: skip
-    weights = (
-        torch.randn(1024, 1040, device="cuda").bfloat16(),
-        torch.randn(1000, 1024, device="cuda").t(),
-        torch.zeros(4000, 4096, dtype=torch.uint8, device="cuda"),
-        torch.zeros(5000, 8192, dtype=torch.uint8, device="cuda"),  # more than is fetched
-        torch.zeros(2049, dtype=torch.uint8, device="cuda")[1:],  # at an odd address
-        torch.zeros(30, 30, dtype=torch.uint8, device="cuda"),
-    )
-    results = []
-    for weight in (None, *weights):
-        args = make_call(config, RopeConfig(64), num_tokens=num_tokens, device="cuda")._replace(next_weight=weight)
-        before = None if weight is None else weight.clone()
-        torch.ops.vattn.rope_kv_cache_update(*args)
-        torch.cuda.synchronize()
-        results.append((args.query_out.view(torch.uint8), args.kv_cache))
-        assert before is None or torch.equal(before, weight)
-    for query, cache in results[1:]:
-        assert torch.equal(query, results[0][0]) and torch.equal(cache, results[0][1])
-
-
 def test_capture_with_changing_slots_and_positions() -> None:
     config = make_config(
         dtype="bfloat16", kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", query_scale="head", head_size=64,

@@ -62,9 +62,6 @@ class RopeUpdateArgs(NamedTuple):
     """fp32, 1 value or K values: the scale of a quantised query, or its reciprocal (`RopeConfig.query_arithmetic`)."""
     k_scale: Tensor | None
     v_scale: Tensor | None
-    next_weight: Tensor | None
-    """Contiguous, or the transpose of what is: what the layer's next GEMM reads. Small steps on Hopper fetch it into
-    the L2 cache while attention leaves memory idle; it has no part in any result."""
     rope: str
     """`RopeConfig.encode()`."""
     config: str

@@ -147,19 +147,6 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
     for part in (args.query, args.key, args.value):
         _check_no_overlap("query_out", args.query_out, part)
-    if args.next_weight is not None:
-        _check_next_weight(args.next_weight, device)
-
-
-def _check_next_weight(weight: Tensor, device: torch.device) -> None:
-    if weight.device != device:
-        raise DeviceError(f"next_weight is on {weight.device}", f"{device}, as the other tensors", "leave it out")
-    if not weight.is_contiguous() and not (weight.ndim == 2 and weight.t().is_contiguous()):
-        raise StrideError(
-            f"next_weight has shape {tuple(weight.shape)} and strides {weight.stride()}",
-            "contiguous, or the transpose of what is",
-            "leave it out: no result depends on it",
-        )
 
 
 def _check_tables(args: RopeUpdateArgs, rope: RopeConfig, num_tokens: int, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 4
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -30,7 +30,7 @@ MUTATING_OPS: dict[str, str] = {
     "rope_kv_cache_update": (
         "(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) query_out, "
         "Tensor(b!) kv_cache, Tensor slot_mapping, Tensor? q_weight, Tensor? k_weight, Tensor? q_scale, "
-        "Tensor? k_scale, Tensor? v_scale, Tensor? next_weight, str rope, str config) -> ()"
+        "Tensor? k_scale, Tensor? v_scale, str rope, str config) -> ()"
     ),
     "attention": (
         "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "

@@ -24,7 +24,7 @@ from vattn.ops.schemas import ATTENTION_OPS
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 _RUNNABLE_NAMESPACES = ("aten", "prims", "vattn", "quantized_decomposed", "torchao", "compressed_tensors")
-GEMMS = frozenset(
+_GEMMS = frozenset(
     "mm bmm addmm addbmm baddbmm addmv mv dot vdot linear matmul _scaled_mm _scaled_grouped_mm _grouped_mm _int_mm "
     "convolution _convolution scaled_dot_product_attention _weight_int8pack_mm _weight_int4pack_mm".split()
 )
@@ -132,7 +132,7 @@ def can_run(node: Node) -> bool:
         return op is operator.getitem or sizes
     if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
         return False
-    return op_name(op) not in GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
+    return op_name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,6 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
         "q_scale": _flat(builder, found.q_scale),
         "k_scale": update.kwargs["k_scale"],
         "v_scale": update.kwargs["v_scale"],
-        "next_weight": None,
         "rope": found.rope.encode(),
         "config": config.encode(),
         "_query_out_base_index": 0,

@@ -39,7 +39,7 @@ from vattn.rope_config import RopeConfig
 
 TARGETS: dict[str, Limits] = {
     "sm_80": Limits(108, 163 << 10, native_fp8=False, warpgroups=False),
-    "sm_90": Limits(132, 227 << 10, native_fp8=True, fetches_ahead=True),
+    "sm_90": Limits(132, 227 << 10, native_fp8=True),
     "sm_100": Limits(148, 227 << 10, native_fp8=True),
     "gfx942": Limits(304, 64 << 10, native_fp8=False, most_rows=32, warpgroups=False),
 }
@@ -193,31 +193,28 @@ ROPES: dict[str, tuple[RopeConfig, bool]] = {
 """Rotations that every head size of `SHAPES` has room for, and whether tables have a factor for every column."""
 
 
-def rope_launches(
-    name: str, target: str, config: AttentionConfig, rope: RopeConfig, full: bool, num_tokens: int = 64
-) -> Iterator[Launch]:
-    """Yield the launch of one cache update with RoPE; steps of few tokens fetch a weight besides."""
+def rope_launches(name: str, target: str, config: AttentionConfig, rope: RopeConfig, full: bool) -> Iterator[Launch]:
+    """Yield the launch of one cache update with RoPE."""
     dtype, heads, size = MODEL_DTYPES[config.dtype], config.num_heads, config.head_size
     out_dtype = torch.float8_e4m3fn if config.query_format != "none" else dtype
     table = _meta(4096, rope.rotary_dim if full else rope.rotary_dim // 2, dtype=dtype if full else torch.float32)
     weight = None if rope.norm == "none" else _meta(size, dtype=dtype)
     kv_scale = None if config.kv_scale == "none" else _meta(config.num_kv_heads)
     args = RopeUpdateArgs(
-        _meta(num_tokens, heads, size, dtype=dtype),
-        _meta(num_tokens, config.num_kv_heads, size, dtype=dtype),
-        _meta(num_tokens, config.num_kv_heads, config.head_size_v, dtype=dtype),
+        _meta(64, heads, size, dtype=dtype),
+        _meta(64, config.num_kv_heads, size, dtype=dtype),
+        _meta(64, config.num_kv_heads, config.head_size_v, dtype=dtype),
         table,
         table,
-        _meta(num_tokens, dtype=torch.int64),
-        _meta(num_tokens, heads, size, dtype=out_dtype),
+        _meta(64, dtype=torch.int64),
+        _meta(64, heads, size, dtype=out_dtype),
         _meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
-        _meta(num_tokens, dtype=torch.int64),
+        _meta(64, dtype=torch.int64),
         weight,
         weight,
         None if config.query_format == "none" else _meta(config.num_kv_heads),
         kv_scale,
         kv_scale,
-        _meta(2048, 2048, dtype=torch.uint8),
         rope.encode(),
         config.encode(),
     )
@@ -382,8 +379,6 @@ def _small_kernels(target: str) -> Iterator[Launch]:
                 for kind, (rope, full) in kinds.items():
                     label = f"{name}/{cache[0]} {shape} {kind}"
                     yield from rope_launches(label, target, config.replace(**asked), rope, full)
-                    if TARGETS[target].fetches_ahead and kind in ("neox", "partial-norm"):
-                        yield from rope_launches(f"{label} fetching", target, config.replace(**asked), rope, full, 2)
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])

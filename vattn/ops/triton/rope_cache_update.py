@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES
@@ -23,21 +22,6 @@ from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
 from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.rope_config import RopeConfig
-
-FETCHED_AT_ONCE = tl.constexpr(2048)
-"""Bytes that one thread asks for."""
-
-
-@triton.jit
-def _fetch(start, size, program, programs, THREADS: tl.constexpr):
-    """Ask for memory to be brought into the L2 cache and to stay there; nothing waits for it."""
-    for at in range(program * THREADS * FETCHED_AT_ONCE, size, programs * THREADS * FETCHED_AT_ONCE):
-        offset = at + tl.arange(0, THREADS) * FETCHED_AT_ONCE
-        tl.inline_asm_elementwise(
-            "{ .reg .b64 %kept; createpolicy.fractional.L2::evict_last.b64 %kept, 1.0; "
-            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], 2048, %kept; mov.b32 $0, 0; }",
-            "=r,l", [start + tl.minimum(offset, size - FETCHED_AT_ONCE)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -199,42 +183,29 @@ def _key_value_tile(
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "num_rows", "eps", "next_bytes"],
+    do_not_specialize=["num_slots", "num_rows", "eps"],
     do_not_specialize_on_alignment=["slot_mapping", "positions", "q_scale", "k_scale", "v_scale"],
 )
 def rope_update_kernel(
     query, key, value, cos, sin, positions, query_out, key_cache, value_cache, slot_mapping, q_weight, k_weight,
     q_scale, k_scale, v_scale, num_slots, num_rows, eps, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
-    stride_vh, stride_cn, stride_cc, stride_sn, stride_sc, next_weight, next_bytes,
+    stride_vh, stride_cn, stride_cc, stride_sn, stride_sc,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, V: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr, THREADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads, then of KV heads, then what fetches ahead.
+    """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads.
 
     KEEP: eviction policy of what every layer of a step reads again. In a step of few tokens a launch takes little more
     time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
 
     SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
-
-    OVERLAP: launched while the kernel before may still run, so wait for it; the kernel behind may be launched early.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
-    if next_weight is not None:
-        TILES: tl.constexpr = Q_TILES + (NUM_KV_HEADS + KV_TILE - 1) // KV_TILE
-        if tile >= TILES:
-            each, program = tl.num_programs(1) - TILES, tl.program_id(0) * (tl.num_programs(1) - TILES) + tile - TILES
-            _fetch(next_weight, next_bytes, program, tl.num_programs(0) * each, THREADS)
-            return
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     row = token
     known = token >= 0
     if positions is not None:
@@ -256,25 +227,6 @@ def rope_update_kernel(
             KEEP)  # fmt: skip
 
 
-FETCHING_PROGRAMS = 64
-MOST_FETCHED_TOKENS = 2
-MOST_FETCHED_BYTES = 24 << 20
-"""Half of the L2 cache of an H200."""
-
-
-def fetched_ahead(weight: Tensor | None, num_tokens: int, limits: Limits) -> Tensor | None:
-    """Return the bytes of the next GEMM's weight if this step fetches them into the L2 cache, else `None`.
-
-    It does where attention takes about as long as to read them: in steps of one or two tokens.
-    """
-    if weight is None or not limits.fetches_ahead or num_tokens > MOST_FETCHED_TOKENS:
-        return None
-    flat = (weight if weight.is_contiguous() else weight.t()).view(torch.uint8)
-    fits = FETCHED_AT_ONCE.value <= flat.numel() <= MOST_FETCHED_BYTES
-    aligned = weight.device.type == "meta" or (flat.data_ptr() % 16 == 0 and flat.numel() % 16 == 0)
-    return flat if fits and aligned else None
-
-
 @dataclass(frozen=True)
 class RopeTiles:
     """How one launch is cut.
@@ -283,13 +235,11 @@ class RopeTiles:
         elements: of a tile, keys and values counted together.
         num_warps: of a program.
         keep: eviction policy of what every layer reads again.
-        overlap: whether the kernel is launched while the one before it may still run.
     """
 
     elements: int
     num_warps: int
     keep: str = ""
-    overlap: bool = False
 
 
 def choose_rope_tiles(num_tokens: int, limits: Limits) -> RopeTiles:
@@ -316,16 +266,14 @@ def rope_update(
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
     constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits, tiles)
     programs = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
-    fetched = fetched_ahead(args.next_weight, num_tokens, limits)
-    programs += 0 if fetched is None else -(-FETCHING_PROGRAMS // num_tokens)
     rope_update_kernel[(num_tokens, programs)](
         args.query, args.key, as_bytes(args.value), args.cos, args.sin, args.positions, as_bytes(args.query_out),
         key_cache, value_cache, args.slot_mapping, args.q_weight, args.k_weight, args.q_scale, args.k_scale,
         args.v_scale, key_cache.shape[0] * config.block_size, args.cos.shape[0], rope.norm_eps,
         *args.query.stride()[:2], *args.key.stride()[:2], *args.value.stride()[:2], *args.cos.stride(),
-        *args.sin.stride(), fetched, 0 if fetched is None else fetched.numel(),
+        *args.sin.stride(),
         K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
-        enable_fp_fusion=True, **({"launch_pdl": True} if tiles.overlap else {}), **constants,
+        enable_fp_fusion=True, **constants,
     )  # fmt: skip
 
 
@@ -361,7 +309,6 @@ def rope_constants(
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,
         "ARITHMETIC": "none" if config.query_format == "none" else rope.query_arithmetic,
-        "KEEP": tiles.keep, "OVERLAP": tiles.overlap, "THREADS": 32 * tiles.num_warps,
-        "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
+        "KEEP": tiles.keep, "Q_TILE": min(heads, next_power_of_two(config.num_heads)),
         "KV_TILE": min(max(1, heads // 2), next_power_of_two(config.num_kv_heads)), "num_warps": tiles.num_warps,
     }  # fmt: skip

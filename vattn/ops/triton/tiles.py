@@ -46,7 +46,6 @@ class Limits:
         warpgroups: whether matrix instructions read keys from shared memory (sm_90, sm_100); elsewhere they pass
             through registers.
         interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
-        fetches_ahead: whether a program can ask for memory to be brought into the L2 cache in bulk (sm_90).
     """
 
     processors: int
@@ -55,7 +54,6 @@ class Limits:
     most_rows: int = 128
     warpgroups: bool = True
     interpreted: bool = False
-    fetches_ahead: bool = False
 
     @staticmethod
     @lru_cache
@@ -69,7 +67,7 @@ class Limits:
         native = (properties.major, properties.minor) >= (8, 9)
         shared = properties.shared_memory_per_block_optin
         major, count = properties.major, properties.multi_processor_count
-        return Limits(count, shared, native, warpgroups=major in (9, 10), fetches_ahead=major == 9)
+        return Limits(count, shared, native, warpgroups=major in (9, 10))
 
 
 @dataclass(frozen=True)
