@@ -33,8 +33,9 @@ from vattn.ops.triton.tiles import Limits, compute_dtype
 
 HEAD_SIZES = range(64, 136, 8)
 FEATURES = frozenset({"bidirectional", "contiguous_kv"})
-RUN_ON_A_GPU = frozenset({"none"})
-"""Output formats that `accepts` takes: those that have been compared with the reference on a GPU."""
+TIMED_OUTPUTS = frozenset({"none"})
+"""Output formats that `accepts` takes: those that were timed against the general kernel, which runs the others. All of
+them equal the reference on a GPU (tests/gpu)."""
 
 MIN_ROWS_PER_REQUEST = 32
 """On average; below, tiles of rows are mostly empty and splitting the keys pays."""
@@ -181,7 +182,7 @@ def accepts(args: VarlenAttentionArgs, config: AttentionConfig) -> bool:
     """Return whether `attend` takes a call; shapes alone decide, so that a capture stays right for other lengths."""
     rows, num_reqs = args.query.shape[0], args.query_start_loc.shape[0] - 1
     nvidia = args.query.is_cuda and torch.version.hip is None
-    if not nvidia or rows < MIN_ROWS_PER_REQUEST * num_reqs or config.output_format not in RUN_ON_A_GPU:
+    if not nvidia or rows < MIN_ROWS_PER_REQUEST * num_reqs or config.output_format not in TIMED_OUTPUTS:
         return False
     return not _refusals(config)
 
