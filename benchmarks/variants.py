@@ -216,7 +216,7 @@ def questions() -> Iterator[Question]:
     yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
     yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0, ("fa3",))
     yield Question("long mix", LLAMA, LONG_MIX, "bf16", (DEFAULT, *_mixed_ways(below=4096)), 1.0, ("fa3",))
-    names = ("plain", "folded", "wide")
+    names = ("plain", "folded", "wide", "paired")
     general = [by_general_kernel(name) for name in names]
     contiguous = [by_general_kernel(f"{name}, contiguous", True) for name in names]
     yield Question("general", LLAMA, prompt, "bf16", (*general, *contiguous), 0.7, ("fa3",))

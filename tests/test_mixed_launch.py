@@ -96,9 +96,10 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
 
     config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
     for reqs in (2, 3, 64, 257, 1000):
-        for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs):
+        for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs, 300 * reqs):
             rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
             assert decode_fast.tokens_of_plan(torch.empty(rows, 8), config, reqs) == tokens
+            assert prefill_launch.plan_rows(config, tokens, reqs) <= rows
             cut = mixed_launch.cut_of(config, tokens, reqs)
             needed = prefill_launch.plan_rows(config, tokens, reqs, cut)
             assert needed <= rows

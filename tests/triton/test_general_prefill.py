@@ -63,7 +63,13 @@ def test_wide_tiles_are_taken_where_they_fit() -> None:
     with variants.using(general_prefill="folded"):
         assert tiles_of() == replace(plain, folded=True)
         assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
-    assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
+    with variants.using(general_prefill="wide"):
+        assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
+    paired = tiles_of()
+    assert paired == replace(plain, block_m=64, tile=64, masked_tile=32, num_warps=4, num_stages=3, folded=True)
+    # Query, keys and values of two programs share a multiprocessor's memory with what the system keeps.
+    assert 2 * (64 * 128 * 2 + 3 * 2 * 64 * 128 * 2 + 1024) <= 233472
+    assert tiles_of(block_size=0).tile == 128
     for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
         assert narrow.tile <= 64 and narrow.masked_tile == 0
     assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded

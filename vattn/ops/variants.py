@@ -17,12 +17,13 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_prefill": ("plain", "folded", "wide"),
+    "general_prefill": ("plain", "folded", "wide", "paired"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": (0, 2, 32),
     "latent_mixed": ("plain", "fast", "twice"),
+    "packed_store": ("plain", "quick"),
 }
 """What each field may be."""
 
@@ -40,10 +41,13 @@ class Variants:
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
-            "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit.
+            "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit;
+            "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it.
+        packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
+            instructions for TurboQuant keys and NVFP4.
         few_rows: up to how many rows `vattn::linear` takes its own kernel, where it has one for the sizes.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.
@@ -54,12 +58,13 @@ class Variants:
     speculative: str = "packed"
     mixed: str = "overlapped"
     mixed_below: int = 256
-    general_prefill: str = "wide"
+    general_prefill: str = "paired"
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "plain"
     few_rows: int = 0
     latent_mixed: str = "fast"
+    packed_store: str = "plain"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -88,8 +88,9 @@ def packs(config: AttentionConfig) -> int:
 def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
     """Return the cut of a prefill step: by what a request has on average."""
     groups = warpgroups(config, num_tokens // num_reqs)
-    # Heads side by side share wide tiles of keys, which are what such heads wait for.
-    return Cut(groups, packs(config) if config.head_size == 256 else 1)
+    # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
+    side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
+    return Cut(groups, packs(config) if side_by_side else 1)
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:

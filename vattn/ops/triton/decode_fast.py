@@ -292,14 +292,14 @@ class Reduction:
 def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
     """Return how the partial results of so many requests are combined.
 
-    Few requests have many splits each. A program that computes scales has whole groups; more warps for its wider part
-    would wait for each other and leave no room for it beside the main kernel.
+    Few requests have many splits each. A program that computes scales has whole groups; more warps would wait for each
+    other and leave no room for it beside the main kernel.
     """
     if num_reqs > FEW_REQUESTS:
         return Reduction(1, 16, 1)
     group = OUTPUT_FORMATS[config.output_format].group_size
     parts = min(4, config.head_size // group) if group else 4
-    return Reduction(parts, 128 if parts == 4 else 64, 4)
+    return {4: Reduction(4, 128, 2), 2: Reduction(2, 64, 2), 1: Reduction(1, 64, 4)}[parts]
 
 
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:

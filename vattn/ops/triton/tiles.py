@@ -146,7 +146,10 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     crowded = config.block_size == 0 and config.sliding_window is not None
     if way == "plain" or not full_loop or block_m < 128 or crowded:
         return chosen
-    if way == "wide" and _fits_wide_tiles(config, wide, item, limits):
+    if way in ("wide", "paired") and _fits_wide_tiles(config, wide, item, limits):
+        if way == "paired" and config.block_size:
+            beside = replace(chosen, block_m=64, group_tile=min(config.group_size, 64), num_warps=4)
+            return replace(beside, tile=64, masked_tile=32, num_stages=3, folded=True)
         return replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
     return replace(chosen, folded=True)
 
