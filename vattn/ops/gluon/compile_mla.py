@@ -52,6 +52,7 @@ def configs() -> Iterator[tuple[MLAConfig, int]]:
         yield base.replace(num_heads=heads), tokens
         yield base.replace(num_heads=heads, block_size=16, lse=False), tokens
     yield base.replace(block_size=128), 1
+    yield base, 40  # a step of different lengths
     codes = base.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     for heads, block_size in ((16, 64), (32, 64), (8, 16), (128, 32)):
         layer = codes.replace(num_heads=heads, block_size=block_size, lse=heads == 16)
