@@ -200,12 +200,13 @@ def questions() -> Iterator[Question]:
     from vattn.ops.triton.decode_fast import Tuning
 
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
-    held: dict[str, int] = {"pack": -1, "held": 128}
+    apart, packed = {"pack": 1}, {"pack": -1}
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *_cuts(held, {"held": 128})), 0.95, ("fa3",))
-        yield Question("wide", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(held, fp8_query=True)), 0.95, ("fa3",))
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *_cuts(apart)), 0.95, ("fa3",))
+        yield Question("wide", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(apart, fp8_query=True)), 0.95, ("fa3",))
     for work in (prompt, WORKS["prefill 1x32k"], prompts):
-        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, *_cuts({"pack": -1}, {"held": 64})), 1.0, ("fa3",))
+        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, *_cuts(apart)), 1.0, ("fa3",))
+        yield Question("prompts", LLAMA, work, "fp8", (DEFAULT_FP8, *_cuts(packed, fp8_query=True)), 1.0, ("fa3",))
     few = (("1x1k", 1.5), ("1x8k", 1.25), ("8x1k", 1.0))
     tunings = {"as before": Tuning(2, 3, 4), "overlap": Tuning(2, 3, 4, overlap=True), "4 stages": Tuning(2, 4, 4)}
     for name, bar in few:

@@ -67,23 +67,6 @@ def give_turn(barrier: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(held, query, keys, no_scores, HELD: gl.constexpr, D: gl.constexpr):
-    """Start the product of this warpgroup's queries and a tile of keys; HELD columns of the queries are in registers.
-
-    Shared memory has those fewer to read for every tile.
-    """
-    if HELD == 0:
-        return warpgroup_mma(query, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    else:
-        first = keys.slice(0, HELD, dim=1).permute((1, 0))
-        scores = warpgroup_mma(held, first, no_scores, use_acc=False, is_async=True)
-        if HELD < D:
-            rest = keys.slice(HELD, D - HELD, dim=1).permute((1, 0))
-            scores = warpgroup_mma(query.slice(HELD, D - HELD, dim=1), rest, scores, is_async=True)
-        return scores
-
-
-@gluon.jit
 def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr):
     """Attend this warpgroup's rows of every row tile that the producer announces.
 
@@ -116,8 +99,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, DEPTH])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, DEPTH])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
-    HELD: gl.constexpr = SHAPE.HELD
-    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
     # Named barriers; the compiler uses the first few.
@@ -172,10 +153,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
             if TURNING:
                 take_turn(MINE)
-            held = query
-            if HELD > 0:
-                held = query.slice(0, HELD, dim=1).load(QUERY)
-            raw0 = multiply_keys(held, query, keys.index(stage), no_scores, HELD, D)
+            raw0 = warpgroup_mma(query, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if TURNING:
                 give_turn(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
@@ -205,7 +183,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 missing = read_word(words.index(next_step % WORDS), 4)
                 if TURNING:
                     take_turn(MINE)
-                raw = multiply_keys(held, query, keys.index(next_stage), no_scores, HELD, D)
+                raw = warpgroup_mma(
+                    query, keys.index(next_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
                 if TURNING:
                     give_turn(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))

@@ -64,14 +64,12 @@ class Cut:
         pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
-        held: columns of the queries that stay in registers: 0, half of the head or all of it.
     """
 
     groups: int = 2
     pack: int = 1
     converters: int = 0
     turn: int = 0
-    held: int = 0
 
     @property
     def tokens(self) -> int:
@@ -297,7 +295,6 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         GROUPS=cut.groups,
         CONVERTERS=cut.converters or converter_warps(config, cut),
         TURN=cut.turn or turned_tokens(config, cut),
-        HELD=cut.held,
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],

@@ -24,7 +24,6 @@ class Shape:
         GROUPS: consumer warpgroups.
         CONVERTERS: warps that convert an FP8 cache.
         TURN: tokens of a panel of turned values.
-        HELD: columns of the queries that consumers keep in registers.
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
         MODEL: dtype of the model.
         OUTPUT: how a row is quantised that has no scales of its own.
@@ -47,7 +46,6 @@ class Shape:
     GROUPS: int
     CONVERTERS: int
     TURN: int
-    HELD: int
     QUERY_SCALE: int
     KV_SCALE: int
     MODEL: Any
