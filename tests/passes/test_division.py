@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import library_forms
 import pytest
 import torch
 from forms import static
@@ -97,6 +98,25 @@ def test_on_cuda_quotients_in_fp64_are_exact(monkeypatch: pytest.MonkeyPatch) ->
         assert made == probed and made.arithmetic == "divide"
     with pytest.raises(division.Refusal, match="some of its divisions are in float64"):
         matched(half_in_fp64, monkeypatch, "cuda")
+
+
+def test_on_cuda_ops_of_other_libraries_divide_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = library_forms.missing("torchao")
+    if why:
+        pytest.skip(why)
+    quantise = torch.ops.torchao.quantize_affine_float8_non_decomposed
+
+    def by_op(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return quantise(o, s, E4M3)
+
+    def with_computed_scales(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+        return quantise(o, scale, E4M3), scale
+
+    probed, made = matched(by_op, monkeypatch, "cuda")
+    assert made == probed and made.arithmetic == "divide"
+    with pytest.raises(division.Refusal, match="another library's op"):
+        matched(with_computed_scales, monkeypatch, "cuda")
 
 
 def test_rounded_divisions_are_taken_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

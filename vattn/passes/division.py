@@ -34,6 +34,14 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> M
     fmt = OUTPUT_FORMATS[match.output_format]
     if device.type != "cuda" or any(_is_own(node) for node in nodes):
         return match  # our quantising ops are not generated code: they divide exactly wherever they run
+    if any(_is_foreign(node) for node in nodes):
+        if fmt.static_scale:
+            return match  # nor are those of other libraries
+        raise Refusal(
+            "the scale is divided by generated code and the values by another library's op, which rounds otherwise",
+            nodes[match.codes[0]],
+            near=True,
+        )
     if _divides_in_fp64(nodes):
         if isinstance(match.scale, float):
             raise Refusal(f"a number divides in float64: {_CONVERT}", nodes[match.codes[0]], near=True)
@@ -63,7 +71,7 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
     """
     if value(query).device.type != "cuda" or any(_is_own(node) for node in nodes):
         return arithmetic
-    if _divides_in_fp64(nodes):
+    if any(_is_foreign(node) for node in nodes) or _divides_in_fp64(nodes):
         return arithmetic
     if is_constant:
         raise Refusal("its scale is a constant: make it a tensor, and the op's q_scale the same", query, near=True)
@@ -92,6 +100,11 @@ def _divides_in_fp64(nodes: Sequence[Node]) -> bool:
 
 def _is_own(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "vattn"
+
+
+def _is_foreign(node: Node) -> bool:
+    """Return whether a node calls another library's op, which runs as it is."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "vattn")
 
 
 def _divisions_are_rounded() -> bool:
