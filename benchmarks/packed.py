@@ -12,6 +12,7 @@ the FP8 cache alone, median of 5. The first cut of a format is the one in use: `
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from vattn.ops import reference
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
 from vattn.ops.triton.decode_fast import Tuning
+from vattn.ops.variants import ALLOWED, using
 
 CUTS = (
     Tuning(2, 4, 4), Tuning(2, 3, 6, max_registers=168), Tuning(2, 4, 6, max_registers=168),
@@ -44,7 +46,7 @@ CUTS = (
 )  # fmt: skip
 """Cuts of the decode kernel; those whose buffers don't fit a multiprocessor run fewer CTAs than they count on."""
 
-UPDATES = ((1024, 1), (1024, 2), (1024, 4), (512, 1), (512, 2), (2048, 2), (2048, 4))
+UPDATES = ((1024, 1), (1024, 2), (512, 1), (2048, 2))
 """Columns and warps of a program of the store."""
 
 
@@ -88,14 +90,15 @@ def store_timers(cache: Filled, slots: Tensor) -> dict[str, Timer]:
     small = CacheUpdateArgs(cache.key[:64], cache.value[:64], expected, few, *scales, config.encode())
     reference.kv_cache_update(small, config)
     timers = {"in use": Timer([lambda: cache.store(slots)])}
-    for cut in UPDATES:
+    for way, cut in itertools.product(ALLOWED["packed_store"], UPDATES):
         packed_update.UPDATE_CUTS[name] = cut
         got.zero_()
-        packed_update.update_packed(small._replace(kv_cache=got), config)
-        if not torch.equal(got, expected):
-            print(f"{name}, {cut}: {int((got != expected).sum())} bytes differ", file=sys.stderr)
-        # Captured while this cut is in use.
-        timers[f"columns {cut[0]} warps {cut[1]}"] = Timer([lambda: cache.store(slots)])
+        with using(packed_store=way):
+            packed_update.update_packed(small._replace(kv_cache=got), config)
+            if not torch.equal(got, expected):
+                print(f"{name}, {way}, {cut}: {int((got != expected).sum())} bytes differ", file=sys.stderr)
+            # Captured while this cut is in use.
+            timers[f"{way} columns {cut[0]} warps {cut[1]}"] = Timer([lambda: cache.store(slots)])
     packed_update.UPDATE_CUTS[name] = in_use
     return timers
 

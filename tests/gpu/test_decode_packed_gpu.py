@@ -13,6 +13,7 @@ from vattn.backends import selector
 from vattn.formats import KV_FORMATS
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import kv_cache_shape
+from vattn.ops.variants import using
 
 pytestmark = pytest.mark.gpu
 
@@ -143,11 +144,12 @@ def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("cut", [None, (1024, 1), (1024, 4), (512, 2), (256, 1)])
+@pytest.mark.parametrize("way", ["plain", "quick"])
+@pytest.mark.parametrize("cut", [None, (1024, 4), (512, 2), (256, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
 def test_stores_give_the_bytes_of_the_reference(
-    fmt: str, dtype: str, cut: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    fmt: str, dtype: str, cut: tuple[int, int] | None, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of ties, zeros, tiny, huge and not finite numbers among normal ones, in every cut that is timed."""
     from tests.test_kv_formats import SCALE, hard_rows
@@ -173,6 +175,7 @@ def test_stores_give_the_bytes_of_the_reference(
             name: value.cuda() for name, value in args._asdict().items() if isinstance(value, torch.Tensor)
         })  # fmt: skip
         reference.kv_cache_update(args, config)
-        torch.ops.vattn.kv_cache_update(*on_gpu)
+        with using(packed_store=way):
+            torch.ops.vattn.kv_cache_update(*on_gpu)
         wrong = (on_gpu.kv_cache.cpu() != expected).sum().item()
         assert wrong == 0, f"{wrong} bytes differ"

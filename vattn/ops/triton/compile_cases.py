@@ -34,7 +34,7 @@ from vattn.ops.triton import (
     striped_rows,
 )
 from vattn.ops.triton.tiles import Limits
-from vattn.ops.variants import using
+from vattn.ops.variants import ALLOWED, using
 from vattn.rope_config import RopeConfig
 
 TARGETS: dict[str, Limits] = {
@@ -390,7 +390,9 @@ def _packed_formats(target: str, dtype: str) -> Iterator[Launch]:
     shapes: tuple[str, ...] = ("32x128", "8x64", "8x256") if dtype != "float16" else ("32x128",)
     for fmt, shape in itertools.product((fmt for fmt in KV_FORMATS.values() if fmt.packed), shapes):
         config = _config(dtype, (fmt.name, "head" if fmt.quantised else "none"), SHAPES[shape])
-        yield from update_launches(f"{dtype}/{fmt.name} {shape}", target, config)
+        for way in ALLOWED["packed_store"]:
+            with using(packed_store=way):
+                yield from update_launches(f"{dtype}/{fmt.name} {shape} {way}", target, config)
         for step in STEPS:
             feature = next(features)
             asked = config.replace(**FEATURES[feature])

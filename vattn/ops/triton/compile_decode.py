@@ -68,7 +68,8 @@ def configs() -> Iterator[AttentionConfig]:
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
     for fmt in KV_FORMATS.values():
-        packed = base.replace(kv_cache_dtype=fmt.name) if fmt.packed and not fmt.quantised else base
+        kind = "head" if fmt.quantised else "none"
+        packed = base.replace(kv_cache_dtype=fmt.name, kv_scale=kind) if fmt.packed else base
         if not decode_packed.refusals(packed, HOPPER):
             yield packed
             yield packed.replace(num_heads=64)

@@ -33,12 +33,20 @@ TUNINGS: dict[str, Tuning] = {
     "int8_per_token_head": Tuning(2, 4, 4),
     "fp8_per_token_head": Tuning(2, 4, 4),
     "turboquant_k8v4": Tuning(2, 4, 4),
-    "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
+    "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
     "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
+    "nvfp4": Tuning(2, 4, 6, max_registers=168),
+}
+"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200 in
+`benchmarks/packed.py`."""
+
+MANY_TUNINGS: dict[str, Tuning] = {
+    "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
+    "turboquant_4bit_nc": Tuning(2, 4, 8, max_registers=128),
     "nvfp4": Tuning(2, 4, 8, max_registers=128),
 }
-"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one); `benchmarks/packed.py`
-times others."""
+"""The same where requests outnumber the CTAs of that: more of them, which need not share requests. Groups of more than
+four query heads per KV head leave too few registers."""
 
 HEAD_SIZES = Sizes(values=(64, 128))
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
@@ -81,22 +89,26 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
 
 
-def choose_tuning(config: AttentionConfig) -> Tuning:
-    """Return how the kernel is cut for a layer: as `TUNINGS` says, with heads that fill their CTAs."""
+def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
+    """Return how the kernel is cut for a layer and this many requests, with heads that fill their CTAs."""
     tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
+    groups = -(-config.num_kv_heads // tuning.heads)
+    if num_reqs * groups > tuning.ctas * decode_fast._multiprocessors(device) and config.group_size <= 4:
+        tuning = MANY_TUNINGS.get(config.kv_cache_dtype, tuning)
     heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
     return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
 
 
 def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig) -> None:
     """Fill the schedule of a decode step on the device."""
-    decode_fast.plan(query_start_loc, seq_lens, schedule, config, choose_tuning(config))
+    tuning = choose_tuning(config, seq_lens.shape[0], seq_lens.device)
+    decode_fast.plan(query_start_loc, seq_lens, schedule, config, tuning)
 
 
 def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
     """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the config would choose."""
     num_reqs, device = args.seq_lens.shape[0], args.query.device
-    tuning = tuning or choose_tuning(config)
+    tuning = tuning or choose_tuning(config, num_reqs, device)
     sizes = decode_fast.sizing(config, num_reqs, tuning, device)
     shape = decode_fast.plan_shape(config, num_reqs, num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS
+from vattn.formats import KV_FORMATS, PackedPart
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import PackedRows, packed_views
 from vattn.ops.triton.cache_update import head_scale, slot_start
 from vattn.ops.triton.packed import TRITON_CODECS, part_constants
+from vattn.ops.triton.packed_quick import QUICK_STORES
 from vattn.ops.triton.tiles import Limits, next_power_of_two
+from vattn.ops.variants import current
 
 
 @triton.jit
@@ -92,7 +96,7 @@ UPDATE_CUTS: dict[str, tuple[int, int]] = {
     "int8_per_token_head": (1024, 2),
     "nvfp4": (512, 1),
     "int4_per_token_head": (1024, 1),
-    "turboquant_4bit_nc": (512, 1),
+    "turboquant_4bit_nc": (1024, 1),
     "turboquant_k3v4_nc": (1024, 1),
     "turboquant_3bit_nc": (1024, 1),
 }
@@ -103,6 +107,13 @@ def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
     """Return the heads and the warps of a program, for rows of up to `wide` columns."""
     columns, num_warps = UPDATE_CUTS.get(config.kv_cache_dtype, (1024, 4))
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
+
+
+def choose_store(part: PackedPart, limits: Limits) -> Any:
+    """Return the device function that stores rows of a part of a format."""
+    store = TRITON_CODECS[part.codec].store
+    quick = current().packed_store == "quick" and limits.native_fp8
+    return QUICK_STORES.get(part.codec, store) if quick else store
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
@@ -120,7 +131,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
         args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",
         **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
-        STORE_KEY=TRITON_CODECS[parts[0].codec].store, STORE_VALUE=TRITON_CODECS[parts[1].codec].store,
+        STORE_KEY=choose_store(parts[0], limits), STORE_VALUE=choose_store(parts[1], limits),
         NATIVE=limits.native_fp8, TILE=tile, num_warps=num_warps,
         # A fused multiply and add would round once where the reference rounds twice.
         enable_fp_fusion=False,
