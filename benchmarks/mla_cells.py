@@ -287,8 +287,9 @@ def fa3_prefill(inputs: Inputs) -> Step:
 
     def step() -> Tensor:
         forward(
-            query, key, value, none, none, none, out, none, none, none, none, none, none, none, none, none, none,
-            none, none, none, none, none, none, scale, True, -1, -1, 0.0, True, none, 1, none, 0, none, 1, 0, none,
+            query, key, value, none, none, none, out, inputs.starts, inputs.starts, none, none, none, cell.tokens,
+            cell.tokens, none, none, none, none, none, none, none, none, none, scale, True, -1, -1, 0.0, True,
+            none, 1, none, 0, none, 1, 0, none,
         )  # fmt: skip
         return out
 

@@ -32,7 +32,13 @@ CASES: dict[str, tuple[list[int], list[int], int, int]] = {
 
 
 def schedule_of(
-    queries: list[int], lengths: list[int], ctas: int, split_query: int, longest: int = 0, shortest: int = 0
+    queries: list[int],
+    lengths: list[int],
+    ctas: int,
+    split_query: int,
+    longest: int = 0,
+    shortest: int = 0,
+    least: int = 1,
 ) -> tuple[torch.Tensor, int]:
     reqs = len(queries)
     most = reqs + WAVES.value * ctas
@@ -40,20 +46,29 @@ def schedule_of(
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     mla_schedule_kernel[(1,)](
         starts, torch.tensor(lengths).int(), schedule, reqs, ctas, -(-reqs // ctas), most,
-        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest, SHORTEST=shortest,
+        SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest, SHORTEST=shortest, LEAST=least,
     )  # fmt: skip
     return schedule, most
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_every_tile_is_attended_once(name: str) -> None:
+@pytest.mark.parametrize("least", [1, 4])
+def test_every_tile_is_attended_once(name: str, least: int) -> None:
     queries, lengths, ctas, split_query = CASES[name]
-    schedule, most = schedule_of(queries, lengths, ctas, split_query)
+    schedule, most = schedule_of(queries, lengths, ctas, split_query, least=least)
     splits, loads = check_items(schedule, most, queries, lengths, ctas, split_query, set())
     if name == "equal, as many as CTAs":
         assert not splits
     if name in ("skewed", "one long"):
         assert max(loads) <= 1.5 * sum(loads) / ctas + 4
+
+
+def test_parts_are_not_too_small() -> None:
+    """Of few tiles for many CTAs parts of 4 tiles are made, not of one."""
+    for least in (1, 4):
+        schedule, most = schedule_of([1, 1], [2048, 1000], 132, 1, least=least)
+        records = schedule[1 + most :][: int(schedule[0, 1])]
+        assert records[:, 2].tolist() == ([32, 16] if least == 1 else [8, 4])
 
 
 @pytest.mark.parametrize("longest", [1, 2])
@@ -132,8 +147,9 @@ def test_merged_splits() -> None:
     output, lse = torch.full((tokens * heads, latent), 7.0), torch.full((tokens * heads,), 7.0)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     mla_reduce_kernel[(len(queries) * rows, 2)](
-        schedule, partial, stats, starts, output, lse, most, HEADS=heads, PARTIAL_ROWS=rows, LATENT=latent, COLUMNS=16
-    )
+        schedule, partial, stats, starts, output, lse, most, HEADS=heads, PARTIAL_ROWS=rows, LATENT=latent, COLUMNS=16,
+        STEP=4,
+    )  # fmt: skip
     splits = schedule[1 + most :][: int(schedule[0, 1]), :3].tolist()
     assert splits
     written = torch.zeros(tokens * heads, dtype=torch.bool)

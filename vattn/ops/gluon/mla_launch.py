@@ -26,7 +26,7 @@ from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_plan import MIXED, line_room
-from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_reduce import merge_tile, mla_reduce_kernel
 from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
@@ -45,6 +45,9 @@ MOST_QUERY_TOKENS = 8
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
+_LEAST_TILES = {16: 2, 32: 2, 64: 4}
+"""Tiles of the smallest part of a request, by the rows of a program."""
+
 _FP8_STAGES = 4
 
 
@@ -203,7 +206,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
         mla_schedule_kernel[(1,)](
             query_start_loc, seq_lens, own, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
             SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
-            SHORTEST=way.shortest, num_warps=8,
+            SHORTEST=way.shortest, LEAST=_LEAST_TILES[rows_per_program(config, way.split)], num_warps=8,
         )  # fmt: skip
 
 
@@ -273,12 +276,10 @@ def _launch(
     else:
         boxes = _boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
-    few = num_reqs * rows * groups
-    columns = 64 if few <= 64 else 128 if few <= 512 else 512
-    mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // columns)](
+    tile = merge_tile(ctas // num_reqs)
+    mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // tile["COLUMNS"])](
         schedule, partial, stats, args.query_start_loc, output, args.lse, slots,
-        HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, COLUMNS=columns,
-        num_warps=1, launch_pdl=True,
+        HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from vattn.ops.gluon import mla_launch
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_reduce import merge_tile, mla_reduce_kernel
 from vattn.ops.triton.mla_schedule import FIELDS
 from vattn.ops.triton.mla_slots import mla_slots_kernel
 from vattn.ops.triton.tiles import next_power_of_two
@@ -87,9 +87,9 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     )  # fmt: skip
     if splits > 1:
         rows = tokens * config.num_heads
-        columns = 64 if rows <= 64 else 128 if rows <= 512 else 512
-        mla_reduce_kernel[(rows, LATENT.value // columns)](
+        tile = merge_tile(splits)
+        mla_reduce_kernel[(rows, LATENT.value // tile["COLUMNS"])](
             schedule, partial, stats, starts, output, args.lse, items, HEADS=config.num_heads,
-            PARTIAL_ROWS=config.num_heads, LATENT=LATENT.value, COLUMNS=columns, num_warps=1, launch_pdl=True,
+            PARTIAL_ROWS=config.num_heads, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,
         )  # fmt: skip
     return output

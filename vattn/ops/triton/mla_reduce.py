@@ -9,13 +9,18 @@ from vattn.ops.triton.codec import INTERPRETED
 from vattn.ops.triton.mask import LN2
 from vattn.ops.triton.mla_schedule import FIELDS
 
-SPLIT_STEP = tl.constexpr(8)
+
+def merge_tile(splits: int) -> dict[str, int]:
+    """Return columns and parts that one program of one warp holds at a time: few requests have many parts each."""
+    columns = 64 if splits >= 32 else 128 if splits >= 4 else 512
+    return {"COLUMNS": columns, "STEP": 4096 // columns}
 
 
 @triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_reduce_kernel(
     schedule, partial, stats, query_start_loc, output, lse, max_items,
     HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request. Grid: rows of as many requests as there are, columns.
 
@@ -38,8 +43,8 @@ def mla_reduce_kernel(
     maximum = tl.zeros([], tl.float32) - 1e30
     total = tl.zeros([], tl.float32)
     x = tl.zeros([COLUMNS], tl.float32)
-    for at in range(0, count, SPLIT_STEP):
-        split = at + tl.arange(0, SPLIT_STEP)
+    for at in range(0, count, STEP):
+        split = at + tl.arange(0, STEP)
         known = split < count
         place = (first + split) * PARTIAL_ROWS + row
         m = tl.load(stats + place * 2, mask=known, other=-1e30)

@@ -49,7 +49,7 @@ def request_tiles(
 @triton.jit
 def choose_chunk(
     query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
+    REQUESTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Return how many tiles an item may have, 0 for even shares, and the tiles of all requests."""
     longest = tl.full([], 1, tl.int32)
@@ -76,11 +76,14 @@ def choose_chunk(
         fits = items <= waves * ctas
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
+    # Partial results of fewer tiles than LEAST cost more to merge than they save.
+    low = tl.maximum(low, tl.minimum(longest, LEAST))
     ideal = total.to(tl.float32) / ctas
     excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
     is_split = (low < longest).to(tl.float32)
     chunks = ideal + excess / TAIL_SPEED + ITEM_COST * (waves.to(tl.float32) + is_split)
     shares = ideal + ITEM_COST * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
+    shares = tl.where(ideal < LEAST, float("inf"), shares)
     best = tl.argmin(chunks, 0)
     chunk = tl.sum(tl.where(tl.arange(0, WAVES) == best, low, 0), 0)
     return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
@@ -105,10 +108,11 @@ def share_of(tile, total, shares):
 def mla_schedule_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, first_waves, max_items, SPLIT_QUERY: tl.constexpr,
     TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
     chunk, total = choose_chunk(
-        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST, SHORTEST
+        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST, SHORTEST, LEAST
     )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
