@@ -96,7 +96,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
             quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
             memory=memory,
             merge_projections=args.merge,
-            own_linears=args.own > 0,
+            own_linears=args.own != "none",
         )
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
@@ -110,7 +110,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
         query_format="fp8_e4m3",
         memory=memory,
         merge_projections=args.merge,
-        own_linears=args.own > 0,
+        own_linears=args.own != "none",
     )
 
 
@@ -176,7 +176,9 @@ def main() -> None:
     parser.add_argument("--fp8", nargs="?", const="fp8_static", choices=list(LINEAR_FORMATS),
                         help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="merge projections")
-    parser.add_argument("--own", type=int, default=0, help="rows up to which vattn's own products run; 0: cuBLAS alone")
+    parser.add_argument("--own", default="none", choices=variants.ALLOWED["few_rows"],
+                        help="products of few rows that run by kernels of vattn")  # fmt: skip
+    parser.add_argument("--outer", action="store_true", help="compile the last norm and the rotary embedding too")
     parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
     parser.add_argument("--pdl", action="store_true", help="let kernels of Inductor begin while those before them end")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
@@ -204,7 +206,8 @@ def run(args: argparse.Namespace) -> None:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
-        "merged": args.merge, "own_products": args.own, "max_autotune": args.max_autotune, "pdl": args.pdl,
+        "merged": args.merge, "outer": args.outer, "own_products": args.own,
+        "max_autotune": args.max_autotune, "pdl": args.pdl,
         "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
     }  # fmt: skip
@@ -220,6 +223,9 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             args.json.write_text(json.dumps(result, indent=1))
 
+    if args.outer:
+        inner: Any = packed.model.model
+        vattn.compile_regions([inner.norm, inner.rotary_emb], **options.get("compile_options", {}))
     how = args.compile or ("layers" if "compile_options" in options else None)
     for batch in args.batches:
         begin = time.perf_counter()

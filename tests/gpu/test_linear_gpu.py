@@ -35,7 +35,7 @@ def on_gpu(args: LinearArgs) -> LinearArgs:
 def test_products(rows: int, features: int, columns: int, codes: str) -> None:
     """Every cut, features that are no whole number of programs, rows that torch takes; sums are those of FP8 cores."""
     args = on_gpu(make_args(rows, codes, features, columns))
-    with using(few_rows=32):
+    with using(few_rows="all"):
         got = call(args)
     assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
 
@@ -51,8 +51,8 @@ def test_chains(rows: int, codes: str) -> None:
     weights = [(w * 32).to(dtype) if codes else w.to(dtype) for w in weights]
     scale = torch.full((1,), 1 / 32, device="cuda") if codes else None
 
-    def run(x: torch.Tensor, most: int) -> torch.Tensor:
-        with using(few_rows=most):
+    def run(x: torch.Tensor, which: str) -> torch.Tensor:
+        with using(few_rows=which):
             for index, weight in enumerate(weights * 4):
                 if index % 3 == 2:
                     x = x / x.float().square().mean(1, keepdim=True).sqrt().to(x.dtype)
@@ -60,17 +60,17 @@ def test_chains(rows: int, codes: str) -> None:
         return x
 
     x = torch.randn(rows, 2048, device="cuda").bfloat16()
-    want = run(x, 32)
+    want = run(x, "all")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(x, 32)
+        got = run(x, "all")
     for _ in range(50):
         got.fill_(torch.nan)
         graph.replay()
         assert torch.equal(got, want)
     # Roundings of 32 products add up, and those of codes are coarse.
-    assert relative_l2(want.float(), run(x, 0).float()) < (0.3 if codes else 0.03)
+    assert relative_l2(want.float(), run(x, "none").float()) < (0.3 if codes else 0.03)
 
 
 class Seen:
@@ -102,7 +102,7 @@ def test_models(fmt: str, overlap: bool) -> None:
         packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows=32):
+        with using(few_rows="all"):
             generator = vattn.Generator(
                 packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "few_rows": (0, 2, 32),
+    "few_rows": ("none", "values", "all"),
     "latent_mixed": ("plain", "fast", "twice"),
     "packed_store": ("plain", "quick"),
 }
@@ -48,7 +48,8 @@ class Variants:
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
-        few_rows: up to how many rows `vattn::linear` takes its own kernel, where it has one for the sizes.
+        few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
+            values and more than two rows; "all", of one or two rows and of e4m3 codes too.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
@@ -62,7 +63,7 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
-    few_rows: int = 0
+    few_rows: str = "values"
     latent_mixed: str = "fast"
     packed_store: str = "plain"
 

@@ -124,8 +124,10 @@ class Cut:
     ahead: bool = False
 
 
+MOST_ROWS = 32
+
 TWO_ROWS = Cut(4, 2048, 8, 1)
-CODES, VALUES, WIDE = Cut(64, 256, 4, 5, True), Cut(64, 128, 4, 5, True), Cut(128, 128, 8, 4)
+CODES, VALUES, WIDE = Cut(64, 256, 4, 5), Cut(64, 128, 4, 5), Cut(128, 128, 8, 4)
 
 MANY_FEATURES, MANY_COLUMNS, HEAD = 8192, 8192, 65536
 """Above the first two, cuBLAS reads weights as fast, but for the very many features of a head."""
@@ -133,8 +135,10 @@ MANY_FEATURES, MANY_COLUMNS, HEAD = 8192, 8192, 65536
 
 def takes(args: LinearArgs) -> bool:
     """Return whether a kernel runs a product that has been checked, and is faster than torch's."""
-    rows = args.input.shape[0]
-    if not 0 < rows <= variants.current().few_rows or args.input.dtype is torch.float32:
+    rows, which = args.input.shape[0], variants.current().few_rows
+    if which == "none" or args.input.dtype is torch.float32 or not 0 < rows <= MOST_ROWS:
+        return False
+    if which == "values" and (rows <= 2 or args.input.dtype is E4M3):
         return False
     if not INTERPRETED.value and _capability(args.input.device) != (9, 0):
         return False
@@ -145,7 +149,7 @@ def takes(args: LinearArgs) -> bool:
 def choose(args: LinearArgs) -> Cut | None:
     """Return the cut of a product, `None` where torch's is as fast."""
     rows, size, (features, columns) = args.input.shape[0], args.input.itemsize, args.weight.shape
-    if rows > 32 or columns > MANY_COLUMNS or features % 16:
+    if columns > MANY_COLUMNS or features % 16:
         return None
     if rows <= 2 and size == 2 and columns % TWO_ROWS.columns == 0:
         return TWO_ROWS
@@ -173,7 +177,8 @@ def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     }  # fmt: skip
     grid = (-(-features // cut.features),)
     if cut.stages == 1:
-        two_rows_kernel[grid](input=x, weight=weight, **common)
+        # With more registers two programs would fit on a multiprocessor instead of three.
+        two_rows_kernel[grid](input=x, weight=weight, maxnreg=80, **common)
         return output
     x, weight = (t.view(torch.uint8) if codes else t for t in (x, weight))
     few_rows_kernel[grid](
