@@ -86,6 +86,11 @@ def test_steps_with_prompts(name: str, room: int | None) -> None:
     compare(args, config, sum(MIX[0]))
 
 
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+
+
 HOPPER: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16, 3 heads": {"dtype": "float16", "num_heads": 3, "block_size": 16},
@@ -99,8 +104,7 @@ LONG = ([1, 300, 0, 60, 129, 1000, 44], [900, 330, 0, 60, 700, 1000, 30])
 @pytest.mark.parametrize("name", list(HOPPER))
 @pytest.mark.parametrize("lens", [LONG, ([64, 129], [64, 5000]), ([2000], [2000])], ids=["mix", "context", "prompt"])
 def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this path needs an sm_90 GPU")
+    hopper()
     from vattn.ops.gluon import mla_prefill_launch
 
     config = deepseek(**HOPPER[name])
@@ -111,8 +115,7 @@ def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None
 
 
 def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this path needs an sm_90 GPU")
+    hopper()
     config = deepseek(block_size=16)
     args = random_mla_batch(config, [200, 100], [700, 130], device="cuda")
     args.block_table[0, 1], args.block_table[0, 20], args.block_table[1, 7] = -5, 10**9, 2**31 - 1
@@ -122,8 +125,7 @@ def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token"])
 def test_prompts_on_hopper_are_quantised(output_format: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this path needs an sm_90 GPU")
+    hopper()
     config = deepseek(output_format=output_format, lse=False)
     args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
     with variants.using(latent_prefill="plain"):

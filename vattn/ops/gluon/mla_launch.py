@@ -271,10 +271,10 @@ def _launch(
             **common,
         )
     elif rows == 64:
-        boxes = _boxes(absorbed, args.kv_cache, rows, config)
+        boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_wide_kernel[grid](ROWS_OF_PROGRAM=rows, cache=None, GATHER=False, **boxes, **common)
     else:
-        boxes = _boxes(absorbed, args.kv_cache, rows, config)
+        boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
     tile = merge_tile(ctas // num_reqs)
     mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // tile["COLUMNS"])](
@@ -283,7 +283,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:
+def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:
     """Return tensor maps over queries `[T * N, 576]` and cached rows `[slots, 576]`.
 
     With 64 rows of the query the halves of a tile arrive apart.

@@ -14,6 +14,7 @@ from vattn.ops import variants
 from vattn.ops.gluon import mla_launch
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
+from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_reduce import merge_tile, mla_reduce_kernel
 from vattn.ops.triton.mla_schedule import FIELDS
@@ -57,7 +58,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     assert topk is not None
     tokens, reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
     groups = config.num_heads // ROWS
-    ctas = max(1, (processors or mla_launch._multiprocessors(device)) // groups)
+    ctas = max(1, (processors or multiprocessors(device)) // groups)
     splits = max(1, min(-(-topk.shape[1] // TILE.value), ctas // tokens))
     items = tokens * splits
 
@@ -76,7 +77,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     stats = torch.empty((items if splits > 1 else 1, config.num_heads, 2), device=device)
     output = absorbed.new_empty((tokens, config.num_heads, LATENT.value))
     width = LATENT.value + ROPE.value
-    boxes: dict[str, Any] = mla_launch._boxes(absorbed, args.kv_cache, ROWS, config)
+    boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, ROWS, config)
     mla_decode_wide_kernel[(min(ctas, items) * groups,)](
         query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
         cache=args.kv_cache.view(-1, width), query_start_loc=starts, seq_lens=lengths, block_table=slots,
