@@ -71,6 +71,7 @@ def test_standard_error() -> None:
         (["--memory", "much"], "2GiB"),
         (["--max-bytes", "-5"], "at least 2"),
         (["--outliers", "0"], "1 to 24"),
+        (["--margin", "0.5"], "from 1"),
         (["--formats", "bf16"], "fp8_e4m3"),
     ],
 )

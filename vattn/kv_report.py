@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
     parser.add_argument("--text", type=Path, help="text to measure on; default heldout.txt beside the model")
     parser.add_argument("--calibration-text", type=Path, help="text for scales; default the first quarter of the text")
+    parser.add_argument(
+        "--margin", type=float, default=1.25,
+        help="calibrated scales are made for values so many times as large as any seen (default 1.25): codes with an "
+        "exponent lose nothing by that, values beyond the largest code are cut",
+    )  # fmt: skip
     parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
     parser.add_argument("--memory", default="16GiB", help="cache memory for the column of tokens")
@@ -108,6 +113,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     if options.outliers is not None and not 1 <= options.outliers <= 24:
         raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
+    if not 1 <= options.margin < 1e6:
+        raise ConfigError(f"--margin {options.margin}", "a number from 1 to a million", "take 1 for no margin")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
@@ -122,7 +129,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         if weights != "as they are":
             _plant(model, options.outliers)
         subject = _Subject(model, windows, len(text.encode()), memory, weights)
-        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))])
+        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))], options.margin)
         for name, scales in kinds:
             bar.show(f"{weights}, {name}, scales {scales}")
             yield subject.row(name, scales)
@@ -139,11 +146,16 @@ class _Subject:
         self.plain_nats: Tensor | None = None
         self.calibration: Calibration | None = None
 
-    def calibrate(self, windows: list[list[int]]) -> None:
+    def calibrate(self, windows: list[list[int]], margin: float) -> None:
         from vattn.integrations.transformers import disable, enable
 
-        self.calibration = calibrate(enable(self.model, num_blocks=self.blocks), [windows])
+        seen = calibrate(enable(self.model, num_blocks=self.blocks), [windows])
         disable(self.model)
+        roomy = {
+            layer: {kind: [margin * value for value in values] for kind, values in kinds.items()}
+            for layer, kinds in seen.layers.items()
+        }
+        self.calibration = replace(seen, layers=roomy)
 
     def row(self, name: str, scales: str) -> Row:
         from vattn.integrations.transformers import disable, enable
