@@ -214,5 +214,6 @@ def test_splits_fill_the_card_and_stay_within_the_keys() -> None:
     assert choose_tiles(config, 256, 256, 1 << 17, limits).num_splits == 1
     windowed = config.replace(sliding_window=100)
     assert choose_tiles(windowed, 1, 1, 1 << 17, limits).num_splits == 1
-    prefill = choose_tiles(config, 8192, 1, 8192, limits)
-    assert (prefill.block_m, prefill.num_splits, prefill.full_loop) == (128, 1, True)
+    for block_size, rows in ((16, 64), (0, 128)):
+        prefill = choose_tiles(config.replace(block_size=block_size), 8192, 1, 8192, limits)
+        assert (prefill.block_m, prefill.num_splits, prefill.full_loop) == (rows, 1, True)
