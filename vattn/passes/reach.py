@@ -6,6 +6,7 @@ tell. Where the number stands in the graph, as the bound of a slice say, it is f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
     furthest = reach(nodes, output)
     if furthest < min(TOKEN_COUNTS):
         return TOKEN_COUNTS
-    of_a_token = value(output)[0].numel()
+    of_a_token = math.prod(int(size) for size in value(output).shape[1:])
     if (furthest + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
         raise beyond(furthest, output)
     counts = tuple(furthest + count for count in TOKEN_COUNTS)
