@@ -182,7 +182,7 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     packed = KV_FORMATS[config.kv_cache_dtype].packed
     if item == 4 or converted or through_registers or packed or _is_padded(config, wide):
         tile //= 2
-    least = _fewest_keys(config)
+    least = _fewest_keys(config, item)
     tile = max(least, tile)
     # One stage of keys and values and the query must fit.
     while tile > least and 2 * tile * wide * item > limits.shared_bytes // 3:
@@ -190,13 +190,14 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
     return tile
 
 
-def _fewest_keys(config: AttentionConfig) -> int:
+def _fewest_keys(config: AttentionConfig, item: int) -> int:
     """Return the fewest keys of a step for which Triton multiplies weights and values right.
 
-    It gives a thread eight keys in a row where codes of half a byte become values, and with 16 it counts keys twice.
+    It gives a thread eight keys in a row where codes of half a byte become values, and with 16 it counts keys twice;
+    exact fp32 products are no such products.
     """
     part = KV_FORMATS[config.kv_cache_dtype].value
-    return 32 if part is not None and part.bits == 4 else 16
+    return 32 if part is not None and part.bits == 4 and item == 2 else 16
 
 
 def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
