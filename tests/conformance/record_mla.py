@@ -89,8 +89,9 @@ def error_of(args: MLAAttentionArgs, config: MLAConfig, real: int) -> float:
         finite = expected_lse.isfinite()
         if not torch.equal(lse == -torch.inf, expected_lse == -torch.inf):
             raise AssertionError("lse: other rows are empty")
-        # In a step without rows nothing is finite.
-        if finite.any() and (lse - expected_lse)[finite].abs().amax() > (2e-4 if config.dtype == "float32" else 3e-2):
+        # A query on the border of two codes may become either; in a step without rows nothing is finite.
+        limit = 2e-4 if config.dtype == "float32" and config.query_format == "none" else 3e-2
+        if finite.any() and (lse - expected_lse)[finite].abs().amax() > limit:
             raise AssertionError("lse: off")
     return found
 
