@@ -33,9 +33,9 @@ def choose_tokens(
         of a request raised, by row.
     """
     rows = logits[: len(requests)]
-    # The largest value is NaN where any is, and NaN is less than nothing.
+    # The largest value is NaN where any is.
     largest, tokens = rows.max(dim=-1)
-    usable = largest.abs() < torch.inf
+    usable = largest.isfinite()
     errors: dict[int, VattnError] = {}
     groups: dict[Any, list[int]] = {}
     for row in [row for row, request in enumerate(requests) if not request.greedy]:
@@ -50,7 +50,7 @@ def choose_tokens(
             continue
         usable[index] = good
         tokens[index] = _draw(scores, [requests[row] for row in members], [places[row] for row in members])
-    return tokens, torch.stack((tokens, usable)), errors
+    return tokens, torch.stack((tokens, usable.long())), errors
 
 
 def on_host(values: Sequence[int]) -> Tensor:
