@@ -1,4 +1,4 @@
-"""How the fast decode path for packed KV formats turns codes into fp16 operands with at most two instructions a code.
+"""How the fast decode path for packed KV formats turns codes into fp16 operands with about two instructions a code.
 
 Codes are read as int16, two of eight bits or four of four bits at a time. A result of `unpack` is made of one code of
 each int16, so that no value moves between threads.
