@@ -299,7 +299,7 @@ def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
         return Reduction(1, 16, 1)
     group = OUTPUT_FORMATS[config.output_format].group_size
     parts = min(4, config.head_size // group) if group else 4
-    return {4: Reduction(4, 128, 2), 2: Reduction(2, 64, 2), 1: Reduction(1, 64, 4)}[parts]
+    return Reduction(parts, 128 if parts == 4 else 64, 4)
 
 
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
