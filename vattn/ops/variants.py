@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
+    "latent_parts": ("small", "large"),
     "few_rows": ("none", "values", "all"),
     "latent_mixed": ("plain", "fast", "twice"),
     "packed_store": ("plain", "quick"),
@@ -54,6 +55,8 @@ class Variants:
             for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
+        latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged 8 at
+            a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as registers hold.
     """
 
     speculative: str = "packed"
@@ -63,6 +66,7 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
+    latent_parts: str = "small"
     few_rows: str = "values"
     latent_mixed: str = "fast"
     packed_store: str = "plain"

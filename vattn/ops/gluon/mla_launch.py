@@ -45,9 +45,6 @@ MOST_QUERY_TOKENS = 8
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
-_LEAST_TILES = {16: 2, 32: 2, 64: 4}
-"""Tiles of the smallest part of a request, by the rows of a program."""
-
 _FP8_STAGES = 4
 
 
@@ -206,7 +203,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
         mla_schedule_kernel[(1,)](
             query_start_loc, seq_lens, own, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
             SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
-            SHORTEST=way.shortest, LEAST=_LEAST_TILES[rows_per_program(config, way.split)], num_warps=8,
+            SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
         )  # fmt: skip
 
 
@@ -214,6 +211,11 @@ def schedules_in(plan: Tensor, num_reqs: int) -> list[Tensor]:
     """Return the schedules that a plan has room for, one a launch."""
     flat = plan.view(-1)[: plan.numel() - line_room(num_reqs)]
     return list(flat.chunk(2)) if variants.current().latent_mixed == "twice" else [flat]
+
+
+def _least_tiles(rows: int) -> int:
+    """Return the tiles of the smallest part of a request, by the rows of a program."""
+    return 1 if variants.current().latent_parts == "small" else 4 if rows == 64 else 2
 
 
 def _max_items(num_reqs: int, ctas: int) -> int:
@@ -276,7 +278,7 @@ def _launch(
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
-    tile = merge_tile(ctas // num_reqs)
+    tile = merge_tile(num_reqs * rows * groups, ctas // num_reqs)
     mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // tile["COLUMNS"])](
         schedule, partial, stats, args.query_start_loc, output, args.lse, slots,
         HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,

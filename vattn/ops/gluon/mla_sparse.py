@@ -88,7 +88,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     )  # fmt: skip
     if splits > 1:
         rows = tokens * config.num_heads
-        tile = merge_tile(splits)
+        tile = merge_tile(rows, splits)
         mla_reduce_kernel[(rows, LATENT.value // tile["COLUMNS"])](
             schedule, partial, stats, starts, output, args.lse, items, HEADS=config.num_heads,
             PARTIAL_ROWS=config.num_heads, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,

@@ -5,13 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.ops import variants
 from vattn.ops.triton.codec import INTERPRETED
 from vattn.ops.triton.mask import LN2
 from vattn.ops.triton.mla_schedule import FIELDS
 
 
-def merge_tile(splits: int) -> dict[str, int]:
-    """Return columns and parts that one program of one warp holds at a time: few requests have many parts each."""
+def merge_tile(rows: int, splits: int) -> dict[str, int]:
+    """Return columns and parts that one program of one warp holds at a time.
+
+    Args:
+        rows: how many are merged.
+        splits: about how many parts each has; with large parts, see `vattn.ops.variants`, all are held if they fit.
+    """
+    if variants.current().latent_parts == "small":
+        return {"COLUMNS": 64 if rows <= 64 else 128 if rows <= 512 else 512, "STEP": 8}
     columns = 64 if splits >= 32 else 128 if splits >= 4 else 512
     return {"COLUMNS": columns, "STEP": 4096 // columns}
 
