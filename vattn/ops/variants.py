@@ -55,8 +55,9 @@ class Variants:
             for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
-        latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged 8 at
-            a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as registers hold.
+        latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged
+            eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as
+            registers hold.
     """
 
     speculative: str = "packed"
