@@ -1,8 +1,8 @@
 """Products of few rows with a large weight: every byte of the weight is read once.
 
 Rows of the weight are the rows of the tensor cores' tile, and rows of the input its columns; one or two rows of 16-bit
-values need no tensor cores. A kernel may begin while the one before it ends, and asks for weights and scales, which
-depend on nothing, before it waits for the input.
+values need no tensor cores. A kernel may begin while the one before it ends; scales, and the first weights for two
+rows, depend on nothing and are read before it waits for the input.
 """
 
 from __future__ import annotations
@@ -21,24 +21,15 @@ from vattn.ops.linear import E4M3, LinearArgs
 from vattn.ops.triton.codec import INTERPRETED, cast
 
 
-@triton.jit
-def _add(total, a, inputs, present, CODES: tl.constexpr):
-    b = tl.load(inputs, mask=present, other=0)
-    if CODES:
-        a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     input, weight, input_scale, weight_scale, output, num_rows, num_features, input_stride, K: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, CODES: tl.constexpr,
-    ROW_SCALES: tl.constexpr, FEATURE_SCALES: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    ROW_SCALES: tl.constexpr, FEATURE_SCALES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: blocks of FEATURES.
 
-    K is a multiple of COLUMNS, and at least four times that. CODES: bytes are e4m3. OVERLAP: the kernel before may
-    still run; with AHEAD, three reads of the weight do not wait for it.
+    K is a multiple of COLUMNS. CODES: bytes are e4m3. OVERLAP: the kernel before may still run.
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -47,26 +38,22 @@ def few_rows_kernel(
     if CODES:
         # Scales come from memory: loads at the end of the kernel would make it longer.
         by_feature = tl.load(weight_scale + (feature if FEATURE_SCALES else 0 * feature), mask=exists, other=0.0)
-    weights = start[:, None] + column[None, :]
-    if AHEAD:
-        first, second, third = tl.load(weights), tl.load(weights + COLUMNS), tl.load(weights + 2 * COLUMNS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         # Not earlier: what begins now may count on everything that came before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
     if CODES:
         by_row = tl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
+    weights = start[:, None] + column[None, :]
     inputs = input + row[None, :].to(tl.int64) * input_stride + column[:, None]
     present = row[None, :] < num_rows
     total = tl.zeros([FEATURES, ROWS], tl.float32)
-    if AHEAD:
-        total = _add(total, first, inputs, present, CODES)
-        total = _add(total, second, inputs + COLUMNS, present, CODES)
-        total = _add(total, third, inputs + 2 * COLUMNS, present, CODES)
-        weights += 3 * COLUMNS
-        inputs += 3 * COLUMNS
-    for _ in tl.range(0, K // COLUMNS - 3 * AHEAD, num_stages=STAGES):
-        total = _add(total, tl.load(weights), inputs, present, CODES)
+    for _ in tl.range(0, K // COLUMNS, num_stages=STAGES):
+        a = tl.load(weights)
+        b = tl.load(inputs, mask=present, other=0)
+        if CODES:
+            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        total = tl.dot(a, b, total, input_precision="ieee")
         weights += COLUMNS
         inputs += COLUMNS
     if CODES:
@@ -114,14 +101,12 @@ class Cut:
         features: rows of the weight in a program.
         columns: of a row, read at a time.
         warps, stages: of the kernel; `stages` reads are on their way. One stage: the kernel for two rows.
-        ahead: whether reads begin while the kernel before may still run.
     """
 
     features: int
     columns: int
     warps: int
     stages: int
-    ahead: bool = False
 
 
 MOST_ROWS = 32
@@ -159,7 +144,7 @@ def choose(args: LinearArgs) -> Cut | None:
         return None
     else:
         cut = CODES if size == 1 else VALUES
-    return cut if columns % cut.columns == 0 and columns >= 4 * cut.columns else None
+    return cut if columns % cut.columns == 0 else None
 
 
 def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
@@ -183,7 +168,7 @@ def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     x, weight = (t.view(torch.uint8) if codes else t for t in (x, weight))
     few_rows_kernel[grid](
         input=x, weight=weight, input_scale=args.input_scale, weight_scale=args.weight_scale,
-        ROWS=max(16, triton.next_power_of_2(rows)), STAGES=cut.stages, CODES=codes, AHEAD=cut.ahead,
+        ROWS=max(16, triton.next_power_of_2(rows)), STAGES=cut.stages, CODES=codes,
         ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
         FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1, **common,
     )  # fmt: skip
