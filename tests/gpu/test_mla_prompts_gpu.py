@@ -148,13 +148,15 @@ def test_decodes_of_packed_rows(kv_cache_dtype: str, sparse: bool) -> None:
 
 @pytest.mark.parametrize("output_format", [name for name in OUTPUT_FORMATS if name != "none"])
 @pytest.mark.parametrize("lens", [MIX, ([1, 1, 2], [300, 70, 9])], ids=["prompts", "decode"])
-def test_outputs_are_quantised_inside(output_format: str, lens: tuple[list[int], list[int]]) -> None:
+@pytest.mark.parametrize("way", ["plain", "gluon"])
+def test_outputs_are_quantised_inside(way: str, output_format: str, lens: tuple[list[int], list[int]]) -> None:
     config = deepseek(output_format=output_format, lse=False)
     args = random_mla_batch(config, *lens, padding_tokens=3, device="cuda")
     plain, values = config.replace(output_format="none"), torch.empty_like(args.query[..., :128])
     bare = args._replace(output=values, output_block_scale=None, output_scale=None, config=plain.encode())
-    torch.ops.vattn.mla_attention(*bare)
-    torch.ops.vattn.mla_attention(*args)
+    with variants.using(latent_prefill=way):
+        torch.ops.vattn.mla_attention(*bare)
+        torch.ops.vattn.mla_attention(*args)
     out, scales = OUTPUT_FORMATS[output_format].allocate(args.query, 128, values.dtype)
     quantise_output(values, output_format, out, scales, args.output_scale)
     # Decodes without quantisation multiply by another kernel, so that values may round to the other neighbour.

@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide", "paired"),
     "latent_fp8": ("measured", "plain", "gluon"),
-    "latent_prefill": ("plain", "gluon"),
+    "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_parts": ("small", "large"),
     "few_rows": ("none", "values", "all"),
@@ -53,7 +53,8 @@ class Variants:
             values and more than two rows; "all", of one or two rows and of e4m3 codes too.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.
-        latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's.
+        latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
+            but for outputs in FP8 groups and NVFP4.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged
             eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as
@@ -65,7 +66,7 @@ class Variants:
     mixed_below: int = 256
     general_prefill: str = "paired"
     latent_fp8: str = "measured"
-    latent_prefill: str = "gluon"
+    latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
     latent_parts: str = "small"
     few_rows: str = "values"

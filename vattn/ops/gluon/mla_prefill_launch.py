@@ -18,7 +18,7 @@ from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
+from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants, kind_of
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 CAPABILITY = (9, 0)
@@ -55,7 +55,10 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
     """Return whether a step goes this way: the layer does, and its keys lie in one chunk, in whole tiles."""
-    if variants.current().latent_prefill == "plain" or chunks > 1 or align % KEYS.value:
+    way = variants.current().latent_prefill
+    if way == "plain" or chunks > 1 or align % KEYS.value:
+        return False
+    if way == "measured" and kind_of(config) in ("groups", "swizzled"):
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
 
