@@ -175,6 +175,52 @@ def test_every_kind_of_projection(name: str) -> None:
     assert torch.allclose(layer.W_UV, expected[:, P:].transpose(1, 2), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["sequential", "two layers", "transposed weight", "transposed e4m3"])
+def test_projections_of_every_make_attend_as_a_plain_one(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(L, N * (P + V), bias=False, dtype=dtype)
+    other: nn.Module = nn.Sequential(plain)
+    if kind == "two layers":
+        turn = nn.Linear(L, L, bias=False, dtype=dtype)
+        turn.weight.data.copy_(torch.eye(L).flip(0))
+        other = nn.Sequential(turn, nn.Linear(L, N * (P + V), bias=False, dtype=dtype))
+        other[1].weight.data.copy_(plain.weight.data.flip(1))
+    if kind == "transposed weight":
+        other = nn.Linear(L, N * (P + V), bias=False, dtype=dtype)
+        other.weight = nn.Parameter(plain.weight.data.t().contiguous().t())
+    if kind == "transposed e4m3":
+        codes = plain.weight.data.to(torch.float8_e4m3fn)
+        plain.weight.data.copy_(codes)
+        other = FP8Linear(codes.t().contiguous(), torch.tensor(1.0))
+    given, results = [t.to(dtype) for t in inputs(5)], []
+    for module in (plain, other):
+        layer = make_layer(module, blocks=0)
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=dtype, device="cpu")
+        with torch.no_grad():
+            results.append(layer(*given, metadata=make_builder(layer).build([5], [5], [[1]])))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["relu", "gelu", "bias", "norm", "dropout"])
+def test_modules_that_are_not_linear_are_refused(kind: str, dtype: torch.dtype) -> None:
+    plain = nn.Linear(L, N * (P + V), bias=False)
+    modules = {
+        "relu": nn.Sequential(plain, nn.ReLU()),
+        "gelu": nn.Sequential(plain, nn.GELU()),
+        "bias": nn.Sequential(nn.Linear(L, N * (P + V))),
+        "norm": nn.Sequential(nn.RMSNorm(L), plain),
+        "dropout": nn.Sequential(plain, nn.Dropout(0.5)),
+    }
+    layer = make_layer(modules[kind].to(dtype), blocks=0)
+    with pytest.raises(ConfigError, match="is not linear"):
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=dtype, device="cpu")
+    assert layer.kv_cache is None and layer.kv_b_weight is None
+    with pytest.raises(ConfigError, match="on meta"):
+        make_layer(nn.Sequential(nn.Linear(L, N * (P + V), bias=False, device="meta")))
+
+
 def test_weights_change_in_place_and_are_asked_for() -> None:
     layer = make_layer()
     step = make_builder(layer).build([5], [5], TABLES[:1])

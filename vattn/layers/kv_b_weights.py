@@ -13,15 +13,19 @@ from vattn.ops.mla_weights import dequantise_blocks
 _BLOCK = (128, 128)
 """Rows and columns of a weight block where the module names none."""
 
+_SAME = 1e-3
+"""Relative error up to which two results of a module asked for its weight are the same, as one linear map has them."""
+
 
 def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 1) -> Tensor:
     """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by, or one rank's `rows / shards` of it.
 
     Plain weights and e4m3 weights with `weight_scale` or `weight_scale_inv` (one value, one per row, or one per block)
-    are read, of distributed ones this rank's part; any other module is asked what it makes of a unit matrix.
+    are read, of distributed ones this rank's part; any other module is asked what it makes of a unit matrix, and of
+    some more to see that it is linear.
 
     Raises:
-        ConfigError: a bias, or weights on meta.
+        ConfigError: a bias, a module that is not linear, or weights on meta.
         ShapeError: the module projects between other widths, or its scales fit no granularity.
     """
     weight: Any = getattr(module, "weight", None)
@@ -30,7 +34,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     allowed = (rows, rows // shards)
     if getattr(module, "bias", None) is not None:
         raise ConfigError(f"kv_b_proj {type(module).__name__} with a bias", "no bias", "make it with bias=False")
-    if isinstance(weight, Tensor) and weight.is_meta:
+    if any(tensor.is_meta for tensor in _tensors(module)):
         raise ConfigError(
             "kv_b_proj's weight is on meta, without values",
             "loaded weights",
@@ -68,22 +72,58 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
     return dequantise_blocks(weight, scale, high, wide)
 
 
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
+
+
 def _asked(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
     """Return what a module makes of a unit matrix: its weight, to the precision that it computes in."""
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
+    tensors = _tensors(module)
     dtypes = [t.dtype for t in tensors if t.dtype in (torch.float16, torch.bfloat16, torch.float32)]
     given = getattr(module, "params_dtype", None) or (dtypes[0] if dtypes else torch.get_default_dtype())
     device = tensors[0].device if tensors else torch.device("cpu")
-    with torch.no_grad():
-        made = module(torch.eye(columns, dtype=given, device=device))
-    made = made[0] if isinstance(made, tuple) else made
+    unit = torch.eye(columns, dtype=given, device=device)
+    made = _made(module, unit)
     if not isinstance(made, Tensor) or tuple(made.shape) not in [(columns, count) for count in rows]:
         came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise ShapeError(
             f"kv_b_proj makes {came} of {columns} latents of {columns} columns", f"({columns}, {_either(rows)})",
             "check kv_lora_rank, num_heads and the head dimensions",
         )  # fmt: skip
+    _check_linear(module, unit, made.float())
     return made.t().float()
+
+
+def _made(module: nn.Module, rows: Tensor) -> Any:
+    with torch.no_grad():
+        made = module(rows)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _check_linear(module: nn.Module, unit: Tensor, made: Tensor) -> None:
+    """Refuse a module that a weight cannot stand for, by what it makes of zeros and of unit rows changed and added.
+
+    No probe is larger than the unit matrix, so that a static scale of activations clips none that it did not clip.
+    Signs and halves survive every rounding; a sum is rounded once more.
+    """
+    if not made.isfinite().all():
+        # Weights that are not loaded yet; plain ones are not looked at either.
+        return
+    sums = max(_SAME, 4 * torch.finfo(unit.dtype).eps)
+    probes = {
+        "0": (torch.zeros_like(unit), torch.zeros_like(made), 0.0),
+        "-x": (-unit, -made, _SAME),
+        "x / 2": (unit / 2, made / 2, _SAME),
+        "x + y": (unit + unit.roll(1, 0), made + made.roll(1, 0), sums),
+    }
+    for name, (rows, expected, tolerance) in probes.items():
+        got = _made(module, rows).float()
+        if not (got - expected).norm() <= tolerance * made.norm():
+            raise ConfigError(
+                f"kv_b_proj {type(module).__name__} is not linear: of {name} it makes what no weight does",
+                "a linear module without a bias, dropout or activation: latent attention multiplies by its weight",
+                "pass the projection alone, in eval mode",
+            )
 
 
 def _either(rows: tuple[int, int]) -> str:

@@ -235,7 +235,7 @@ class MLAAttention(OwnBuffers):
         Under context parallelism every rank calls it, for a `kv_b_proj` that holds a rank's heads is gathered.
 
         Raises:
-            ConfigError: no dtype is known yet, or the weights are on meta.
+            ConfigError: no dtype is known yet, or the weights are on meta, or the module has a bias or is not linear.
             ShapeError: the projection has another geometry than the layer.
             RankError: under context parallelism, some ranks have all heads in `kv_b_proj` and others their own.
         """
@@ -260,7 +260,8 @@ class MLAAttention(OwnBuffers):
         parallel, rows = self.context_parallel, self.num_heads * columns
         shards = 1 if parallel is None else parallel.world_size
         with telling_others(parallel):
-            weight = projection_weight(self._kv_b_proj[0], rows, self.kv_lora_rank, shards)
+            # Transposed weights come as views, and clones keep their strides.
+            weight = projection_weight(self._kv_b_proj[0], rows, self.kv_lora_rank, shards).contiguous()
         if parallel is None:
             return weight
         parallel.agree({"layer": self.prefix, "rows of kv_b_proj": weight.shape[0]})
