@@ -80,6 +80,21 @@ def test_bad_scales_are_refused_at_construction(values, cache, named):
     assert caught.value.allowed
 
 
+@pytest.mark.parametrize("fmt", ["auto", "float16", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"])
+@pytest.mark.parametrize("make", [vattn.Attention, vattn.EncoderOnlyAttention], ids=["cached", "encoder"])
+def test_scales_are_not_calculated_for_caches_that_take_none(make, fmt):
+    cache = vattn.CacheConfig(cache_dtype=fmt, calculate_kv_scales=True)
+    with pytest.raises(ScaleError, match="calculate_kv_scales=True with cache_dtype") as caught:
+        make(8, 64, 0.125, 2, cache_config=cache)
+    assert caught.value.fix
+
+
+def test_a_skipped_layer_calculates_nothing():
+    cache = {**CALCULATE, "kv_cache_dtype_skip_layers": ("0",)}
+    layer = make_layer(bound=False, prefix="0", cache=cache)
+    assert not layer.calculate_kv_scales and layer.k_scale is None
+
+
 def test_a_sharing_layer_takes_no_scales_of_its_own():
     quant = vattn.QuantConfig(k_scale=1.0, v_scale=1.0)
     with pytest.raises(ScaleError, match="the target's scales"):

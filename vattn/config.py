@@ -360,7 +360,8 @@ class CacheConfig:
             `"fp8_e5m2"`, or a packed format of `vattn.formats.KV_FORMATS`, such as `"int8_per_token_head"`; for
             latent attention also `"fp8_ds_mla"` and `"nvfp4_ds_mla"`.
         sliding_window: default window of layers that name none.
-        calculate_kv_scales: compute FP8 scales on the device, once, from the first real tokens.
+        calculate_kv_scales: compute the scales of a quantised cache on the device, once, from the first real tokens;
+            layers with a cache that takes none refuse it.
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
             every layer with a window.
         kv_cache_layout: `"NHD"` or `"HND"`.

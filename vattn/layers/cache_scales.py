@@ -11,7 +11,7 @@ from vattn.config import CacheConfig
 from vattn.errors import ScaleError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, dtype_name
 from vattn.layers.own_buffers import OwnBuffers
-from vattn.layers.request import kv_scale, query_scale
+from vattn.layers.request import kv_scale, query_scale, refuse_calculation
 from vattn.layers.scales import QuantConfig, count_clipped, first_scale, make_scale
 
 
@@ -49,8 +49,10 @@ class CacheScales(OwnBuffers):
             "shared": shared,
             "kv_heads": self.num_kv_heads,
         }
-        # A skipped layer has no use for the scales that its model's one QuantConfig carries.
+        # A skipped layer has no use for the scales that its model's one QuantConfig carries, nor for calculated ones.
         skipped = self._cache_dtype != self.cache_config.cache_dtype
+        if self.cache_config.calculate_kv_scales and not quantised and not skipped:
+            refuse_calculation(self.prefix, self._cache_dtype)
         k_scale = kv_scale("k_scale", None if skipped else quant.k_scale, **where)
         v_scale = kv_scale("v_scale", None if skipped else quant.v_scale, **where)
         if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():

@@ -25,6 +25,7 @@ from vattn.layers.request import (
     layer_index,
     own_tensor,
     query_scale,
+    refuse_calculation,
     scale_kind,
 )
 from vattn.layers.scales import QuantConfig, make_scale
@@ -149,6 +150,8 @@ class EncoderOnlyAttention(PackedAttention):
                 "given scales, or 'unit'",
                 "QuantConfig(k_scale=..., v_scale=...), or a CacheConfig of its own for this layer",
             )
+        if cache.calculate_kv_scales and not skipped:
+            refuse_calculation(self.prefix, cache_dtype)
         where: dict[str, Any] = {
             "prefix": self.prefix,
             "cache_dtype": cache_dtype,

@@ -197,6 +197,19 @@ def kv_scale(
     return make_scale(name, source, (1, kv_heads))
 
 
+def refuse_calculation(prefix: str, cache_dtype: str) -> None:
+    """Raise for `calculate_kv_scales` in a layer whose keys and values are stored without scales that are given.
+
+    Raises:
+        ScaleError: always.
+    """
+    raise ScaleError(
+        f"calculate_kv_scales=True with cache_dtype={cache_dtype!r} in layer {prefix!r}",
+        "calculated scales with a quantised cache; packed formats of a scale per token keep their own",
+        "set cache_dtype='fp8' or drop calculate_kv_scales",
+    )
+
+
 def query_scale(
     source: ScaleSource, *, prefix: str, query_format: str, calculate: bool, kv_heads: int
 ) -> Tensor | None:
