@@ -183,12 +183,29 @@ def test_wrong_calls(packed: PackedModel) -> None:
     for prompts, sampling, text in (
         ("a text", None, "a list of prompts"), (3, None, "prompts=3"), ([[1]], {"top_k": 3}, "sampling of type dict"),
         ([[1]], [GREEDY] * 2, "2 samplings for 1 prompts"),
+        ([1, 2, 3], None, r"prompts\[0\]=1 of type int.*pass \[ids\]"), ([[1], None], None, r"prompts\[1\]=None"),
+        (torch.arange(3), None, r"prompts\[0\]=tensor\(0\) of type Tensor"),
+        ([[1], "hello"], None, r"prompts\[1\]='hello', a text for a generator without a tokenizer"),
     ):  # fmt: skip
-        with pytest.raises(errors.ConfigError, match=text):
-            generator.generate(prompts, sampling)  # type: ignore[arg-type]
+        for call in (generator.generate, generator.stream):
+            with pytest.raises(errors.ConfigError, match=text):
+                call(prompts, sampling)  # type: ignore[arg-type]
+            check_empty(generator)
     failed = generator.generate([[1]], [3])[0]  # type: ignore[list-item]
     assert "sampling of type int" in str(failed.error)
     check_empty(generator)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [([], "empty prompt"), ([1.5], r"a prompt of '\[1.5\]'"), ([1, 99999], "token id 99999 in a prompt")],
+)
+def test_a_failed_request_shows_why(packed: PackedModel, prompt: Any, text: str) -> None:
+    fine, failed = make_generator(packed).generate([[1], prompt], vattn.Sampling(1, stop_token_ids=()))
+    assert repr(fine) == "Request(1 + 1 tokens, finished: length)"
+    with pytest.raises(errors.RequestError, match=text):
+        failed.result()
+    assert repr(failed) == f"Request(0 + 0 tokens, failed: RequestError: {failed.error})"
 
 
 def test_requests_are_no_longer_than_the_model_was_trained_for() -> None:

@@ -308,8 +308,11 @@ class Generator:
 
         Prompts are queued when the iteration begins. Those that cannot be served come first, as failed requests.
         Stopping the iteration cancels what is left.
+
+        Raises:
+            ConfigError: see `generate`.
         """
-        pairs = pair(prompts, sampling)
+        pairs = pair(prompts, sampling, self.tokenizer)
 
         def run() -> Iterator[Progress]:
             yield from self._run_to_end([self._add_or_fail(prompt, one) for prompt, one in pairs])
@@ -332,8 +335,12 @@ class Generator:
 
         Returns:
             Requests with `output` and `text`; those that failed have an `error`, and do not stop the others.
+
+        Raises:
+            ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
+                as many samplings as neither one nor the prompts. Nothing has run then.
         """
-        requests = [self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling)]
+        requests = [self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling, self.tokenizer)]
         bar = _bar(len(requests)) if progress else None
         for came in self._run_to_end(requests):
             if bar is not None and came.request.done:

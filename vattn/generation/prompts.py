@@ -71,15 +71,17 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sam
     return sampling
 
 
-def pair(prompts: Any, sampling: Any) -> list[tuple[Prompt, Sampling | None]]:
+def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Sampling | None]]:
     """Return each prompt with its sampling.
 
     Raises:
-        ConfigError: no list of prompts, or as many samplings as neither one nor the prompts.
+        ConfigError: no list of prompts, texts without a tokenizer, or as many samplings as neither one nor the prompts.
     """
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts={prompts!r:.60}", "a list of prompts", "pass [prompt] for one")
     prompts = list(prompts)
+    for index, prompt in enumerate(prompts):
+        _check_kind(index, prompt, tokenizer)
     if sampling is None or isinstance(sampling, Sampling):
         return [(prompt, sampling) for prompt in prompts]
     if not isinstance(sampling, Sequence) or isinstance(sampling, str):
@@ -87,3 +89,24 @@ def pair(prompts: Any, sampling: Any) -> list[tuple[Prompt, Sampling | None]]:
     if len(sampling) != len(prompts):
         raise ConfigError(f"{len(sampling)} samplings for {len(prompts)} prompts", "one, or one each", "check the list")
     return list(zip(prompts, sampling, strict=True))
+
+
+def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
+    """Refuse what is no prompt of this generator, whatever it holds: a mistake of the program, not of one request."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError(
+                f"prompts[{index}]={prompt!r:.60}, a text for a generator without a tokenizer",
+                "lists of token ids",
+                "give the generator tokenizer=, or pass ids",
+            )
+        return
+    try:
+        # Tensors and arrays without dimensions have the method and refuse the call.
+        iter(prompt)
+    except TypeError as error:
+        raise ConfigError(
+            f"prompts[{index}]={prompt!r:.60} of type {type(prompt).__name__}",
+            "a list of prompts, each a text or a list of token ids",
+            "pass [ids] for one prompt",
+        ) from error

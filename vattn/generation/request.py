@@ -63,7 +63,8 @@ class Request:
         self._keys: list[str] = []
 
     def __repr__(self) -> str:
-        state = f"{self.state}: {self.reason}" if self.reason else self.state
+        reason = self.reason if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        state = f"{self.state}: {reason}" if reason else self.state
         return f"Request({len(self.prompt)} + {len(self.output)} tokens, {state})"
 
     @property
