@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from vattn.passes.entry import options as fusing_options
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 SCALES_FILE = "vattn_scales.json"
+UNUSED_SCALES = "the checkpoint has scales of an FP8 cache"
+"""How the warning of `enable` begins that names an option which this command calls otherwise."""
 
 
 class ByteTokenizer:
@@ -95,13 +98,16 @@ def make_generator(options: argparse.Namespace) -> Generator:
     if quantised:
         load_fp8_linears(model, options.model)
     quant, calibration = _scales(options)
-    packed = enable(
-        model,
-        cache_config=CacheConfig(cache_dtype=options.kv_cache_dtype),
-        quant_config=quant,
-        calibration=calibration,
-        attn_backend=options.backend,
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", UNUSED_SCALES)
+        packed = enable(
+            model,
+            cache_config=CacheConfig(cache_dtype=options.kv_cache_dtype),
+            quant_config=quant,
+            calibration=calibration,
+            attn_backend=options.backend,
+        )
+    _show_warnings(caught)
     packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
     how = options.compile or ("layers" if torch.device(options.device).type == "cuda" else "none")
@@ -114,6 +120,17 @@ def make_generator(options: argparse.Namespace) -> Generator:
         # Fuses what quantises the inputs of FP8 layers.
         compile_options={"options": fusing_options()} if quantised and how != "none" else None,
     )
+
+
+def _show_warnings(caught: list[warnings.WarningMessage]) -> None:
+    """Print the warning about scales in words of the command line, and others as they are."""
+    for warning in caught:
+        text = str(warning.message)
+        if text.startswith(UNUSED_SCALES):
+            text = text.replace("CacheConfig(cache_dtype='fp8')", "--kv-cache-dtype fp8")
+            print(f"warning: {text}", file=sys.stderr)
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
