@@ -196,9 +196,19 @@ def quantised(model: Any) -> None:
     vattn.quantise_linears(model, "fp8_per_token")
 
 
+def many(model: Any) -> None:
+    model["extra"] = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)))
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "format": (None, {"format": "fp8"}, errors.ConfigError, "fp8_per_token"),
     "pattern": (None, {"skip": ["o_proj"]}, errors.ConfigError, "o_proj"),
+    "pattern among many": (
+        many,
+        {"skip": "oproj"},
+        errors.ConfigError,
+        r"block\.\w+, extra\.[\w., ]+ and \d more\. Try",
+    ),
     "all": (None, {"skip": "*"}, errors.ConfigError, "without linear layers"),
     "no calibration": (None, {"format": "fp8_static"}, errors.ScaleError, "linears=True"),
     "calibration": (None, {"calibration": vattn.Calibration({}, 1)}, errors.ScaleError, "drop it"),
@@ -354,6 +364,17 @@ def test_quantised_after_enable_and_merged_first() -> None:
     plain = make_llama()
     with pytest.raises(errors.ConfigError, match="merged"):
         vattn.quantise_linears(enable(plain, merge_projections=True, num_blocks=17), "fp8_per_token")
+
+
+def test_quantised_under_own_linears() -> None:
+    model = make_llama()
+    from vattn.integrations.transformers import disable, enable
+
+    packed = enable(model, own_linears=True, num_blocks=17)
+    with pytest.raises(errors.ConfigError, match=r"own_linears=True.*Try: disable\(model\) first"):
+        vattn.quantise_linears(packed, "fp8_per_token")
+    disable(model)
+    assert "fp8_per_token" in vattn.quantise_linears(model, "fp8_per_token").values()
 
 
 def test_a_quantised_model_saves_and_loads(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def quantise_linears(
         By name of each linear layer, its format, or why it was left.
 
     Raises:
-        ConfigError: no linear layer, a pattern without a match, merged projections, layers with hooks or with a weight
-            that is another layer's too. ShapeError: sizes that are no multiple of 16 (input features of blocks: 128).
-            ScaleError: no or too many calibrations, weights that are not finite. DeviceError: a GPU without FP8. The
-            model is as it was then.
+        ConfigError: no linear layer, a pattern without a match, merged projections, `own_linears`, layers with hooks or
+            with a weight that is another layer's too. ShapeError: sizes that are no multiple of 16 (input features of
+            blocks: 128). ScaleError: no or too many calibrations, weights that are not finite. DeviceError: a GPU
+            without FP8. The model is as it was then.
 
     Example:
         >>> import torch, vattn
@@ -72,6 +72,12 @@ def quantise_linears(
             "a model with merged projections",
             "projections of their own",
             "quantise before enable() merges them",
+        )
+    if any(getattr(linear, "own_product", False) for linear in found.values()):
+        raise ConfigError(
+            "a model under enable(own_linears=True)",
+            "linear layers of the model's own",
+            "disable(model) first, and enable it again afterwards",
         )
     left = _left(root, found, _patterns(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
@@ -208,4 +214,4 @@ def _share(chosen: dict[str, nn.Linear], scales: dict[str, Tensor]) -> None:
 
 def _some(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -199,8 +199,11 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
         raise ConfigError(f"folder={folder!r:.80}", "a path", "name the checkpoint's folder")
     path = folder_of(root) if folder is None else Path(folder)
     if path is None:
+        name = getattr(root, "name_or_path", "")
         raise ConfigError(
-            f"a {type(root).__name__} from {getattr(root, 'name_or_path', '')!r}", "a local folder", "pass folder="
+            f"a {type(root).__name__} {f'from {name!r}' if name else 'that was loaded from nowhere'}, and no folder",
+            "a model from a local folder of safetensors, or the folder",
+            "pass folder=",
         )
     checkpoint, linears = Checkpoint(path), linears_of(root)
     weights = [name for name in checkpoint if name.endswith(".weight") and checkpoint.dtype(name).startswith("F8_")]
