@@ -42,6 +42,13 @@ def test_latent_attention_as_a_string(capsys) -> None:
         (["--output-format", "fp8_per_token", "--output-min-scale", "0.25"], 0, "output_min_scale=0.25"),
         (["--head-size", "12"], 1, "chosen : none"),
         (["vattn1 num_heads=2"], 2, "config string"),
+        (["--query-scale", "head"], 2, "--query-scale head without a --query-format"),
+        (["--query-scale", "head", "--query-format", "fp8_e4m3", "--kv-cache-dtype", "fp8"], 0, "query_scale=head"),
+        (["--kv-scale", "head"], 2, "--kv-scale head without"),
+        (["--kv-scale", "head", "--kv-cache-dtype", "int8_per_token_head"], 2, "--kv-scale head without"),
+        (["--kv-scale", "head", "--kv-cache-dtype", "fp8"], 0, "kv_scale=head"),
+        (["--context-only", "--output-format", "fp8_static"], 0, "layers refuse it"),
+        (["--context-only", "--batch-invariant"], 0, "layers refuse it"),
         (["--alibi", "sqrt", "--causality", "bidirectional"], 2, "alibi='sqrt'"),
         (["vattn9 num_heads=2"], 2, "vattn9"),
     ],
@@ -50,6 +57,11 @@ def test_answers(arguments, status, text, capsys) -> None:
     assert main(["explain", *arguments, "--device", "cpu"]) == status
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
+
+
+def test_what_exact_prefill_takes_has_no_note(capsys) -> None:
+    assert main(["explain", "--context-only", "--kv-cache-dtype", "nvfp4", "--device", "cpu"]) == 0
+    assert "layers refuse" not in capsys.readouterr().out
 
 
 def test_a_string_and_options_are_refused_together(capsys) -> None:

@@ -72,6 +72,7 @@ def test_standard_error() -> None:
         (["--max-bytes", "-5"], "at least 2"),
         (["--outliers", "0"], "1 to 24"),
         (["--margin", "0.5"], "from 1"),
+        (["--margin", "1.5", "--formats", "int8_per_token_head"], "--margin 1.5 with --formats int8_per_token_head"),
         (["--formats", "bf16"], "fp8_e4m3"),
     ],
 )

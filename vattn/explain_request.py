@@ -71,12 +71,28 @@ def main(options: argparse.Namespace) -> int:
     from vattn.backends import selector
 
     try:
-        explanation = selector.explain(_request(options), _device(options.device))
+        request = _request(options)
+        explanation = selector.explain(request, _device(options.device))
     except (VattnError, RuntimeError) as error:
         print(f"vattn: {error}", file=sys.stderr)
         return 2
     print(explanation)
+    if refusal := _layer_refusal(request):
+        print(f"layers refuse it, whichever backend accepts: {refusal}")
     return 0 if explanation.chosen else 1
+
+
+def _layer_refusal(request: AttentionConfig | MLAConfig) -> str:
+    """Return why no layer asks for a request that ops can run; `""`: nothing is known against it."""
+    from vattn.layers.exact_prefill import context_request
+
+    if isinstance(request, MLAConfig) or not request.context_only:
+        return ""
+    try:
+        context_request(request, "")
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _request(options: argparse.Namespace) -> AttentionConfig | MLAConfig:
@@ -95,12 +111,19 @@ def _request(options: argparse.Namespace) -> AttentionConfig | MLAConfig:
     if options.scale is None:
         values["scale"] = max(1, options.head_size) ** -0.5
     if options.query_format == "none":
+        _refuse_head(options.query_scale, "--query-scale", "a --query-format")
         values["query_scale"] = "none"
     dtype = formats.MODEL_DTYPES[options.dtype]
     values["kv_cache_dtype"] = formats.resolve_kv_cache_dtype(options.kv_cache_dtype, dtype)
     if not formats.KV_FORMATS[values["kv_cache_dtype"]].quantised:
+        _refuse_head(options.kv_scale, "--kv-scale", "a --kv-cache-dtype with given scales, such as fp8")
         values["kv_scale"] = "none"
     return AttentionConfig(**values)
+
+
+def _refuse_head(granularity: str, option: str, where: str) -> None:
+    if granularity != "tensor":
+        raise ConfigError(f"{option} {granularity} without {where}", f"{option} with {where}", f"leave {option} out")
 
 
 _NO_FIELDS = ("command", "device", "request", "defaults")

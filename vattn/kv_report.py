@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, help="text to measure on; default heldout.txt beside the model")
     parser.add_argument("--calibration-text", type=Path, help="text for scales; default the first quarter of the text")
     parser.add_argument(
-        "--margin", type=float, default=1.25,
-        help="calibrated scales are made for values so many times as large as any seen (default 1.25): codes with an "
-        "exponent lose nothing by that, values beyond the largest code are cut",
+        "--margin", type=float,
+        help="calibrated scales, of FP8 and NVFP4 caches, are made for values so many times as large as any seen "
+        "(default 1.25): codes with an exponent lose nothing by that, values beyond the largest code are cut",
     )  # fmt: skip
     parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
@@ -113,10 +113,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     if options.outliers is not None and not 1 <= options.outliers <= 24:
         raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
-    if not 1 <= options.margin < 1e6:
-        raise ConfigError(f"--margin {options.margin}", "a number from 1 to a million", "take 1 for no margin")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
+    margin = _margin(options.margin, formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
     plain = dtype_name(model.dtype)
     text = _read(options.text or options.model / "heldout.txt", options.max_bytes)
@@ -129,7 +128,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         if weights != "as they are":
             _plant(model, options.outliers)
         subject = _Subject(model, windows, len(text.encode()), memory, weights)
-        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))], options.margin)
+        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))], margin)
         for name, scales in kinds:
             bar.show(f"{weights}, {name}, scales {scales}")
             yield subject.row(name, scales)
@@ -244,6 +243,20 @@ def _formats(names: list[str] | None) -> list[str]:
         if found.get(name) not in known:
             raise ConfigError(f"--formats {name}", ", ".join(known), "choose among them")
     return list(dict.fromkeys(found.values()))
+
+
+def _margin(given: float | None, formats: list[str]) -> float:
+    """Return the margin of calibrated scales; refuse one that no format has a use for."""
+    if given is None:
+        return 1.25
+    if not 1 <= given < 1e6:
+        raise ConfigError(f"--margin {given}", "a number from 1 to a million", "take 1 for no margin")
+    if not any(KV_FORMATS[name].quantised for name in formats):
+        calibrated = [name for name, fmt in KV_FORMATS.items() if fmt.quantised]
+        raise ConfigError(
+            f"--margin {given} with --formats {' '.join(formats)}", ", ".join(calibrated), "leave --margin out"
+        )
+    return given
 
 
 def _read(path: Path, most: int) -> str:
