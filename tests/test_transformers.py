@@ -149,6 +149,23 @@ def test_calls_outside_of_a_step_say_what_to_call() -> None:
     assert not any("vattn" in name for name in model.state_dict())
 
 
+@pytest.mark.parametrize(
+    "switch",
+    [{"own_linears": "yes"}, {"merge_projections": 3}, {"scales_per_head": 1}, {"batch_invariant": None}],
+    ids=str,
+)
+def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
+    model = make_model("llama")
+    with pytest.raises(vattn.errors.ConfigError, match=next(iter(switch))):
+        enable(model, **switch)
+    enable(model)  # nothing of the refused call is left
+
+
+def test_disable_takes_models_alone() -> None:
+    with pytest.raises(vattn.errors.ConfigError, match="disable with int"):
+        disable(3)  # type: ignore[arg-type]
+
+
 def test_padded_batches_are_refused() -> None:
     model = make_model("llama")
     runner = Runner(enable(model, num_blocks=17))

@@ -169,7 +169,8 @@ def enable(
         raise an error that says what to call.
 
     Raises:
-        ConfigError: no transformers model, one in training mode, or one that is enabled already.
+        ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
+            neither `True` nor `False`.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
             not know, layers without attention; the text says which.
         ScaleError, ...: as `vattn.Attention`.
@@ -187,6 +188,12 @@ def enable(
         torch.Size([2, 64])
     """
     _check_model(model)
+    _check_switches(
+        scales_per_head=scales_per_head,
+        batch_invariant=batch_invariant,
+        merge_projections=merge_projections,
+        own_linears=own_linears,
+    )
     if cache_config is not None and not isinstance(cache_config, CacheConfig):
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
     if cache_config is not None and cache_config.sliding_window is not None:
@@ -227,12 +234,26 @@ def enable(
     return packed
 
 
+def _check_switches(**switches: object) -> None:
+    """Refuse what is neither `True` nor `False`: any other value would count as one of them."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}", "True or False", f"{name}=True switches it on")
+
+
 def disable(model: nn.Module) -> None:
     """Take a model off vattn: its attention, masks and cache are transformers' again, its paged cache is dropped.
 
     Args:
         model: what `enable` was called with, or what it returned. A model that is not enabled stays as it is.
+
+    Raises:
+        ConfigError: no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"disable with {type(model).__name__}", "a model, or what enable returned for it", "pass the model"
+        )
     inner: Any = model.model if isinstance(model, PackedModel) else model
     before = inner.__dict__.pop("_vattn_before", None)
     if before is None:
