@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import vattn
+from vattn.context_parallel import ContextParallel
 from vattn.errors import ArgumentsError, ConfigError, UnknownOptionError, VattnError
 from vattn.keywords import known_keywords, meant
 
@@ -21,6 +22,20 @@ MISSPELT = {
     "QuantConfig": (lambda: vattn.QuantConfig(kscale=1.0), "QuantConfig", "kscale", "k_scale"),
     "options": (lambda: vattn.options(strikt=True), "options", "strikt", "strict"),
     "enable": (lambda: vattn.enable(output_format=["fp8_static"]), "enable", "output_format", "output_formats"),
+    "compile": (lambda: vattn.compile(abs, fulgraph=True), "vattn.compile", "fulgraph", "fullgraph"),
+    "compile_regions": (
+        lambda: vattn.compile_regions([nn.Identity()], dynamics=True),
+        "vattn.compile_regions",
+        "dynamics",
+        "dynamic",
+    ),
+    "context parallelism": (
+        lambda: ContextParallel.of(interlave=4),
+        "ContextParallel.of",
+        "interlave",
+        "interleave",
+    ),
+    "its class": (lambda: ContextParallel(0, 2, interlave=4), "ContextParallel", "interlave", "interleave"),
     "a builder": (lambda: builder(layer=None), "AttentionMetadataBuilder", "layer", "layers"),
     "build": (lambda: builder().build([1], seq_len=[1]), "AttentionMetadataBuilder.build", "seq_len", "seq_lens"),
     "a layer": (lambda: vattn.Attention(2, 16, 0.25, windows=5), "Attention", "windows", "per_layer_sliding_window"),
@@ -94,3 +109,31 @@ def test_a_layer_without_a_prefix_is_called_so() -> None:
     step = builder().build([1], [1], [[0]])
     with pytest.raises(VattnError, match=r"layer \(no prefix given\) has no KV cache"):
         layer(*(step.seq_lens.new_zeros(2, 32).float() for _ in range(3)), metadata=step)
+
+
+REFUSED_AT_ONCE = {
+    "no callable": (lambda: vattn.compile(3), ConfigError, "compile with int"),
+    "mode and options": (
+        lambda: vattn.compile(abs, mode="max-autotune", options=vattn.options()),
+        ConfigError,
+        r"options=vattn.options\(mode='max-autotune'\)",
+    ),
+    "an option of ours for Inductor": (
+        lambda: vattn.compile(abs, options={"vattn.strikt": True}),
+        UnknownOptionError,
+        "backend=vattn.backend",
+    ),
+    "regions": (
+        lambda: vattn.compile_regions([nn.Identity()], mode="default", options={}),
+        ConfigError,
+        "one of the two",
+    ),
+    "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
+    "no format at all": (lambda: vattn.register_kv_format(), ArgumentsError, "without fmt"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED_AT_ONCE.values(), ids=REFUSED_AT_ONCE.keys())
+def test_what_is_no_model_option_or_format_is_refused_at_once(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call()

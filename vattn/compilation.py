@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vattn import context, errors
-from vattn.errors import ConfigError, VattnError
+from vattn.errors import ConfigError, UnknownOptionError, VattnError
+from vattn.keywords import refuse_unknown
 from vattn.metadata import AttentionMetadata
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -64,6 +66,8 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
         What `torch.compile` returns. The first dimension of its tensor arguments may vary from call to call.
 
     Raises:
+        ConfigError: nothing that can be called, or `mode` and `options` together.
+        UnknownOptionError: an option that `torch.compile` does not have, or one of `vattn.backend` for another backend.
         VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
             which has this one's text in it and is its cause here.
 
@@ -73,6 +77,9 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
         >>> [double(torch.ones(n)).sum().item() for n in (2, 7, 64)]
         [4.0, 14.0, 128.0]
     """
+    if not callable(target):
+        raise ConfigError(f"compile with {type(target).__name__}", "a module or a function", "pass the model")
+    _check_options("vattn.compile", options)
     compiled: Any = torch.compile(target, fullgraph=fullgraph, **options)
     if isinstance(compiled, nn.Module):
         # A hook of the wrapper, outside of what is compiled.
@@ -80,6 +87,24 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
         compiled.forward = _with_own_errors(compiled.forward)
         return compiled  # type: ignore[return-value]
     return _marking(compiled)
+
+
+def _check_options(of: str, options: dict[str, Any]) -> None:
+    """Refuse options that `torch.compile` would, with what vattn has for them."""
+    names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    refuse_unknown(of, set(options) - set(names), names)
+    mode, inner = options.get("mode"), options.get("options")
+    if mode is not None and inner is not None:
+        raise ConfigError(
+            f"{of} with mode={mode!r} and options", "one of the two", f"options=vattn.options(mode={mode!r})"
+        )
+    ours = [name for name in inner or () if str(name).startswith("vattn.")]
+    if ours and options.get("backend", "inductor") == "inductor":
+        raise UnknownOptionError(
+            f"{of} with option {ours[0]!r} for Inductor",
+            "vattn.strict, vattn.output_formats and vattn.rope, with backend=vattn.backend",
+            "options=vattn.options(strict=...), or backend=vattn.backend",
+        )
 
 
 def _marking(compiled: Any) -> Any:
@@ -163,8 +188,10 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
         How many layers were compiled.
 
     Raises:
-        ConfigError: no layer with attention was found.
+        ConfigError: no layer with attention was found, or `mode` and `options` together.
+        UnknownOptionError: as `compile`.
     """
+    _check_options("vattn.compile_regions", options)
     layers = list(_repeated(model) if isinstance(model, nn.Module) else model)
     if not layers:
         raise ConfigError(

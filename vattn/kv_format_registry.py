@@ -9,6 +9,7 @@ from typing import Any
 from vattn.backends import selector
 from vattn.errors import ConfigError
 from vattn.formats import KV_FORMATS, KVFormat, kv_cache_dtypes
+from vattn.keywords import known_keywords
 from vattn.kv_formats import CODECS, Codec
 
 TORCH_BACKENDS = ("TORCH_SDPA",)
@@ -16,6 +17,7 @@ TRITON_BACKENDS = ("TRITON_ATTN",)
 """Backends that read packed formats through `vattn.kv_formats`, and through Triton functions."""
 
 
+@known_keywords
 def register_kv_format(
     fmt: KVFormat, codecs: Mapping[str, Codec] | None = None, triton: Mapping[str, tuple[Any, Any]] | None = None
 ) -> None:
@@ -30,7 +32,7 @@ def register_kv_format(
         triton: for each codec, a load and a store as in `vattn.ops.triton.packed`; `None`: not in Triton kernels.
 
     Raises:
-        ConfigError: the name is taken, the format is not packed, or a codec is missing or taken.
+        ConfigError: no KVFormat, the name is taken, the format is not packed, or a codec is missing or taken.
 
     Example:
         `examples/12_a_kv_format_of_your_own.py` adds one in 76 lines.
@@ -42,6 +44,10 @@ def register_kv_format(
         ...     print(error)
         KV format 'nvfp4' is there already. Allowed: a new name. Try: rename the format.
     """
+    if not isinstance(fmt, KVFormat):
+        raise ConfigError(
+            f"a KV format of type {type(fmt).__name__}", "vattn.formats.KVFormat", "pass KVFormat(name, ...)"
+        )
     codecs, parts = dict(codecs or {}), (fmt.key, fmt.value)
     if fmt.name in kv_cache_dtypes():
         raise ConfigError(f"KV format {fmt.name!r} is there already", "a new name", "rename the format")

@@ -17,6 +17,7 @@ from torch import Tensor
 from vattn.context_parallel.meeting import meet, refuse
 from vattn.context_parallel.stripe import MAX_PERIOD, Stripe
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
+from vattn.keywords import known_fields, known_keywords
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +36,7 @@ _missed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 """Groups in which a rank was missed, and what was being compared: messages may still be under way in them."""
 
 
+@known_fields
 @dataclass(frozen=True)
 class ContextParallel:
     """Share the KV caches of a model among the ranks of a process group.
@@ -81,6 +83,7 @@ class ContextParallel:
             raise UnknownOptionError(f"combine={self.combine!r}", ", ".join(COMBINES), "choose one of these names")
 
     @staticmethod
+    @known_keywords
     def of(
         group: ProcessGroup | None = None,
         *,
