@@ -199,14 +199,17 @@ def test_the_fused_store_equals_its_steps(kv_cache_dtype: str, style: str, full:
     assert relative_l2(values[0][0, 5, :128], normed) < (0.2 if "nvfp4" in kv_cache_dtype else 0.05)
 
 
-def test_a_layer_stores_what_it_turns_itself() -> None:
+@pytest.mark.parametrize("encoded", [True, False])
+def test_a_layer_stores_what_it_turns_itself(encoded: bool) -> None:
     torch.manual_seed(0)
     layer = vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False))
     vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
     step = vattn.AttentionMetadataBuilder(2, 8, 64, 16, layers=layer).build([5], [5], [[1]])
     angles = torch.arange(16.0)[:, None] * torch.rand(4)
     rope = RopeConfig(8, "interleaved", norm="rms", norm_eps=1e-6)
-    rotary = LatentRotary(angles.cos(), angles.sin(), torch.arange(5), torch.randn(20), rope.encode())
+    rotary = LatentRotary(
+        angles.cos(), angles.sin(), torch.arange(5), torch.randn(20), rope.encode() if encoded else rope
+    )
     q, raw, k_pe = torch.randn(5, 2, 20), torch.randn(5, 20), torch.randn(5, 1, 8)
     run = vattn.compile(layer, fullgraph=True)
     with torch.no_grad():
@@ -216,6 +219,22 @@ def test_a_layer_stores_what_it_turns_itself() -> None:
         turned = torch.view_as_complex(k_pe[:, 0].unflatten(-1, (-1, 2))) * torch.polar(torch.ones(5, 4), angles[:5])
         expected = layer(q, normed, torch.view_as_real(turned).flatten(-2), metadata=step)
     assert relative_l2(got, expected) < 2e-6 and relative_l2(stored, layer.kv_cache) < 2e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_no_rotation_is_refused(compiled: bool) -> None:
+    layer = vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False))
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    step = vattn.AttentionMetadataBuilder(2, 8, 64, 16, layers=layer).build([5], [5], [[1]])
+    given, table = (torch.randn(5, 2, 20), torch.randn(5, 20), torch.randn(5, 1, 8)), torch.rand(5, 4)
+    good = LatentRotary(table, table, None, None, RopeConfig(8))
+    wrong: list[Any] = [3, "neox", tuple(good), good._replace(rope=RopeConfig), good._replace(rope=None)]
+    wrong += [good._replace(sin=None), good._replace(rope="neox")]
+    run, before = vattn.compile(layer) if compiled else layer, layer.kv_cache.clone()
+    for rotary in wrong[:2] if compiled else wrong:
+        with torch.no_grad(), pytest.raises(ConfigError, match="rotary of type" if compiled else "ro(tary|pe)|sin"):
+            run(*given, metadata=step, rotary=rotary)
+    assert torch.equal(layer.kv_cache, before)
 
 
 def bad_updates() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
@@ -238,6 +257,7 @@ def test_wrong_fused_stores_change_nothing(name: str) -> None:
     error, changes = bad_updates()[name]
     args, _ = rope_args(update_config("float32", "TORCH_MLA"), "neox", False, **changes)
     before = args.kv_cache.clone()
-    with pytest.raises(error):
+    with pytest.raises(error) as raised:
         torch.ops.vattn.mla_rope_kv_cache_update(*args)
+    assert len(raised.value.fix.split()) > 1
     assert torch.equal(args.kv_cache, before)

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vattn.errors import ConfigError
+from vattn.rope_config import RopeConfig
+
 
 class LatentRotary(NamedTuple):
     """Norm and rotation of the rows that `MLAAttention.forward(..., rotary=...)` writes to the cache.
@@ -29,5 +32,29 @@ class LatentRotary(NamedTuple):
     """int32 or int64 `[T]`, `None`: the tables have a row for every token."""
     norm_weight: Tensor | None
     """`[L]`, of the latent's RMSNorm, if `rope` names one."""
-    rope: str
-    """`vattn.rope_config.RopeConfig.encode()`: columns, style, norm and epsilon."""
+    rope: str | RopeConfig
+    """Columns, style, norm and epsilon: a `vattn.rope_config.RopeConfig`, or what its `encode` wrote."""
+
+
+def rope_string(rotary: object, prefix: str) -> str:
+    """Return the canonical string of a layer's rotation; refuse anything that is no `LatentRotary` with one."""
+    if not isinstance(rotary, LatentRotary):
+        raise ConfigError(
+            f"rotary of type {type(rotary).__name__} in layer {prefix!r}",
+            "a LatentRotary, or None for latents and keys that are finished",
+            "pass LatentRotary(cos, sin, positions, norm_weight, RopeConfig(...))",
+        )
+    if not isinstance(rotary.rope, (str, RopeConfig)):
+        raise ConfigError(
+            f"LatentRotary with a rope of type {type(rotary.rope).__name__} in layer {prefix!r}",
+            "a RopeConfig, or what its encode() wrote",
+            "pass RopeConfig(rotary_dim=qk_rope_head_dim, ...) as its last field",
+        )
+    for name, given in (("cos", rotary.cos), ("sin", rotary.sin)):
+        if not isinstance(given, Tensor):
+            raise ConfigError(
+                f"LatentRotary with {name} of type {type(given).__name__} in layer {prefix!r}",
+                "a tensor with a row per token or position",
+                f"pass the table as {name}",
+            )
+    return rotary.rope.encode() if isinstance(rotary.rope, RopeConfig) else rotary.rope

@@ -24,10 +24,10 @@ from vattn.errors import (
     UnsupportedRequestError,
     VattnError,
 )
-from vattn.formats import dtype_name
+from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.layers.kv_b_weights import projection_weight
 from vattn.layers.latent_request import check_latent_arguments, listed_positions, plain_step
-from vattn.layers.latent_rotary import LatentRotary
+from vattn.layers.latent_rotary import LatentRotary, rope_string
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.parallel_request import (
@@ -374,6 +374,7 @@ class MLAAttention(OwnBuffers):
             ShapeError, DtypeError: tensors that contradict the layer.
         """
         metadata = plain_step(metadata, self.prefix)
+        rope = "" if rotary is None else rope_string(rotary, self.prefix)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
         q = split_heads("q", q, heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
@@ -402,7 +403,7 @@ class MLAAttention(OwnBuffers):
         else:
             torch.ops.vattn.mla_rope_kv_cache_update(
                 kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
-                self.k_scale, rotary.rope, config,
+                self.k_scale, rope, config,
             )  # fmt: skip
         if parallel is not None:
             args = MLAAttentionArgs(*arguments)
@@ -447,10 +448,11 @@ class MLAAttention(OwnBuffers):
             )
         came = dtype_name(q.dtype)
         if came != self.config.dtype:
+            again = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
             raise DtypeError(
                 f"q is {came} in layer {self.prefix!r}",
                 f"{self.config.dtype}, the dtype its cache was bound for",
-                f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}",
+                again if came in MODEL_DTYPES else f"pass queries of torch.{self.config.dtype}",
             )
 
     def _check_step(

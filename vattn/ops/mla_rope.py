@@ -68,7 +68,11 @@ def check_mla_rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLA
     widths = (columns // 2, columns)
     for name, table in (("cos", args.cos), ("sin", args.sin)):
         if table.ndim != 2 or table.shape[1] not in widths or table.shape != args.cos.shape:
-            raise ShapeError(f"{name} has shape {tuple(table.shape)}", f"[n, {widths[0]}] or [n, {columns}]", "pass so")
+            raise ShapeError(
+                f"{name} has shape {tuple(table.shape)}",
+                f"[n, {widths[0]}] or [n, {columns}], the same for both tables",
+                f"make cos and sin of {widths[0]} angles, one per pair of the {columns} rotated columns",
+            )
         if table.dtype != args.cos.dtype or not table.is_floating_point() or table.itemsize < 2:
             raise DtypeError(f"{name} is {dtype_name(table.dtype)}", "one float dtype for both tables", "convert it")
     if args.positions is None and rows != tokens:
@@ -76,7 +80,9 @@ def check_mla_rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLA
     if args.positions is not None:
         if args.positions.shape != (tokens,) or rows < 1:
             raise ShapeError(
-                f"positions have shape {tuple(args.positions.shape)}", f"({tokens},), one per token", "fix"
+                f"positions have shape {tuple(args.positions.shape)} with tables of {rows} rows",
+                f"({tokens},), one per token, padding included, and a table of at least one row",
+                "pass the step's metadata.positions",
             )
         if args.positions.dtype not in (torch.int32, torch.int64):
             raise DtypeError(f"positions are {dtype_name(args.positions.dtype)}", "int32 or int64", "convert them")
