@@ -12,6 +12,7 @@ import vattn
 from tests.support import relative_l2
 from vattn.backends.mla import mla_backends
 from vattn.errors import (
+    ArgumentsError,
     CacheNotBoundError,
     ConfigError,
     DtypeError,
@@ -294,6 +295,23 @@ def test_wrong_layers_are_refused(name: str) -> None:
     error, options = bad_layers()[name]
     with pytest.raises(error):
         make_layer(**options)
+
+
+def test_messages_say_what_to_do() -> None:
+    with pytest.raises(UnknownOptionError, match=r"attn_backend 'nope' of latent attention.*Allowed: auto, .*MLA"):
+        make_layer(blocks=0, attn_backend="nope")
+    with pytest.raises(ScaleError, match=r"Try: give one value\.$"):
+        make_layer(blocks=0, cache_dtype="fp8", quant_config=vattn.QuantConfig(k_scale=[0.02] * 4))
+    layer = make_layer()
+    step, given = make_builder(layer).build([5], [5], TABLES[:1]), inputs(5)
+    with pytest.raises(DtypeError, match=r"q is int32.*Try: pass queries of torch\.float32\.$"):
+        layer(given[0].int(), *given[1:], metadata=step)
+    with pytest.raises(ArgumentsError, match=r"MLAConfig without qk_nope_head_dim, .*kv_cache_dtype"):
+        vattn.MLAConfig(num_heads=4)
+    with pytest.raises(UnknownOptionError, match="head_dim"):
+        vattn.MLAConfig(4, P, R, V, L, SCALE, "float32", "float32", nope_head_dim=3)
+    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16.*Allowed: .*bfloat16.*Try: pass one of these names"):
+        vattn.MLAConfig(4, P, R, V, L, SCALE, torch.bfloat16, "float32")
 
 
 def test_formats_of_latents_are_refused_elsewhere() -> None:

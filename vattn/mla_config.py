@@ -14,6 +14,7 @@ from vattn import canonical
 from vattn.canonical import check as _check
 from vattn.context_parallel.stripe import Stripe, check_stripe, stripe_of
 from vattn.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.keywords import known_fields
 from vattn.mla_formats import MLA_FORMATS
 
 MLA_VERSION = 1
@@ -25,6 +26,7 @@ WEIGHT_FORMATS = ("none", "fp8_tensor", "fp8_block128")
 DECODE_THRESHOLD = 8
 
 
+@known_fields
 @dataclass(frozen=True)
 class MLAConfig:
     """Describe one latent attention completely and statically.
@@ -83,6 +85,9 @@ class MLAConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        for name, names in (("dtype", MODEL_DTYPES), ("kv_cache_dtype", MLA_FORMATS)):
+            value = getattr(self, name)
+            _check(isinstance(value, str), f"{name}={value!r}", ", ".join(names), "pass one of these names as a string")
         canonical.make_canonical(self)
         sizes = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "block_size")
         for name in (*sizes, "decode_threshold"):

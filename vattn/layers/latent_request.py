@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from vattn import context
-from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
+from vattn.backends.mla import mla_backends
+from vattn.errors import (
+    ConfigError,
+    MetadataError,
+    ScaleError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+)
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.metadata import AttentionMetadata
 
@@ -21,6 +29,12 @@ def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
     if not isinstance(kv_b_proj, nn.Module):
         raise ConfigError(
             f"kv_b_proj of type {type(kv_b_proj).__name__} in {name}", "a linear module", "pass the projection"
+        )
+    if layer.attn_backend != "auto" and layer.attn_backend not in mla_backends():
+        raise UnknownOptionError(
+            f"attn_backend {layer.attn_backend!r} of latent attention in {name}",
+            ", ".join(("auto", *mla_backends())),
+            "choose one of these names",
         )
     rank = layer.q_lora_rank
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):

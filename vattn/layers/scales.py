@@ -85,7 +85,8 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
     device = source.device if isinstance(source, Tensor) else "cpu"
     scale = torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone().reshape(-1)
     if scale.numel() not in sizes:
-        raise ScaleError(f"{name} has {scale.numel()} values", allowed, "give one value, or one per KV head")
+        fix = "give one value" if set(sizes) == {1} else "give one value, or one per KV head"
+        raise ScaleError(f"{name} has {scale.numel()} values", allowed, fix)
     if scale.device.type != "meta" and not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ScaleError(f"{name}={scale.tolist()}", allowed, "check the checkpoint's scales")
     return scale
