@@ -16,73 +16,71 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
     TILE,
+    advance,
     block_ids,
     clear_padding,
     clear_rows,
     first_item,
-    init_barriers,
+    keys_seen,
     load_blocks,
+    load_queries,
     open_item,
+    store_lse,
+    store_stats,
+    weigh,
 )
-from vattn.ops.triton.mask import LN2
+from vattn.ops.gluon.prefill_messages import new_barriers
 
 
 @gluon.jit
 def produce(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens,
-    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready, query_free, ready, free,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
+    query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles."""
+    _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     query_phase = 1
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
         row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            mbarrier.wait(query_free.index(0), query_phase)
+            load_queries(
+                query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
+                ROWS, False,
+            )  # fmt: skip
             query_phase ^= 1
-            mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
-            load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
-            load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
-            p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
                 # The next tile's block ids, read before the loads of this one.
-                n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 mbarrier.wait(free.index(stage), phase)
                 mbarrier.expect(ready.index(stage), TILE * (LATENT + ROPE) * 2)
                 load_blocks(
-                    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(stage),
-                    latents.index(stage), ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
+                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), latents.index(stage),
+                    ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
                 )  # fmt: skip
-                p0 = n0
-                p1 = n1
-                p2 = n2
-                p3 = n3
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                blocks = following
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def consume(
-    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks,
-    table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room, query_ready, query_free,
-    ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room, query_ready,
+    query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this program's items."""
+    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     TOKENS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -99,13 +97,11 @@ def consume(
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + column
-            # Keys that the row of each column sees.
-            limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
+            limit = keys_seen(row, rows, seq_len, keys, HEADS)
             acc = gl.zeros([LATENT, ROWS], gl.float32, MMA)
             total = zero_scores
             maximum = gl.max(zero_scores, 0) - 1e30
@@ -123,31 +119,24 @@ def consume(
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 visible = (token[:, None] < limit[None, :]) & known[:, None]
                 scores = gl.where(visible, scores * scale, float("-inf"))
-                new_maximum = gl.maximum(maximum, gl.max(scores, 0))
-                decay = gl.exp2(maximum - new_maximum)
-                maximum = new_maximum
-                weights = gl.exp2(scores - new_maximum[None, :])
+                weights, maximum, decay = weigh(scores, maximum)
                 weights_room.store(weights.to(weights_room.dtype))
-                total = total * decay[None, :] + weights
-                acc = acc * decay[None, :]
+                total = total * decay + weights
+                acc = acc * decay
                 if (tile + 1) * TILE > keys:
                     clear_rows(latents.index(stage), keys - tile * TILE, 0, 8, LAYOUT)
                 fence_async_shared()
                 acc = warpgroup_mma(latents.index(stage).permute((1, 0)), weights_room, acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 mbarrier.arrive(free.index(stage), count=1)
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, STAGES)
             mbarrier.arrive(query_free.index(0), count=1)
             row_total = gl.sum(total, 0)
             inside = row < rows
             if slot >= 0:
                 place = slot.to(gl.int64) * PARTIAL_ROWS + row
                 gl.store(partial + place[None, :] * LATENT + latent_column, acc, mask=inside[None, :])
-                gl.store(stats + place * 2, maximum, mask=inside)
-                gl.store(stats + place * 2 + 1, row_total, mask=inside)
+                store_stats(stats, place, maximum, row_total, inside)
             else:
                 seen = row_total != 0.0
                 safe = gl.where(seen, row_total, 1.0)
@@ -156,8 +145,7 @@ def consume(
                 result = (acc * norm[None, :]).to(output.dtype.element_ty)
                 gl.store(output + place[None, :] * LATENT + latent_column, result, mask=inside[None, :])
                 if lse is not None:
-                    log = gl.where(seen, (maximum + gl.log2(safe)) * LN2, float("-inf"))
-                    gl.store(lse + place, log, mask=inside)
+                    store_lse(lse, place, maximum, safe, seen, inside)
 
 
 @gluon.jit(
@@ -185,28 +173,23 @@ def mla_decode_kernel(
     latents = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, LATENT], LAYOUT)
     ropes = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, ROPE], LAYOUT)
     weights_room = gl.allocate_shared_memory(DTYPE, [TILE, ROWS], WEIGHTS)
-    query_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    query_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    init_barriers(query_ready, 1)
-    init_barriers(query_free, 1)
-    init_barriers(ready, STAGES)
-    init_barriers(free, STAGES)
+    query_ready = new_barriers(1, 1)
+    query_free = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, 1)
     fence_async_shared()
     block_barrier()
+    work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     gl.warp_specialize(
         [
             (consume, (
-                query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
-                num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
+                work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
                 query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS,
                 STAGES, LAYOUT,
             )),
             (produce, (
-                query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
-                num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
-                query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES, LAYOUT,
+                query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
+                query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES, LAYOUT,
             )),
         ],
         [1],

@@ -28,15 +28,19 @@ from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
     TILE,
+    advance,
     block_ids,
     block_row,
     clear_padding,
     first_item,
-    init_barriers,
+    keys_seen,
     open_item,
     shaped,
+    store_lse,
+    store_stats,
+    weigh,
 )
-from vattn.ops.triton.mask import LN2
+from vattn.ops.gluon.prefill_messages import new_barriers
 
 PAIRS = gl.constexpr(256)
 """Pairs of codes of a latent."""
@@ -49,10 +53,10 @@ HEADROOM = gl.constexpr(12)
 
 @gluon.jit
 def load_codes(
-    boxes, rope_boxes, tile, num_blocks, p0, p1, p2, p3, ready, codes, ropes, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    boxes, rope_boxes, tile, num_blocks, blocks, ready, codes, ropes, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Start loading a tile. Blocks that are none come as zeros."""
+    p0, p1, p2, p3 = blocks
     if BLOCK_SIZE >= TILE:
         row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % (BLOCK_SIZE // TILE) * TILE
         load_box(boxes, [row, 0], ready, codes)
@@ -106,38 +110,29 @@ def clear_codes(codes, begin, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def produce(
-    boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride,
-    table_width, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
+    boxes, rope_boxes, work, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of each group of rows."""
+    _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        _, rows, _, _, first, last, _, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+        _, rows, _, _, first, last, _, item, table, last_block = open_item(work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY)
         for _group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
                 # The next tile's block ids, read before the loads of this one.
-                n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 mbarrier.wait(free.index(stage), phase)
                 mbarrier.expect(ready.index(stage), TILE_BYTES)
                 load_codes(
-                    boxes, rope_boxes, tile, num_blocks, p0, p1, p2, p3, ready.index(stage), codes.index(stage),
+                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), codes.index(stage),
                     ropes.index(stage), BLOCK_SIZE, LAYOUT,
                 )  # fmt: skip
-                p0 = n0
-                p1 = n1
-                p2 = n2
-                p3 = n3
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                blocks = following
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -221,13 +216,16 @@ def multiply_widened(
 
 @gluon.jit
 def consume(
-    query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale, num_tokens,
-    num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high, factors, codes, ropes,
-    weights_room, other_results, other_stats, query_ready, merge_ready, ready, free, PART: gl.constexpr,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr, LAYOUT: gl.constexpr,
+    arguments, PART: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    NATIVE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend every second tile of this program's items; part 0 places the queries and writes what both have found."""
+    (
+        query, work, output, lse, partial, stats, q_scale, k_scale, num_reqs, scale, low, high, rope_low, rope_high,
+        factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
+    ) = arguments  # fmt: skip
+    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     TOKENS: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -251,9 +249,8 @@ def consume(
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             if PART == 0:
                 # The other part has ended its tiles of the group before: this one has read its results.
@@ -267,8 +264,7 @@ def consume(
             else:
                 mbarrier.wait(query_ready.index(0), turn)
             row = group * ROWS + column
-            # Keys that the row of each column sees.
-            limit = gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
+            limit = keys_seen(row, rows, seq_len, keys, HEADS)
             factor = gl.zeros([ROWS], gl.float32, COLUMNS) + scale * row_scale
             if not NATIVE:
                 factor = factor * factors.index(0).load(COLUMNS)
@@ -295,10 +291,7 @@ def consume(
                     )
                 visible = (token[:, None] < limit[None, :]) & known[:, None]
                 scores = gl.where(visible, scores * factor[None, :], float("-inf"))
-                new_maximum = gl.maximum(maximum, gl.max(scores, 0))
-                decay = gl.exp2(maximum - new_maximum)[None, :]
-                maximum = new_maximum
-                weights = gl.exp2(scores - new_maximum[None, :])
+                weights, maximum, decay = weigh(scores, maximum)
                 room.store(weights.to(gl.float16))
                 total = total * decay + weights
                 low_left = low_left * decay
@@ -350,8 +343,7 @@ def consume(
                     gl.store(part + 1, high_left * row_scale, mask=mask)
                     gl.store(part + 256, low_right * row_scale, mask=mask)
                     gl.store(part + 257, high_right * row_scale, mask=mask)
-                    gl.store(stats + place * 2, maximum, mask=inside)
-                    gl.store(stats + place * 2 + 1, row_total, mask=inside)
+                    store_stats(stats, place, maximum, row_total, inside)
                 else:
                     seen = row_total != 0.0
                     safe = gl.where(seen, row_total, 1.0)
@@ -363,8 +355,7 @@ def consume(
                     gl.store(target + 256, (low_right * norm).to(output.dtype.element_ty), mask=mask)
                     gl.store(target + 257, (high_right * norm).to(output.dtype.element_ty), mask=mask)
                     if lse is not None:
-                        log = gl.where(seen, (maximum + gl.log2(safe)) * LN2, float("-inf"))
-                        gl.store(lse + place, log, mask=inside)
+                        store_lse(lse, place, maximum, safe, seen, inside)
             turn ^= 1
 
 
@@ -406,33 +397,27 @@ def mla_decode_fp8_kernel(
     weights_room = gl.allocate_shared_memory(gl.float16, [2, TILE, ROWS], WEIGHTS)
     other_results = gl.allocate_shared_memory(gl.float32, [4, 128, ROWS], MATRIX)
     other_stats = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
-    query_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    merge_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    init_barriers(query_ready, 1)
-    init_barriers(merge_ready, 1)
-    init_barriers(ready, STAGES)
-    init_barriers(free, STAGES)
+    query_ready = new_barriers(1, 1)
+    merge_ready = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, 1)
     fence_async_shared()
     block_barrier()
+    work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
+    consumer = (
+        query, work, output, lse, partial, stats, q_scale, k_scale, num_reqs, scale, low, high, rope_low, rope_high,
+        factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consume, (
-                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale,
-                num_tokens, num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high,
-                factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
-                0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
+                consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
             )),
             (consume, (
-                query, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale, k_scale,
-                num_tokens, num_reqs, num_blocks, table_stride, table_width, scale, low, high, rope_low, rope_high,
-                factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
-                1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
+                consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
             )),
             (produce, (
-                boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks,
-                table_stride, table_width, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
+                boxes, rope_boxes, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
                 STAGES, LAYOUT,
             )),
         ],

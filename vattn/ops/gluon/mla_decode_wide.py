@@ -18,23 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start
 from vattn.ops.gluon.mla_gather import THREADS, gather
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
     TILE,
+    advance,
     block_ids,
     clear_padding,
     clear_rows,
     first_item,
-    init_barriers,
     item_rows,
     load_blocks,
     load_item,
+    load_queries,
     open_item,
     panels,
 )
+from vattn.ops.gluon.prefill_messages import new_barriers
 from vattn.ops.triton.mask import LN2
 
 ROWS = gl.constexpr(64)
@@ -62,53 +64,45 @@ def rescale(acc, decay):
 
 @gluon.jit
 def produce(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, num_tokens,
-    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready, query_free, ready, free,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
+    query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles; barriers 3 s, 3 s + 1 and 3 s + 2 are of stage s."""
+    _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     query_phase = 1
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
         row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            mbarrier.wait(query_free.index(0), query_phase)
+            load_queries(
+                query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
+                ROWS, True,
+            )  # fmt: skip
             query_phase ^= 1
-            mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
-            load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
-            load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
-            p0, p1, p2, p3 = block_ids(table, first, last_block, BLOCK_SIZE)
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
-                n0, n1, n2, n3 = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 room = latents.index(stage)
                 mbarrier.wait(free.index(3 * stage), phase)
                 mbarrier.expect(ready.index(3 * stage), TILE * ROPE * 2)
                 load_blocks(
-                    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready.index(3 * stage),
-                    room, ropes.index(stage), 0, 0, True, BLOCK_SIZE, LAYOUT,
+                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(3 * stage), room, ropes.index(stage), 0, 0,
+                    True, BLOCK_SIZE, LAYOUT,
                 )  # fmt: skip
                 for half in gl.static_range(2):
                     mbarrier.wait(free.index(3 * stage + 1 + half), phase)
                     mbarrier.expect(ready.index(3 * stage + 1 + half), TILE * LATENT)
                     load_blocks(
-                        boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3,
-                        ready.index(3 * stage + 1 + half), room, ropes.index(stage), 4 * half, 4, False,
-                        BLOCK_SIZE, LAYOUT,
+                        boxes, rope_boxes, tile, num_blocks, blocks, ready.index(3 * stage + 1 + half), room,
+                        ropes.index(stage), 4 * half, 4, False, BLOCK_SIZE, LAYOUT,
                     )  # fmt: skip
-                p0 = n0
-                p1 = n1
-                p2 = n2
-                p3 = n3
-                stage += 1
-                if stage == 2:
-                    stage = 0
-                    phase ^= 1
+                blocks = following
+                stage, phase = advance(stage, phase, 2)
 
 
 @gluon.jit
@@ -176,13 +170,15 @@ def store_half(
 
 @gluon.jit
 def attend_left(
-    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks,
-    table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room, factors, query_ready,
-    query_free, ready, free, weights_ready, weights_free, factors_ready,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
     PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
+    (
+        work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
+        factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
+    ) = arguments  # fmt: skip
+    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
@@ -198,9 +194,8 @@ def attend_left(
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS,
-            BLOCK_SIZE, SPLIT_QUERY,
-        )  # fmt: skip
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+        )
         end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
         all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
         visible_first = seq_len - rows // HEADS + 1
@@ -232,10 +227,7 @@ def attend_left(
                 for tile in range(first + 1, last):
                     before = stage
                     acc = warpgroup_mma(operand, panels(latents.index(before), 0, 4, TILE, LAYOUT), acc, is_async=True)
-                    stage += 1
-                    if stage == 2:
-                        stage = 0
-                        phase ^= 1
+                    stage, phase = advance(stage, phase, 2)
                     scores = multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zero, GATHER,
                                        LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
@@ -268,10 +260,7 @@ def attend_left(
                 weights_phase ^= 1
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 mbarrier.arrive(free.index(3 * stage + 1), count=1)
-                stage += 1
-                if stage == 2:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, 2)
             mbarrier.arrive(query_free.index(0), count=1)
             # A row whose keys all lie behind it has weights of hidden keys alone.
             seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
@@ -294,12 +283,14 @@ def attend_left(
 
 @gluon.jit
 def attend_right(
-    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
-    ready, free, weights_ready, weights_free, factors_ready,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
     PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
+    (
+        query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
+        ready, free, weights_ready, weights_free, factors_ready,
+    ) = arguments  # fmt: skip
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
     stage = 0
@@ -329,10 +320,7 @@ def attend_right(
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 mbarrier.arrive(free.index(3 * stage + 2), count=1)
                 mbarrier.arrive(weights_free.index(0), count=1)
-                stage += 1
-                if stage == 2:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, 2)
             if first < last:
                 mbarrier.wait(factors_ready.index(0), factors_phase)
                 factors_phase ^= 1
@@ -364,40 +352,31 @@ def mla_decode_wide_kernel(
     ropes = gl.allocate_shared_memory(DTYPE, [2, TILE, ROPE], LAYOUT)
     weights_room = gl.allocate_shared_memory(DTYPE, [ROWS, TILE], LAYOUT)
     factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    query_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    query_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    weights_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    factors_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    init_barriers(query_ready, 1)
-    init_barriers(query_free, 1)
-    for i in gl.static_range(6):
-        mbarrier.init(ready.index(i), count=THREADS if GATHER else 1)
-    init_barriers(free, 6)
-    init_barriers(weights_ready, 1)
-    init_barriers(weights_free, 1)
-    init_barriers(factors_ready, 1)
+    query_ready = new_barriers(1, 1)
+    query_free = new_barriers(1, 1)
+    ready = new_barriers(6, THREADS if GATHER else 1)
+    free = new_barriers(6, 1)
+    weights_ready = new_barriers(1, 1)
+    weights_free = new_barriers(1, 1)
+    factors_ready = new_barriers(1, 1)
     fence_async_shared()
     block_barrier()
+    work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
+    left = (
+        work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
+        factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
+    )  # fmt: skip
+    right = (
+        query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
+        ready, free, weights_ready, weights_free, factors_ready,
+    )  # fmt: skip
     if GATHER:
         gl.warp_specialize(
             [
-                (attend_left, (
-                    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
-                    num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
-                    factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
-                    GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (attend_right, (
-                    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents,
-                    weights_room, factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS,
-                    BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
+                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
+                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
                 (gather, (
-                    query_boxes, query_rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, num_tokens,
-                    num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes, query_ready,
+                    query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
                     query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
                 )),
             ],
@@ -407,20 +386,10 @@ def mla_decode_wide_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_left, (
-                    query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs,
-                    num_blocks, table_stride, table_width, scale, queries, query_ropes, latents, ropes, weights_room,
-                    factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready, HEADS,
-                    GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (attend_right, (
-                    query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents,
-                    weights_room, factors, ready, free, weights_ready, weights_free, factors_ready, HEADS, GROUPS,
-                    BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
+                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
+                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
                 (produce, (
-                    query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule,
-                    num_tokens, num_blocks, table_stride, table_width, queries, query_ropes, latents, ropes,
+                    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
                     query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
                 )),
             ],

@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vattn.ops.gluon.compat import copy_rows, load_box
-from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE, first_item, open_item, shaped
+from vattn.ops.gluon.compat import copy_rows
+from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE, advance, first_item, load_queries, open_item, shaped
 
 THREADS = gl.constexpr(128)
 """Arrivals that complete the barrier of a load: every thread's own."""
@@ -28,11 +28,15 @@ def slots_of(table, tile, keys, num_slots, row):
 
 @gluon.jit
 def gather(
-    query_boxes, query_rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, num_tokens, num_slots,
-    table_stride, table_width, queries, query_ropes, latents, ropes, query_ready, query_free, ready, free,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
+    query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready, query_free, ready,
+    free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load the queries of each group of rows, then its tiles: rotated keys and both halves of the latents apart."""
+    """Load the queries of each group of rows, then its tiles: rotated keys and both halves of the latents apart.
+
+    Blocks of `work` are slots here.
+    """
+    _, _, _, schedule, _, num_slots, _, _ = work
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HELD))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, HELD))[None, :]
@@ -41,16 +45,13 @@ def gather(
     query_phase = 1
     item = first_item(schedule, gl.program_id(0) // GROUPS)
     while item >= 0:
-        row0, rows, _, keys, first, last, _, item, table, _ = open_item(
-            schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS, 1,
-            SPLIT_QUERY,
-        )  # fmt: skip
+        row0, rows, _, keys, first, last, _, item, table, _ = open_item(work, item, HEADS, 1, SPLIT_QUERY)
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            mbarrier.wait(query_free.index(0), query_phase)
+            load_queries(
+                query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
+                ROWS, True,
+            )  # fmt: skip
             query_phase ^= 1
-            mbarrier.expect(query_ready.index(0), ROWS * (LATENT + ROPE) * 2)
-            load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], query_ready.index(0), query_ropes)
-            load_box(query_boxes, [row0 + group * ROWS, 0], query_ready.index(0), queries)
             slot = slots_of(table, first, keys, num_slots, row)
             for tile in range(first, last):
                 # The next tile's slots, read before the loads of this one.
@@ -67,7 +68,4 @@ def gather(
                     for panel in gl.static_range(4 * half, 4 * half + 4):
                         copy_rows(flat.slice(panel * TILE, TILE, dim=0), source + panel * 64, mask=exists)
                     async_copy.mbarrier_arrive(ready.index(3 * stage + 1 + half), increment_count=False)
-                stage += 1
-                if stage == 2:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, 2)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.ops.gluon.compat import HAS_REINTERPRET, block_barrier, load_box
+from vattn.ops.triton.mask import LN2
 from vattn.ops.triton.mla_schedule import FIELDS
 
 TILE = tl.constexpr(64)
@@ -71,11 +72,13 @@ def item_rows(
 
 
 @gluon.jit
-def open_item(
-    schedule, item, query_start_loc, seq_lens, block_table, num_tokens, table_stride, table_width, HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-):  # fmt: skip
-    """Return of an item: first row, rows, length, keys, first and end tile, slot, next item, its table, last block."""
+def open_item(work, item, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr):
+    """Return of an item: first row, rows, length, keys, first and end tile, slot, next item, its table, last block.
+
+    `work`: query_start_loc, seq_lens, block_table, schedule, tokens of the query, blocks of the cache, stride and width
+    of the table.
+    """
+    query_start_loc, seq_lens, block_table, schedule, num_tokens, _, table_stride, table_width = work
     request, begin, end, slot, following = load_item(schedule, item)
     row0, rows, seq_len, keys, first, last = item_rows(
         query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
@@ -86,11 +89,38 @@ def open_item(
 
 
 @gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """Return the stage after one, and the phase of its barriers."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def load_queries(
+    query_boxes, query_rope_boxes, row0, group, queries, query_ropes, ready, free, phase, ROWS: gl.constexpr,
+    ROPES_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Load a group of ROWS rows of queries once their room is free."""
+    mbarrier.wait(free.index(0), phase)
+    mbarrier.expect(ready.index(0), ROWS * (LATENT + ROPE) * 2)
+    if ROPES_FIRST:
+        load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], ready.index(0), query_ropes)
+        load_box(query_boxes, [row0 + group * ROWS, 0], ready.index(0), queries)
+    else:
+        load_box(query_boxes, [row0 + group * ROWS, 0], ready.index(0), queries)
+        load_box(query_rope_boxes, [row0 + group * ROWS, LATENT], ready.index(0), query_ropes)
+
+
+@gluon.jit
 def load_blocks(
-    boxes, rope_boxes, table, tile, last_block, num_blocks, p0, p1, p2, p3, ready, latents, ropes,
+    boxes, rope_boxes, tile, num_blocks, blocks, ready, latents, ropes,
     FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills."""
+    p0, p1, p2, p3 = blocks
     if BLOCK_SIZE >= TILE:
         PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
         row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
@@ -168,9 +198,31 @@ def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
-def init_barriers(barriers, COUNT: gl.constexpr):
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
+def keys_seen(row, rows, seq_len, keys, HEADS: gl.constexpr):
+    """Return the keys that rows of a request see."""
+    return gl.minimum(seq_len - rows // HEADS + 1 + row // HEADS, keys)
+
+
+@gluon.jit
+def weigh(scores, maximum):
+    """Return weights of scores `[TILE, ROWS]`, the new maximum of each column, and what earlier weights shrink by."""
+    new_maximum = gl.maximum(maximum, gl.max(scores, 0))
+    decay = gl.exp2(maximum - new_maximum)[None, :]
+    return gl.exp2(scores - new_maximum[None, :]), new_maximum, decay
+
+
+@gluon.jit
+def store_stats(stats, place, maximum, total, mask):
+    """Write maximum and sum of rows of a split."""
+    gl.store(stats + place * 2, maximum, mask=mask)
+    gl.store(stats + place * 2 + 1, total, mask=mask)
+
+
+@gluon.jit
+def store_lse(lse, place, maximum, total, seen, mask):
+    """Write the LSE of rows, -inf for those that saw nothing; `maximum` in base 2."""
+    log = gl.where(seen, (maximum + gl.log2(total)) * LN2, float("-inf"))
+    gl.store(lse + place, log, mask=mask)
 
 
 @gluon.jit

@@ -16,13 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_words, block_barrier, load_box
+from vattn.ops.gluon.compat import block_barrier, load_box
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
-from vattn.ops.gluon.prefill import TURNS, give_turn, take_turn
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
-from vattn.ops.gluon.prefill_softmax import LOWEST, as_left, decay_of, weights_of
+from vattn.ops.gluon.prefill_softmax import LOWEST, add_tile, as_left, weights_of
 from vattn.ops.gluon.prefill_store import store_rows
+from vattn.ops.gluon.prefill_turns import TURNS, give_turn, own_end_of, pass_tiles, take_turn
 from vattn.ops.triton.mask import LN2
 
 NOPE = gl.constexpr(128)
@@ -65,9 +65,7 @@ def produce(
     step = 0
     rows = 1
     while rows > 0:
-        announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
-        fields = as_words(messages.index(turn % 2), RECORD)
-        rows = read_word(fields.index(2), 1)
+        fields, rows = announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
         turn += 1
         end = gl.minimum(read_word(fields.index(6), 1), (most_keys + KEYS - 1) // KEYS)
         if rows > 0:
@@ -209,18 +207,10 @@ def consume(
         if end > 0:
             held = gl.minimum(seq_len, most_keys)
             position = tile_position + GROUP_INDEX * GROUP_ROWS
-            own_end = gl.minimum(end, (gl.maximum(position + GROUP_ROWS, 0) + N - 1) // N)
-            own_end = gl.where(rows > GROUP_INDEX * GROUP_ROWS, own_end, 0)
-            # One tile at least, even if every row is hidden in it.
-            own_end = gl.maximum(own_end, 1)
-            for _ in range(end - own_end):
-                mbarrier.wait(key_full.index(step % STAGES), (step // STAGES) & 1)
-                take_turn(MINE)
-                give_turn(NEXT)
-                mbarrier.arrive(key_empty.index(step % STAGES), count=1)
-                mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(value_empty.index(step % STAGES), count=1)
-                step += 1
+            own_end = own_end_of(position, rows, 0, end, GROUP_INDEX, GROUP_ROWS, N)
+            step = pass_tiles(
+                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, True, STAGES
+            )
             # Key tiles from here on hold keys that some row does not see.
             whole_from = gl.minimum(gl.maximum(position + 1, 0), held) // N
             mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
@@ -258,16 +248,10 @@ def consume(
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (missing != 0):
                     scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
-                new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-                decay = decay_of(maximum, new_maximum, scale, False)
-                weights = weights_of(scores, new_maximum, scale, 0.0, False)
-                maximum = new_maximum
-                acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
-                left = as_left(weights, N, "plain", MODEL, LEFT)
-                mbarrier.wait(value_full.index(next_stage), next_phase)
-                acc = warpgroup_mma(left, values.index(next_stage), acc, is_async=True)
-                new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
-                sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
+                maximum, sums, acc = add_tile(
+                    scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, False, 0.0, "plain",
+                    MODEL, LEFT,
+                )  # fmt: skip
                 step += 1
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

@@ -31,10 +31,10 @@ from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, re
 from vattn.ops.gluon.prefill_softmax import (
     LOWEST,
     NATIVE_BITS,
+    add_tile,
     as_left,
     as_right,
     cap_scores,
-    decay_of,
     hide,
     load_sinks,
     score_scale,
@@ -43,27 +43,8 @@ from vattn.ops.gluon.prefill_softmax import (
     widen_query,
 )
 from vattn.ops.gluon.prefill_store import store_rows
+from vattn.ops.gluon.prefill_turns import TURNS, give_turn, own_end_of, pass_tiles, take_turn
 from vattn.ops.triton.mask import LN2, LOG2E
-
-TURNS = gl.constexpr(("8", "9", "10"))
-
-
-@gluon.jit
-def take_turn(barrier: gl.constexpr):
-    """Wait until the warpgroup before has let this one go."""
-    x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "bar.sync " + barrier + ", 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def give_turn(barrier: gl.constexpr):
-    """Let the next warpgroup go."""
-    x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "bar.arrive " + barrier + ", 256; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -101,7 +82,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-    # Named barriers; the compiler uses the first few.
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
     TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
@@ -123,19 +103,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         head = packed * PACK
         if first < end:
             position = tile_position + GROUP_INDEX * TOKENS
-            own_end = gl.minimum(end, (gl.maximum(position + TOKENS, 0) + N - 1) // N)
-            own_end = gl.where(rows > GROUP_INDEX * TOKENS, own_end, 0)
-            # One tile at least, even if every row is hidden in it.
-            own_end = gl.maximum(own_end, first + 1)
-            for _ in range(end - own_end):
-                mbarrier.wait(key_full.index(step % STAGES), (step // STAGES) & 1)
-                if TURNING:
-                    take_turn(MINE)
-                    give_turn(NEXT)
-                mbarrier.arrive(key_empty.index(step % STAGES), count=1)
-                mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
-                mbarrier.arrive(value_empty.index(step % STAGES), count=1)
-                step += 1
+            own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
+            step = pass_tiles(
+                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, TURNING, STAGES
+            )
             # Key tiles from `whole_from` on reach past the first row; those before `window_to` reach out of a window.
             whole_from = gl.maximum(position + 1, 0) // N
             window_to = 0
@@ -195,16 +166,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
-                new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-                decay = decay_of(maximum, new_maximum, head_scale, SOFT_CAP)
-                weights = weights_of(scores, new_maximum, head_scale, BITS, SOFT_CAP)
-                maximum = new_maximum
-                acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
-                left = as_left(weights, N, CACHE, MATH, LEFT)
-                mbarrier.wait(value_full.index(next_stage), next_phase)
-                acc = warpgroup_mma(left, as_right(values.index(next_stage), CACHE), acc, is_async=True)
-                new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
-                sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
+                maximum, sums, acc = add_tile(
+                    scores, maximum, sums, acc, head_scale, values, value_full, next_stage, next_phase, SOFT_CAP, BITS,
+                    CACHE, MATH, LEFT,
+                )  # fmt: skip
                 step += 1
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vattn.ops.gluon.compat import as_boxes, as_words, load_box
-from vattn.ops.gluon.prefill_messages import RECORD, announce, read_word
+from vattn.ops.gluon.prefill_messages import announce, read_word
 
 GROUP_ROWS = gl.constexpr(64)
 """Query rows of a consumer warpgroup."""
@@ -100,9 +100,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     step = 0
     rows = 1
     while rows > 0:
-        announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
-        fields = as_words(messages.index(turn % 2), RECORD)
-        rows = read_word(fields.index(2), 1)
+        fields, rows = announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
         turn += 1
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)

@@ -30,7 +30,11 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def announce(schedule, messages, message_full, message_empty, item, turn, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
-    """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none."""
+    """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
+
+    Returns:
+        The words of the record in shared memory, and its rows.
+    """
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = gl.load(schedule)
     slot = turn % 2
@@ -45,6 +49,8 @@ def announce(schedule, messages, message_full, message_empty, item, turn, HEADS:
     mbarrier.wait(message_empty.index(slot), ((turn // 2) & 1) ^ 1)
     messages.index(slot).store(record)
     mbarrier.arrive(message_full.index(slot), count=1)
+    fields = as_words(messages.index(slot), RECORD)
+    return fields, read_word(fields.index(2), 1)
 
 
 @gluon.jit

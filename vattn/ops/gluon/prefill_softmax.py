@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
@@ -132,3 +132,22 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
         as_tiles(query, gl.float16, 1, [GROUP_ROWS, D], panels).index(0).store(values.to(gl.float16))
         fence_async_shared()
         block_barrier()
+
+
+@gluon.jit
+def add_tile(
+    scores, maximum, sums, acc, scale, values, value_full, stage, phase, SOFT_CAP: gl.constexpr, BITS: gl.constexpr,
+    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results."""
+    N: gl.constexpr = scores.shape[1]
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1))
+    decay = decay_of(maximum, new_maximum, scale, SOFT_CAP)
+    weights = weights_of(scores, new_maximum, scale, BITS, SOFT_CAP)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
+    left = as_left(weights, N, CACHE, MATH, LEFT)
+    mbarrier.wait(value_full.index(stage), phase)
+    acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)
+    new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
+    return new_maximum, sums, acc
