@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.mla_cells import DEEPSEEK, TINY, Cell, Inputs, fa3_prefill, load_peers
+from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
 from vattn.bench.timing import WallTimer
 
@@ -187,10 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             row = run_apart(number, options, min(120.0, left + 5))
         failed += "failed" in row
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        write_row(row, options.json)
     return 1 if failed else 0
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 import vattn
 from benchmarks.kernels import profile_kernels
+from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
 from vattn.bench.timing import WallTimer
 from vattn.layers.latent_rotary import LatentRotary
@@ -234,10 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:  # The other cells are worth their time.
             failed += 1
             row = {"name": cell.name, "failed": f"{type(error).__name__}: {error}"[:600]}
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        write_row(row, options.json)
         torch._dynamo.reset()
         if options.device == "cuda":
             torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ runs tiny sizes by TORCH_MLA.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.mla_cells import DEEPSEEK, TINY, Cell, Inputs
+from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
 from vattn.backends.mla import mla_backends
 from vattn.bench.timing import WallTimer
@@ -95,10 +95,7 @@ def main(given: list[str] | None = None) -> int:
         except Exception as error:  # The other cells are worth their time.
             failed += 1
             row = {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        write_row(row, options.json)
     return 1 if failed else 0
 
 

@@ -1,10 +1,20 @@
-"""What the tests of the fast decode paths' Triton kernels in the interpreter share."""
+"""What the tests of the fast decode paths' Triton kernels share."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import pytest
+
+PACKED = [
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "nvfp4",
+]
+"""KV formats that the fast decode path for packed formats runs."""
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_code: ModuleType) -> None:

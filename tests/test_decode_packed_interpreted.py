@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.decode_support import interpret
+from tests.decode_support import PACKED, interpret
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.formats import KV_FORMATS
 
@@ -17,14 +17,6 @@ TOLERANCE = 1.5e-3
 that carry a value's scale meet codes that lie up to 8 steps off."""
 
 LENGTHS = [1, 16, 17, 300, 47, 129]
-FAST = [
-    "int8_per_token_head",
-    "fp8_per_token_head",
-    "int4_per_token_head",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "nvfp4",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +47,7 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes:
     assert relative_l2(batch.args.lse, lse) < 3e-4
 
 
-@pytest.mark.parametrize("fmt", FAST)
+@pytest.mark.parametrize("fmt", PACKED)
 def test_ragged_requests(fmt: str) -> None:
     """One tile at a time, or two."""
     check(fmt, slots=2 if "4" in fmt else 0)
@@ -82,7 +74,7 @@ def test_which_formats_go_the_fast_way() -> None:
     for name in packed:
         kind = "tensor" if KV_FORMATS[name].quantised else "none"
         config = make_config(head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=name, kv_scale=kind)
-        assert (not decode_packed.refusals(config, hopper)) == (name in FAST)
+        assert (not decode_packed.refusals(config, hopper)) == (name in PACKED)
 
 
 def test_a_key_that_is_nan() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
+from tests.decode_support import PACKED
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
@@ -17,14 +18,6 @@ from vattn.ops.variants import using
 
 pytestmark = pytest.mark.gpu
 
-FAST = [
-    "int8_per_token_head",
-    "fp8_per_token_head",
-    "int4_per_token_head",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "nvfp4",
-]
 TOLERANCE = {"bfloat16": 2.5e-3, "float16": 1.5e-3}
 """Relative L2: results are rounded to the model dtype, 1.7e-3 in bf16; the rest as in the interpreted tests."""
 
@@ -58,14 +51,14 @@ def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, 
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("fmt", FAST)
+@pytest.mark.parametrize("fmt", PACKED)
 def test_ragged_requests(fmt: str, size: int) -> None:
     check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
 
 
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("fmt", FAST)
+@pytest.mark.parametrize("fmt", PACKED)
 def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_packed
     from vattn.ops.triton.decode_fast import Tuning
@@ -101,7 +94,7 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
     assert torch.equal(plain, assembly)
 
 
-@pytest.mark.parametrize("fmt", FAST)
+@pytest.mark.parametrize("fmt", PACKED)
 def test_masks(fmt: str) -> None:
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
     if KV_FORMATS[fmt].quantised:
