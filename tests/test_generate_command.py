@@ -73,6 +73,11 @@ def test_fp8_checkpoints_keep_their_codes(capsys: Any, tmp_path: Path, monkeypat
     assert counts == [counts[0], 0, counts[0]] and counts[0] > 0
 
 
+def test_dequantise_is_for_fp8_checkpoints(capsys: Any) -> None:
+    status, out, err = run(capsys, "--prompt", "def ", "--dequantise")
+    assert status == 2 and not out and "--dequantise" in err
+
+
 def test_a_file_of_prompts_as_json(capsys: Any, tmp_path: Path) -> None:
     lines = [
         {"prompt": "def "}, {"prompt": "import ", "max_new_tokens": 3}, {"prompt": "x" * 9000},

@@ -88,13 +88,18 @@ def make_generator(options: argparse.Namespace) -> Generator:
     """Load the model and put it behind a generator.
 
     Raises:
-        ConfigError: no checkpoint in the folder, or one without a tokenizer.
+        ConfigError: no checkpoint in the folder, one without a tokenizer, or `--dequantise` and nothing in FP8.
         ScaleError, UnsupportedRequestError: an FP8 checkpoint that `load_fp8_linears` refuses.
     """
     model, tokenizer = load_model(options.model, options.device, options.dtype)
     from vattn.integrations.transformers import enable, load_fp8_linears
 
-    quantised = not options.dequantise and _holds_fp8(options.model)
+    holds_fp8 = _holds_fp8(options.model)
+    if options.dequantise and not holds_fp8:
+        raise ConfigError(
+            f"--dequantise with --model {options.model}", "a checkpoint with FP8 weights in safetensors", "leave it out"
+        )
+    quantised = holds_fp8 and not options.dequantise
     if quantised:
         load_fp8_linears(model, options.model)
     quant, calibration = _scales(options)
