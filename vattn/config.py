@@ -363,7 +363,7 @@ class CacheConfig:
         calculate_kv_scales: compute the scales of a quantised cache on the device, once, from the first real tokens;
             layers with a cache that takes none refuse it.
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
-            every layer with a window.
+            every layer with a window. With `cache_dtype="auto"` they are what all layers are.
         kv_cache_layout: `"NHD"` or `"HND"`.
         exact_prefill: rows see the keys and values of their own step as they are given, and only those of earlier steps
             as they are stored. Results then depend on how a prompt is cut into steps. Nothing changes in layers whose

@@ -30,7 +30,7 @@ class RopeConfig:
         rotary_dim: leading columns of each head that are rotated, even; the others pass.
         style: `"neox"` or `"interleaved"`, see `ROPE_STYLES`.
         norm: see `ROPE_NORMS`; over the whole head, ahead of the rotation. Weights are tensor arguments and optional.
-        norm_eps: added to the mean square under the root.
+        norm_eps: added to the mean square under the root; 0, which a norm has too unless told otherwise, adds nothing.
         round_query: round a query that is quantised to the model dtype first, as separate steps would. Compiled code
             that quantises in the kernel of the rotation does not.
         query_arithmetic: `"divide"` by `q_scale`, or `"multiply"` by it: then it is the reciprocal of the scale that
