@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -230,6 +231,9 @@ def test_strict_raises_our_error(entry: str, form: Any) -> None:
     # The user's own line, and none of torch's advice about errors of its own.
     assert "harness.py" in str(refused.value) or "forms.py" in str(refused.value)
     assert "TORCHDYNAMO_VERBOSE" not in str(refused.value)
+    assert "StrictFusionError" not in repr(refused.value) and type(refused.value).__module__ == "vattn.errors"
+    twin = pickle.loads(pickle.dumps(refused.value))
+    assert type(twin) is FusionError and str(twin) == str(refused.value)
 
 
 def test_formats_can_be_left_out() -> None:

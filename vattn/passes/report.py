@@ -225,6 +225,13 @@ def strict_error(misses: list[NodeReport]) -> FusionError:
             # Dynamo appends advice about its own errors to the first argument.
             return plain.got
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return FusionError, plain.args
+
+    # Tracebacks name the public class, which is what to catch.
+    StrictFusionError.__module__ = FusionError.__module__
+    StrictFusionError.__name__ = StrictFusionError.__qualname__ = FusionError.__qualname__
+
     listed = "\n  ".join(map(str, misses))
     plain = FusionError(
         f"strict fusion: not every attention node is fused\n  {listed}\n",
