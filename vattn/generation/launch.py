@@ -79,7 +79,8 @@ class Launcher:
     ) -> None:
         self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
         self.device = builder.device
-        with torch.inference_mode(False):
+        # As what `launch` makes: rows of another kind would compile a graph of their own.
+        with torch.inference_mode():
             self._places = torch.arange(builder.max_num_reqs, device=self.device)
 
     @torch.inference_mode()
