@@ -5,7 +5,6 @@ Every entry has the name of its op and takes the op's arguments in the schema's 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from typing import Any, cast
 
@@ -29,6 +28,7 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
+from vattn.ops.installed import has_triton
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 from vattn.passes.report import read_note
@@ -119,7 +119,7 @@ def mla_indexer_select(*arguments: Any) -> None:
 
 def _indexer(tensor: Tensor) -> Any:
     """Return the module that runs the indexer's ops for a tensor."""
-    if tensor.is_cuda and _has_triton():
+    if tensor.is_cuda and has_triton():
         from vattn.ops.triton import mla_indexer as kernels
 
         return kernels
@@ -142,15 +142,10 @@ def plan(*arguments: Any) -> None:
     backend.plan(args, config)
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def merge_attn_states(*arguments: Any) -> None:
     args = MergeArgs(*arguments)
     checks.check_merge(args)
-    if args.output.is_cuda and _has_triton():
+    if args.output.is_cuda and has_triton():
         from vattn.ops.triton.merge import merge_attn_states as merge
     else:
         from vattn.ops.reference import merge_attn_states as merge

@@ -209,7 +209,7 @@ class FP8Linear(nn.Linear):
         if self.format.blocks:
             wide = codes.float().unflatten(1, (-1, BLOCK)) * scale.unsqueeze(-1)
             return (wide.flatten(1) @ self.dequantised().t()).to(dtype)
-        return (codes.float() @ self.weight.float().t() * scale * self.weight_scale).to(dtype)
+        return scaled_product(codes, self.weight, scale, self.weight_scale, dtype)
 
     def _scaled_mm(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         other = self.weight_scale

@@ -6,12 +6,12 @@ read by the host between them.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vattn.ops.installed import has_triton
 
 
 class AdvanceArgs(NamedTuple):
@@ -50,7 +50,7 @@ class AdvanceArgs(NamedTuple):
 
 def advance(args: AdvanceArgs) -> None:
     """Move a batch one token on: one kernel on a GPU, without a sync."""
-    if args.seq_lens.is_cuda and _has_triton():
+    if args.seq_lens.is_cuda and has_triton():
         from vattn.ops.triton.advance_step import advance as launch
 
         launch(args)
@@ -82,8 +82,3 @@ def advance_on_host(args: AdvanceArgs) -> None:
     if args.from_prefills:
         args.query_start_loc.copy_(request.clamp(max=args.num_queries))
     args.seq_start_loc.add_(args.query_start_loc)
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -8,8 +8,6 @@ Letters: T rows, N output features, K input features.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError, StrideError
 from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.ops.installed import has_triton
 
 E4M3 = torch.float8_e4m3fn
 
@@ -82,7 +81,7 @@ def check_linear(args: LinearArgs) -> None:
 
 def linear(args: LinearArgs) -> Tensor:
     """Return the product, by the kernel for few rows where there is one for these sizes, and by torch otherwise."""
-    if args.input.is_cuda and _has_triton():
+    if args.input.is_cuda and has_triton():
         from vattn.ops.triton.linear import few_rows_linear, takes
 
         if takes(args):
@@ -90,21 +89,15 @@ def linear(args: LinearArgs) -> Tensor:
     dtype = MODEL_DTYPES[args.dtype]
     if args.input_scale is None or args.weight_scale is None:
         return args.input @ args.weight.t()
-    if args.input.is_cuda:
-        return scaled_product(args.input, args.weight, args.input_scale, args.weight_scale, dtype)
-    wide = args.input.float() @ args.weight.float().t()
-    return (wide * args.input_scale * args.weight_scale).to(dtype)
+    return scaled_product(args.input, args.weight, args.input_scale, args.weight_scale, dtype)
 
 
 def scaled_product(codes: Tensor, weight: Tensor, scale: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of codes by `torch._scaled_mm`, with scales as `vattn::linear` has them."""
+    """Return the product of codes, with scales as `vattn::linear` has them: in fp32 off a GPU, by torch on one."""
+    if not codes.is_cuda:
+        return (codes.float() @ weight.float().t() * scale * other).to(dtype)
     if scale.dim() == 2 or other.numel() != 1:
         # Scales for the rows of one operand ask for such scales of the other.
         scale = scale.expand(codes.shape[0], 1).contiguous()
         other = other.expand(weight.shape[0])[None].contiguous()
     return torch._scaled_mm(codes, weight.t(), scale, other, out_dtype=dtype, use_fast_accum=True)
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
