@@ -153,6 +153,7 @@ def takes_rounded_queries(config: AttentionConfig) -> str:
     """Return which kernel takes rounded alone the queries that the op is to round, empty if none may run."""
     if config.query_load == "plain" or config.batch_invariant:
         return ""
+    from vattn.ops import hopper
     from vattn.ops.gluon import prefill_launch
     from vattn.ops.triton import encoder
     from vattn.ops.triton.round_query import after_rounding
@@ -160,8 +161,8 @@ def takes_rounded_queries(config: AttentionConfig) -> str:
     plain = after_rounding(config)
     if not encoder.refusals(plain):
         return "the kernel for long encoder inputs"
-    hopper = DeviceInfo("cuda", prefill_launch.CAPABILITY, "Hopper")
-    return "" if prefill_launch.refusals(plain, hopper) else "Hopper's prefill kernel"
+    on_hopper = DeviceInfo("cuda", hopper.CAPABILITY, "Hopper")
+    return "" if prefill_launch.refusals(plain, on_hopper) else "Hopper's prefill kernel"
 
 
 def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:

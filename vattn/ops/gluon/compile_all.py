@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.gluon import prefill_launch
@@ -42,7 +43,7 @@ from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
 
 TARGET = "sm_90"
-HOPPER = DeviceInfo("cuda", prefill_launch.CAPABILITY, "a Hopper GPU")
+HOPPER = DeviceInfo("cuda", hopper.CAPABILITY, "a Hopper GPU")
 SPILL_ALLOWANCE = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps up to a hundred values there where an output
 computes scales and the log-sum-exp is wanted too; Triton 3.6, with which these kernels were timed, a value at most."""

@@ -19,7 +19,7 @@ from vattn.backends.base import DeviceInfo, Sizes
 from vattn.errors import ShapeError
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
+from vattn.ops import hopper, variants
 from vattn.ops.gluon.mla_decode import mla_decode_kernel
 from vattn.ops.gluon.mla_decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
@@ -31,7 +31,6 @@ from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
-CAPABILITY = (9, 0)
 DTYPES = ("bfloat16",)
 """Of the kernels' two; in the other one they have not run on a GPU."""
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
@@ -50,11 +49,7 @@ _FP8_STAGES = 4
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
-    found = []
-    if device.type != "cuda" or device.capability != CAPABILITY:
-        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
-    if config.dtype not in DTYPES:
-        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    found = hopper.refusals(device, config.dtype, DTYPES)
     if config.kv_cache_dtype not in (config.dtype, FP8):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {FP8})")
     widths = config.kv_lora_rank, config.qk_rope_head_dim

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.backends.base import DeviceInfo, Sizes
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
+from vattn.ops import hopper, variants
 from vattn.ops.gluon.mla_prefill import GROUPS, KEYS, NOPE, ROPE, VALUES, mla_prefill_gluon_kernel
 from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
@@ -21,7 +21,6 @@ from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants, kind_of
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
-CAPABILITY = (9, 0)
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
 DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 ROWS = GROUPS.value * GROUP_ROWS.value
@@ -31,11 +30,7 @@ _STATIC = {"multiply": "fp8_multiply", "approximate_multiply": "fp8_multiply"}
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
-    found = []
-    if device.type != "cuda" or device.capability != CAPABILITY:
-        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
-    if config.dtype not in DTYPES:
-        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    found = hopper.refusals(device, config.dtype, DTYPES)
     widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     if widths != (NOPE.value, ROPE.value, VALUES.value):
         found.append(f"heads of {widths} columns (runs {NOPE.value}, {ROPE.value} and {VALUES.value})")

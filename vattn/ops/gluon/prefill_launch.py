@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo, Sizes, requested_features
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.gluon.prefill import prefill_kernel
@@ -35,7 +36,6 @@ from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_out
 from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
 
-CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
 WIDENED_HEAD_SIZES = Sizes(values=(64, 128))
@@ -93,11 +93,7 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = []
-    if device.type != "cuda" or device.capability != CAPABILITY:
-        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
-    if config.dtype not in DTYPES:
-        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    found = hopper.refusals(device, config.dtype, DTYPES)
     if config.kv_cache_dtype not in (config.dtype, "fp8_e4m3"):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and fp8_e4m3)")
     is_fp8 = config.kv_cache_dtype == "fp8_e4m3"

@@ -28,12 +28,13 @@ from triton.compiler import ASTSource
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast, decode_packed, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
-HOPPER = DeviceInfo("cuda", decode_fast.CAPABILITY)
+HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
 SHARED_BYTES = 227 << 10
 SPILL_ALLOWANCE = 96
 """Bytes of a thread's registers that may go to memory. Head size 256 and wide groups keep some outside of the loop."""

@@ -22,6 +22,7 @@ from vattn.backends.base import DeviceInfo, Sizes, requested_features
 from vattn.config import AttentionConfig
 from vattn.errors import ShapeError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton.decode_fast_kernels import (
@@ -50,7 +51,6 @@ QUANTISED_CACHES = ("fp8_e4m3",)
 FEATURES = frozenset(
     {"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "query_scale_per_head", "lse", "hnd_layout"}
 )
-CAPABILITY = (9, 0)
 
 _TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
 _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
@@ -111,11 +111,7 @@ def heads_per_cta(num_kv_heads: int, most: int) -> int:
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the fast path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = []
-    if device.type != "cuda" or device.capability != CAPABILITY:
-        found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
-    if config.dtype not in DTYPES:
-        found.append(f"dtype {config.dtype} (runs {', '.join(DTYPES)})")
+    found = hopper.refusals(device, config.dtype, DTYPES)
     if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
     if config.head_size not in HEAD_SIZES:

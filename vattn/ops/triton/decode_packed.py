@@ -18,6 +18,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.kv_formats import query_factor
 from vattn.kv_formats.rotation import block_width, row_shift
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import packed_views
 from vattn.ops.triton import decode_fast
@@ -54,11 +55,7 @@ FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why this path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    fmt, found = KV_FORMATS[config.kv_cache_dtype], list[str]()
-    if device.type != "cuda" or device.capability != decode_fast.CAPABILITY:
-        found.append(f"{device} (made for sm_90)")
-    if config.dtype not in decode_fast.DTYPES:
-        found.append(f"dtype {config.dtype} (runs {', '.join(decode_fast.DTYPES)})")
+    fmt, found = KV_FORMATS[config.kv_cache_dtype], hopper.refusals(device, config.dtype, decode_fast.DTYPES)
     if not fmt.packed or not _is_unpacked(config):
         found.append(f"kv_cache_dtype {fmt.name}")
     if config.head_size not in HEAD_SIZES or config.head_size != config.head_size_v:

@@ -8,7 +8,6 @@ rows, depend on nothing and are read before it waits for the input.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES
-from vattn.ops import variants
+from vattn.ops import hopper, variants
 from vattn.ops.linear import E4M3, LinearArgs
 from vattn.ops.triton.codec import INTERPRETED, cast
 
@@ -125,7 +124,7 @@ def takes(args: LinearArgs) -> bool:
         return False
     if which == "values" and (rows <= 2 or args.input.dtype is E4M3):
         return False
-    if not INTERPRETED.value and _capability(args.input.device) != (9, 0):
+    if not INTERPRETED.value and not hopper.is_hopper(args.input.device):
         return False
     aligned = all(t.data_ptr() % 16 == 0 for t in args[:2]) and args.input.stride(0) * args.input.itemsize % 16 == 0
     return aligned and choose(args) is not None
@@ -173,8 +172,3 @@ def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
         FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1, **common,
     )  # fmt: skip
     return output
-
-
-@lru_cache(maxsize=8)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
