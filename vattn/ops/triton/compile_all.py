@@ -101,8 +101,9 @@ def compile_launch(launch: Launch) -> list[str]:
     shared, limit = compiled.metadata.shared, TARGETS[launch.target].shared_bytes
     if shared > limit:
         problems.append(f"{shared} bytes of shared memory, {limit} there are")
-    exact = launch.arguments.get("COMPUTE") == tl.float32
-    latent_elsewhere = launch.kernel.__name__ == "mla_attention_kernel" and launch.target != "sm_90"
+    latent = launch.kernel.__name__ == "mla_attention_kernel"
+    exact = launch.arguments.get("DTYPE" if latent else "COMPUTE") == tl.float32
+    latent_elsewhere = latent and launch.target != "sm_90"
     packed = any(name in launch.name for name in PACKED_FORMATS)
     if latent_elsewhere or (packed and (exact or launch.target != "sm_90")):
         allowance = UNTUNED_KERNEL_SPILL_ALLOWANCE
