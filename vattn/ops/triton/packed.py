@@ -261,20 +261,29 @@ def load_int4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.kv_formats.nvfp4.Nvfp4`."""
-    COUNT: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = PART[1] // PART[6]
-    groups = tl.reshape(x, [COUNT, GROUPS, PART[6]])
-    absmax = absolute_maximum(groups)
+def nvfp4_rows(groups, absmax, given, NATIVE: tl.constexpr):
+    """Return the e4m3 bytes of block scales and e2m1 codes in int32 of groups with these maxima."""
     block = tl.div_rn(absmax, tl.full(absmax.shape, 6.0, tl.float32))
     stored = encode_e4m3(tl.div_rn(block, tl.zeros_like(block) + given))
     step = decode(stored, "fp8_e4m3", tl.float32, False) * given
     step = tl.expand_dims(tl.where(step == 0.0, INFINITY, step), 2)
-    values = nvfp4_codes(groups, step, False, NATIVE)
-    store_codes(codes, tl.reshape(values, [COUNT, PART[1]]), rows, PART)
-    column = tl.arange(0, GROUPS)[None, :]
+    return stored, nvfp4_codes(groups, step, False, NATIVE)
+
+
+@triton.jit
+def store_groups(values, stored, codes, scales, rows, PART: tl.constexpr):
+    """Store codes `[rows, groups, columns]` and a byte of scale for each group."""
+    store_codes(codes, tl.reshape(values, [values.shape[0], PART[1]]), rows, PART)
+    column = tl.arange(0, values.shape[1])[None, :]
     tl.store(scales + column, stored, mask=rows & (column < PART[0] // PART[6]))
+
+
+@triton.jit
+def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.nvfp4.Nvfp4`."""
+    groups = tl.reshape(x, [x.shape[0], PART[1] // PART[6], PART[6]])
+    stored, values = nvfp4_rows(groups, absolute_maximum(groups), given, NATIVE)
+    store_groups(values, stored, codes, scales, rows, PART)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.codec import decode, encode_e4m3, encode_native
-from vattn.ops.triton.epilogue import absolute_maximum, nvfp4_codes
+from vattn.ops.triton.codec import decode, encode_native
+from vattn.ops.triton.epilogue import absolute_maximum
 from vattn.ops.triton.packed import (
     BOUNDARIES_3,
     BOUNDARIES_4,
@@ -20,7 +20,9 @@ from vattn.ops.triton.packed import (
     MIN_LENGTH,
     _squares,
     divide_rows,
+    nvfp4_rows,
     store_codes,
+    store_groups,
     to_fp16,
 )
 from vattn.ops.triton.rotation import pairwise_sum, rotate
@@ -170,23 +172,15 @@ def quick_nvfp4_codes(groups, absmax, given):
 @triton.jit
 def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.nvfp4.Nvfp4`."""
-    COUNT: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = PART[1] // PART[6]
-    groups = tl.reshape(x, [COUNT, GROUPS, PART[6]])
+    groups = tl.reshape(x, [x.shape[0], PART[1] // PART[6], PART[6]])
     absmax = absolute_maximum(groups)
     # Out of this range of given scales a step of a quotient might leave that of fp32.
     is_usual = (given > 8.881784e-16) & (given < 1.1258999e15)
     if tl.min((tl.zeros_like(absmax) + is_usual.to(tl.float32)).to(tl.int32)) != 0:
         stored, values = quick_nvfp4_codes(groups, absmax, given)
     else:
-        block = tl.div_rn(absmax, tl.full(absmax.shape, 6.0, tl.float32))
-        stored = encode_e4m3(tl.div_rn(block, tl.zeros_like(block) + given))
-        step = decode(stored, "fp8_e4m3", tl.float32, False) * given
-        step = tl.expand_dims(tl.where(step == 0.0, INFINITY, step), 2)
-        values = nvfp4_codes(groups, step, False, True)
-    store_codes(codes, tl.reshape(values, [COUNT, PART[1]]), rows, PART)
-    column = tl.arange(0, GROUPS)[None, :]
-    tl.store(scales + column, stored, mask=rows & (column < PART[0] // PART[6]))
+        stored, values = nvfp4_rows(groups, absmax, given, True)
+    store_groups(values, stored, codes, scales, rows, PART)
 
 
 QUICK_STORES: dict[str, Any] = {"codebook": store_codebook, "nvfp4": store_nvfp4}
