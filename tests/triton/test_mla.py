@@ -100,6 +100,19 @@ def test_codes_of_queries_bit_for_bit(dtype: str) -> None:
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("tokens", [12, 14])
+@pytest.mark.parametrize("query_format", ["none", "fp8_e4m3"])
+def test_padding_does_not_reach_the_row_before(query_format: str, tokens: int) -> None:
+    # Products in bf16 of an odd number of columns, on CPUs with AMX.
+    changes = {"qk_nope_head_dim": 33, "num_heads": 8, "kv_lora_rank": 3, "decode_threshold": 128}
+    cache = "bfloat16" if query_format == "none" else query_format
+    config = make_mla_config(
+        dtype="bfloat16", kv_cache_dtype=cache, query_format=query_format, backend="TRITON_MLA", **changes
+    )
+    got, _ = run_mla(random_mla_batch(config, [tokens], [tokens], padding_tokens=5), config)
+    assert got[:tokens].isfinite().all() and not got[tokens:].any()
+
+
 @pytest.mark.parametrize("topk", [3, 40])
 def test_sparse(topk: int) -> None:
     config = make_mla_config(num_heads=18, sparse=True, lse=True)

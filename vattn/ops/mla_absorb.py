@@ -15,10 +15,18 @@ from vattn.quantization import quant_fp8_static
 def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
     """Return queries in the latent space, `[T, N, L + R]` in the model dtype."""
     absorbed = query.new_empty((query.shape[0], config.num_heads, config.head_size))
-    nope = query[..., : config.qk_nope_head_dim].transpose(0, 1)
-    torch.bmm(nope, w_uk, out=absorbed[..., : config.kv_lora_rank].transpose(0, 1))
+    take_to_latents(query[..., : config.qk_nope_head_dim], w_uk, absorbed[..., : config.kv_lora_rank])
     absorbed[..., config.kv_lora_rank :] = query[..., config.qk_nope_head_dim :]
     return absorbed
+
+
+def take_to_latents(nope: Tensor, w_uk: Tensor, out: Tensor) -> None:
+    """Write queries `[T, N, P]` by a head's `[P, L]` to `out` `[T, N, L]`; rows do not reach each other's results."""
+    if nope.device.type == "cpu" and nope.dtype != torch.float32:
+        # With an odd P, products in bf16 on AMX multiply zeros by the row behind, which may be padding that holds NaN.
+        out.copy_(torch.bmm(nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1))
+    else:
+        torch.bmm(nope.transpose(0, 1), w_uk, out=out.transpose(0, 1))
 
 
 def quantised_query(absorbed: Tensor, q_scale: Tensor, config: MLAConfig) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
-from vattn.ops.mla_absorb import absorb, project_values
+from vattn.ops.mla_absorb import absorb, project_values, take_to_latents
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
 from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
@@ -112,7 +112,9 @@ def _attend_short(
         absorbed = absorb(args.query, w_uk, config)
     else:
         nope, rope = args.query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
-        absorbed = quantise_query(torch.bmm(nope.transpose(0, 1), w_uk).transpose(0, 1), rope, args, config, known)
+        absorbed = nope.new_empty((*nope.shape[:2], config.kv_lora_rank))
+        take_to_latents(nope, w_uk, absorbed)
+        absorbed = quantise_query(absorbed, rope, args, config, known)
     latent = _attend_absorbed(absorbed, args, config, limits)
     if config.output_format == "none":
         project_values(latent, w_uv, args.output)
