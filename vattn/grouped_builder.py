@@ -141,6 +141,14 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         metadata.mark_dynamic()
         return metadata
 
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any]) -> AttentionMetadata:
+        """Refuse: what becomes of blocks behind windows is read from whole tables.
+
+        Raises:
+            MetadataError: always.
+        """
+        raise MetadataError("advance() of a builder with groups", "builders of one table", "call build() for each step")
+
     def _check_held(self, group: CacheGroup, step: Step) -> None:
         """Refuse a step that reads, or writes to, a block which was freed."""
         needed = -(-step.seq_lens // self.block_size)

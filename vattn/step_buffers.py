@@ -26,6 +26,7 @@ class StepBuffers:
         self.prefix_lens, self.prefix_start_loc = rest
         self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
         self.block_table = zeros(limits.num_reqs, limits.table_width)
+        self.entries = zeros(2 * limits.num_reqs, dtype=torch.int64)
         self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
         self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
         self.tree_bias = zeros(limits.trees * limits.tree_size**2, dtype=torch.float32)

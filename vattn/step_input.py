@@ -73,6 +73,8 @@ class Step:
     """Tokens of the prefix that all requests share; `None`: layers do not attend it apart."""
     held: Tensor | None = None
     """How many of its tokens this rank holds, under context parallelism."""
+    given_places: bool = False
+    """Whether slots or positions were given, instead of following from lengths and table."""
 
 
 def most_held(stripe: Stripe | None, length: Number) -> Number:

@@ -83,12 +83,21 @@ class CacheBlocks:
                 request.room = request.cached + count
             self._note(request, before)
 
+    def begun(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        """Return the blocks in which requests of some lengths have their last token, for each group."""
+        columns = [(length - 1) // self.block_size for length in lengths]
+        return [
+            [_rows(request.table)[group][column] for request, column in zip(requests, columns, strict=True)]
+            for group in range(len(self._specs))
+        ]
+
     def close(self, request: Request) -> None:
         """Give a request's row and blocks back."""
         if request.table is not None:
             request.table.free()
+            # What is noted for the row would come behind what its next request notes.
+            self._write_fresh()
             self._rows.append(request.row)
-            self._fresh = [each for each in self._fresh if each[0] % self._max_num_reqs != request.row]
             request.table, request.row = None, -1
             request.cached = request.room = request.published = 0
 
@@ -111,15 +120,19 @@ class CacheBlocks:
 
     def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
         """Return int64 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
+        self._write_fresh()
+        width = -(-num_tokens // self.block_size)
+        rows = on_host([request.row for request in requests])
+        found = [table.narrow(1, 0, width).index_select(0, rows) for table in self.tables]
+        return found if self.cache.groups else found[0]
+
+    def _write_fresh(self) -> None:
+        """Write what the tables lack."""
         if self._fresh:
             row, column, block = on_host([number for each in self._fresh for number in each]).view(-1, 3).unbind(1)
             # Rows of the groups follow each other.
             self._all_tables[row, column] = block
             self._fresh = []
-        width = -(-num_tokens // self.block_size)
-        rows = on_host([request.row for request in requests])
-        found = [table.narrow(1, 0, width).index_select(0, rows) for table in self.tables]
-        return found if self.cache.groups else found[0]
 
     def num_wasted(self, requests: Sequence[Request]) -> int:
         """Return the places in the blocks of running requests that hold no token which a query still reads."""
@@ -138,6 +151,8 @@ class CacheBlocks:
             gone = min(_first_block(spec, request.cached), first)
             self._fresh += [(place, column, 0) for column in range(request.freed[group], gone)]
             request.freed[group] = max(request.freed[group], gone)
+        if len(self._fresh) > _MOST_FRESH:
+            self._write_fresh()
 
     def _name(self, key: str, group: int) -> str:
         return f"{key}/{group}" if self.cache.groups else key
@@ -164,6 +179,10 @@ class CacheBlocks:
             if all(runs[count - 1] >= count - _first_block(spec, count * self.block_size) for spec, runs in held):
                 return count
         return 0
+
+
+_MOST_FRESH = 4096
+"""Entries of the tables that are kept to be written at once."""
 
 
 def _rows(table: BlockTable | HybridBlockTable | None) -> list[list[int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -240,10 +242,9 @@ class Generator:
         if self._ahead is not None and self._ahead.batch.follows:
             run = now.batch.run
             assert run is not None
-            if run.plain(now.batch.requests) and 0 not in usable and run.stops.isdisjoint(tokens):
-                for request, token in zip(now.batch.requests, tokens, strict=True):
-                    request.output.append(token)
-                return list(map(Progress, now.batch.requests, repeat(""), zip(tokens)))
+            if run.plain() and 0 not in usable and run.stops.isdisjoint(tokens):
+                deque(map(list.append, map(_OUTPUT, run.requests), tokens), maxlen=0)
+                return list(map(_PROGRESS, zip(run.requests, repeat(""), zip(tokens))))
             for request in now.batch.requests:
                 request.coming = True
         came = []
@@ -292,9 +293,9 @@ class Generator:
         """Make the blocks that a step fills with known tokens known by their content."""
         size, drafts = self._blocks.block_size, batch.drafts
         if batch.follows:
-            for index, end in enumerate(batch.ends):
-                if not end % size:
-                    self._blocks.publish(batch.requests[index], end)
+            assert batch.run is not None
+            for place in batch.run.full(batch.behind):
+                self._blocks.publish(batch.requests[place], batch.run.ends[place] + batch.behind)
             return
         ends = [end - len(guesses) for end, guesses in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
         for request, end in zip(batch.requests, ends, strict=True):
@@ -382,7 +383,7 @@ class Generator:
         for drafts in batch.drafts:
             so_far.drafted_tokens += len(drafts)
             so_far.drafted_steps += bool(drafts)
-        for request, start, end in () if batch.follows else zip(batch.requests, batch.starts, batch.ends, strict=True):
+        for request, start, end in zip(batch.requests, batch.starts, batch.ends, strict=False):
             if start < len(request.prompt):
                 so_far.prompt_tokens += min(end, len(request.prompt)) - start
                 so_far.reused_tokens += request.reused if start == request.reused else 0
@@ -396,7 +397,9 @@ _OWNERS: WeakValueDictionary[int, Generator] = WeakValueDictionary()
 """Which generator writes to a cache, by where its first storage lies."""
 
 
-_TOKENS = attrgetter("tokens")
+_TOKENS, _OUTPUT = attrgetter("tokens"), attrgetter("output")
+_PROGRESS = partial(tuple.__new__, Progress)
+"""`Progress` of a tuple of its fields."""
 
 
 def _place(cache: KVCacheAllocation) -> int:

@@ -20,6 +20,8 @@ from vattn.generation.scheduler import Batch
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
+Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
+
 
 @dataclass
 class Launched:
@@ -31,6 +33,8 @@ class Launched:
             of its drafts.
         result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
         errors: what the logits processors of a request raised, by place in `tokens`.
+        metadata: of the step.
+        runner: the graphs that hold it, `None` if it runs without.
         begin, done: events around the step, `None` without a GPU.
         waited: seconds for which `read` waited for the device.
     """
@@ -39,6 +43,8 @@ class Launched:
     tokens: Tensor
     result: Tensor
     errors: dict[int, VattnError]
+    metadata: AttentionMetadata
+    runner: CUDAGraphRunner | None = None
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     waited: float = 0.0
@@ -91,43 +97,63 @@ class Launcher:
             batch: what it computes, of requests whose blocks are taken.
             before: the step before, if it has not been read: tokens that it chooses are taken on the device.
         """
-        cuda = self.device.type == "cuda"
-        begin = torch.cuda.Event(enable_timing=True) if cuda else None
-        counts = [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
-        ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
-        tables = self.blocks.rows(batch.requests, max(batch.ends))
-        logits = self._run(batch, counts, ids, rows, tables, begin)
-        requests, places = _chosen(batch)
-        tokens, result, errors = choose_tokens(logits, requests, places)
-        if not cuda:
-            return Launched(batch, tokens, result, errors)
+        begin = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
+        if before is not None and batch.follows and not self.blocks.cache.groups:
+            logits, metadata, runner = self._run_behind(batch, before, begin)
+        else:
+            logits, metadata, runner = self._run(batch, before, begin)
+        tokens, result, errors = choose_tokens(logits, *_chosen(batch))
+        if begin is None:
+            return Launched(batch, tokens, result, errors, metadata, runner)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        return Launched(batch, tokens, host, errors, begin, done)
+        return Launched(batch, tokens, host, errors, metadata, runner, begin, done)
 
-    def _run(
-        self,
-        batch: Batch,
-        counts: list[int],
-        ids: Tensor,
-        rows: Tensor | None,
-        tables: Any,
-        begin: torch.cuda.Event | None,
-    ) -> Tensor:
-        """Return the logits of every chosen token, replaying a graph where one holds the step; note when it begins."""
+    def _run(self, batch: Batch, before: Launched | None, begin: torch.cuda.Event | None) -> Outcome:
+        """Run a step, replaying a graph where one holds it; note when it begins."""
+        if batch.follows:
+            ends, counts = batch.places(), [1] * batch.ready
+        else:
+            ends, counts = batch.ends, [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
+        ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
+        tables: Any = self.blocks.rows(batch.requests, max(ends))
         total = sum(counts)
         graphs = self.graphs[bool(batch.drafts)]
         drafts = max(map(len, batch.drafts), default=0)
         if graphs is not None and max(counts) <= 1 + drafts and graphs.key_for(len(counts), total) is not None:
-            metadata = graphs.build(on_host(counts), on_host(batch.ends), tables)
-            _record(begin)
-            return graphs(*model_inputs(ids[:total], metadata, rows), metadata=metadata)  # type: ignore[no-any-return]
-        metadata = self.builder.build(on_host(counts), on_host(batch.ends), tables, num_tokens_padded=ids.shape[0])
-        _record(begin)
+            metadata = graphs.build(on_host(counts), on_host(ends), tables)
+            ids = ids[:total]
+        else:
+            graphs = None
+            metadata = self.builder.build(on_host(counts), on_host(ends), tables, num_tokens_padded=ids.shape[0])
+        return self._forward(ids, metadata, rows, graphs, begin)
+
+    def _run_behind(self, batch: Batch, before: Launched, begin: torch.cuda.Event | None) -> Outcome:
+        """Run the step behind one on its way, as that ran: with what it adds alone."""
+        count, ids = batch.ready, before.tokens
+        metadata = self.builder.advance(before.metadata, batch.new_blocks[0])
+        if count == 1 and before.runner is None:
+            ids = ids.repeat(2)
+        return self._forward(ids, metadata, self._places[: max(2, count)], before.runner, begin)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None,
+        graphs: CUDAGraphRunner | None,
+        begin: torch.cuda.Event | None,
+    ) -> Outcome:
+        """Return the logits of every chosen token, what describes the step, and the graphs that were replayed."""
+        if begin is not None:
+            begin.record()
+        inputs = model_inputs(ids, metadata, rows)
+        if graphs is not None:
+            return graphs(*inputs, metadata=metadata), metadata, graphs
         with forward_context(metadata):
-            return self.forward(*model_inputs(ids, metadata, rows))
+            return self.forward(*inputs), metadata, None
 
     def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
         """Return the rows of a step whose logits are needed; `None` for the last one of each request."""
@@ -178,11 +204,6 @@ class Launcher:
         return _merged(ids + [0] * few, sources + [-1] * few, before)
 
 
-def _record(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        event.record()
-
-
 def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     """Return ids on the device: `ids`, and where `sources` has no -1 a token that the step before chooses."""
     if max(sources) < 0:
@@ -191,16 +212,18 @@ def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
 
 
-def _chosen(batch: Batch) -> tuple[list[Request], list[int]]:
-    """Return the requests and positions of the tokens that a step chooses."""
-    if not batch.drafts:
-        return batch.requests[: batch.ready], batch.ends[: batch.ready]
-    requests: list[Request] = []
-    places: list[int] = []
-    for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
-        requests += [request] * (1 + len(drafts))
-        places += range(end - len(drafts), end + 1)
-    return requests, places
+def _chosen(batch: Batch) -> tuple[list[Request], list[int], list[int]]:
+    """Return the requests and positions of the tokens that a step chooses, and the rows that are not greedy."""
+    requests = batch.requests[: batch.ready]
+    if batch.run is not None:
+        return requests, batch.places() if batch.run.sampled else [], batch.run.sampled
+    places = batch.places()
+    if batch.drafts:
+        requests, places = [], []
+        for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
+            requests += [request] * (1 + len(drafts))
+            places += range(end - len(drafts), end + 1)
+    return requests, places, [row for row, request in enumerate(requests) if not request.greedy]
 
 
 def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:

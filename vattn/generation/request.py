@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 
 from vattn.block_pool import BlockTable
@@ -11,7 +13,6 @@ from vattn.errors import RequestError, VattnError
 from vattn.generation.lookup import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.generation.text import TextStream
-from vattn.kv_transfer.connector import block_keys
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -94,11 +95,17 @@ class Request:
         return self.prompt[start:end] + self.output[: max(0, end - length)]
 
     def keys(self, num_blocks: int, block_size: int) -> list[str]:
-        """Return content keys of the first whole blocks, and of as many more as are known."""
+        """Return content keys of the first whole blocks, and of as many more as are known.
+
+        They are of this process alone, and made in less time than those of `vattn.block_keys`.
+        """
         have = len(self._keys)
         if num_blocks > have:
-            fresh = self.tokens(have * block_size, num_blocks * block_size)
-            self._keys += block_keys(fresh, block_size, parent=self._keys[-1] if have else None)
+            fresh = array("q", self.tokens(have * block_size, num_blocks * block_size))
+            key = self._keys[-1] if have else ""
+            for end in range(block_size, len(fresh) + 1, block_size):
+                key = hashlib.sha256(key.encode() + fresh[end - block_size : end].tobytes()).hexdigest()
+                self._keys.append(key)
         return self._keys
 
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:

@@ -19,14 +19,15 @@ from vattn.generation.sampling import Sampling
 
 
 def choose_tokens(
-    logits: Tensor, requests: Sequence[Request], places: Sequence[int]
+    logits: Tensor, requests: Sequence[Request], places: Sequence[int], sampled: Sequence[int]
 ) -> tuple[Tensor, Tensor, dict[int, VattnError]]:
     """Return a token for each row, without waiting for the device.
 
     Args:
         logits: `[N, vocab_size]` of any float dtype; rows behind those of the requests are ignored.
         requests: whose rows they are; a request with drafts has several.
-        places: positions of the tokens that are chosen, one for each row.
+        places: positions of the tokens that are chosen, one for each row; read where something is sampled.
+        sampled: rows whose requests are not greedy.
 
     Returns:
         int64 `[N]` tokens; int64 `[2, N]`: tokens, and 1 where the logits could be used; and what the logits processors
@@ -38,7 +39,7 @@ def choose_tokens(
     usable = largest.isfinite()
     errors: dict[int, VattnError] = {}
     groups: dict[Any, list[int]] = {}
-    for row in [row for row, request in enumerate(requests) if not request.greedy]:
+    for row in sampled:
         sampling = requests[row].sampling
         groups.setdefault(row if sampling.needs_history else _cuts(sampling), []).append(row)
     for members in groups.values():

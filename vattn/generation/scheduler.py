@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass, field
-from operator import ge
 
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
 from vattn.generation.blocks import CacheBlocks, blocks_needed
@@ -22,8 +20,10 @@ class Batch:
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
         drafts: for the first ones, how their last tokens were guessed; empty in a step without guesses.
-        follows: whether it takes the tokens of the step before as they come, see `Scheduler.follow`.
         run: what the steps that may follow have to know; `None` where the next one has to be planned.
+        behind: how many steps behind the first of its run it is. One that is behind takes the tokens of the step before
+            as they come, see `Scheduler.follow`; its `starts` and `ends` are empty, since all are one more.
+        new_blocks: of such a step, the blocks that begin with its tokens, for each group.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -31,35 +31,73 @@ class Batch:
     ends: list[int] = field(default_factory=list)
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
-    follows: bool = False
     run: DecodeRun | None = None
+    behind: int = 0
+    new_blocks: list[list[int]] = field(default_factory=list)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it takes the tokens of the step before as they come."""
+        return self.behind > 0
+
+    def places(self) -> list[int]:
+        """Return the positions of the tokens that the ready requests get."""
+        if self.run is not None and self.behind:
+            return [end + self.behind for end in self.run.ends]
+        return self.ends[: self.ready]
 
 
 class DecodeRun:
     """Steps of one token for each of the same requests, behind each other.
 
+    What a step has to do for some of its requests is known ahead, by how many steps it is behind the first: no step
+    looks at all of them.
+
     Args:
         requests: all that run.
         ends: of the first step.
         changes: of the scheduler's batch, when that step was planned.
+        block_size: of the cache.
 
     Attributes:
         left: steps in which no request reaches its limit.
-        rooms: tokens that each request has blocks for.
         stops: tokens that end one of the requests.
+        sampled: places of the requests that are not greedy.
     """
 
-    def __init__(self, requests: list[Request], ends: list[int], changes: int) -> None:
-        self.changes = changes
+    def __init__(self, requests: list[Request], ends: list[int], changes: int, block_size: int) -> None:
+        self.requests, self.ends, self.changes = requests, ends, changes
         self.left = min(request.limit - end for request, end in zip(requests, ends, strict=True)) - 1
-        self.rooms = [request.room for request in requests]
         self.stops = frozenset().union(*{request.stop_token_ids for request in requests})
+        self.sampled = [place for place, request in enumerate(requests) if not request.greedy]
         self._plain = False
+        self._full: list[list[int]] = [[] for _ in range(block_size)]
+        self._due: dict[int, list[int]] = {}
+        for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
+            self._full[-end % block_size].append(place)
+            self._due.setdefault(request.room - end, []).append(place)
 
-    def plain(self, requests: list[Request]) -> bool:
+    def plain(self) -> bool:
         """Return whether a token that ends no request changes nothing but its output."""
-        self._plain = self._plain or all(request.plain for request in requests)
+        self._plain = self._plain or all(request.plain for request in self.requests)
         return self._plain
+
+    def full(self, behind: int) -> list[int]:
+        """Return the places of the requests whose last block is full after a step."""
+        return self._full[behind % len(self._full)]
+
+    def grow(self, blocks: CacheBlocks, behind: int) -> list[list[int]]:
+        """Take blocks for a step, and return those that begin with its tokens, for each group.
+
+        Raises:
+            OutOfBlocksError: too few are left; some requests may have got theirs.
+        """
+        for place in self._due.pop(behind - 1, ()):
+            request = self.requests[place]
+            blocks.grow(request, 1)
+            self._due.setdefault(request.room - self.ends[place], []).append(place)
+        begun = self.full(behind - 1)
+        return blocks.begun([self.requests[place] for place in begun], [self.ends[place] + behind for place in begun])
 
 
 class Scheduler:
@@ -155,7 +193,7 @@ class Scheduler:
             ready.drafts = []
         singles = self.token_budget - budget == len(ready.requests) == len(self.running) == ready.ready
         if singles and ready.requests and self.lookup is None:
-            ready.run = DecodeRun(ready.requests, ready.ends, self._changes)
+            ready.run = DecodeRun(ready.requests, ready.ends, self._changes, self.blocks.block_size)
         return ready
 
     def follow(self, before: Batch) -> Batch | None:
@@ -170,15 +208,13 @@ class Scheduler:
             return None
         if self.waiting and len(self.running) < self.max_num_reqs:
             return None
-        for index in itertools.compress(itertools.count(), map(ge, before.ends, run.rooms)):
-            try:
-                self.blocks.grow(before.requests[index], 1)
-            except OutOfBlocksError:
-                return None
-            run.rooms[index] = before.requests[index].room
+        behind = before.behind + 1
+        try:
+            new_blocks = run.grow(self.blocks, behind)
+        except OutOfBlocksError:
+            return None
         run.left -= 1
-        ends = [end + 1 for end in before.ends]
-        return Batch(before.requests, before.ends, ends, len(ends), follows=True, run=run)
+        return Batch(run.requests, ready=before.ready, run=run, behind=behind, new_blocks=new_blocks)
 
     def _put(self, request: Request, count: int, budget: int, ready: Batch, rest: Batch) -> int:
         """Put a request with room for `count` tokens into the batch, and guesses behind them; return how many."""
