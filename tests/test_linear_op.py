@@ -66,6 +66,8 @@ def test_the_kernel(rows: int, features: int, codes: str) -> None:
     assert takes(args) == (rows > 2 and not codes)
     with using(few_rows="none"):
         assert not takes(args)
+    with using(few_rows="streamed"):
+        assert takes(args) == (rows > 2 and not codes)  # The interpreter knows no Gluon.
     with using(few_rows="all"):
         assert takes(args) and not takes(make_args(33, codes, features)) and not takes(make_args(0, codes, features))
         assert not takes(make_args(rows, codes, features, columns=1024 + 16))
@@ -83,6 +85,31 @@ def test_the_kernel_for_two_rows(rows: int, columns: int) -> None:
     args = make_args(rows, "", 32, columns)
     assert choose(args) == TWO_ROWS
     assert relative_l2(few_rows_linear(args).double(), expected(args)) < 3e-4
+
+
+@pytest.mark.parametrize("codes", ["", "tensor"])
+def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which products the Hopper kernel takes, and that its boxes are panels of 128 bytes of the rows."""
+    pytest.importorskip("triton.experimental.gluon")
+    from vattn.ops import hopper
+    from vattn.ops.gluon.few_rows_launch import RINGS, _boxes, accepts
+
+    args = make_args(5, codes, columns=1024)
+    assert not accepts(args)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    assert accepts(args) and accepts(make_args(8, codes, 17, 128)) and accepts(make_args(1, codes))
+    assert not accepts(make_args(9, codes)) and not accepts(make_args(0, codes))
+    assert not accepts(make_args(5, codes, columns=1024 + 16))
+    assert not accepts(args._replace(input=args.input[:, :-32], weight=args.weight[:, :-32].contiguous()))
+    assert accepts(args._replace(input=args.input[:, :-128], weight=args.weight[:, :-128].contiguous()))
+    odd = torch.zeros(5 * 1032, dtype=args.input.dtype).as_strided((5, 1024), (1028 if codes else 1026, 1))
+    assert not accepts(args._replace(input=odd))  # Rows that are no whole number of 16 bytes apart.
+    plain = args.input.view(torch.uint8) if codes else args.input  # CPUs do not compare e4m3.
+    for ring in RINGS:
+        boxes = _boxes(args.input, 8, ring)
+        panels = plain.as_strided(boxes.shape, boxes.strides, args.input.storage_offset())
+        assert torch.equal(panels.permute(1, 0, 2).flatten(1), plain)
+        assert boxes.block_shape == [ring.panels, 8, 128 if codes else 64]
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])

@@ -40,9 +40,43 @@ def test_products(rows: int, features: int, columns: int, codes: str) -> None:
     assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
 
 
-@pytest.mark.parametrize("codes", ["", "tensor"])
-@pytest.mark.parametrize("rows", [2, 32])
-def test_chains(rows: int, codes: str) -> None:
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(
+    ("features", "columns"),
+    [(16, 128), (24, 384), (80, 2048), (4096, 4224), (4096, 14336), (28672, 4096), (65552, 512)],
+)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
+    """Rings that are never full, refilled once and many times; chunks and tiles that are not whole, NaN behind them."""
+    from vattn.ops.gluon.few_rows_launch import RINGS, accepts, streamed_linear
+
+    args = on_gpu(make_args(rows, codes, features, columns))
+    assert accepts(args)
+    for ring in RINGS:
+        got = streamed_linear(args, ring)
+        assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
+
+
+def test_streamed_rows_lie_apart() -> None:
+    """The tensor map ends at the last row and column: NaN behind them does not count."""
+    from vattn.ops.gluon.few_rows_launch import accepts, streamed_linear
+
+    room = torch.full((12, 1152), torch.nan, dtype=torch.bfloat16, device="cuda")
+    room[3:6, :1088] = torch.randn(3, 1088, device="cuda")
+    weights = torch.full((41, 1088), torch.nan, dtype=torch.bfloat16, device="cuda")
+    weights[:40] = torch.randn(40, 1088, device="cuda")
+    args = LinearArgs(room[3:6, :1088], weights[:40], None, None, "bfloat16")
+    assert accepts(args)
+    got = streamed_linear(args)
+    assert relative_l2(got.double(), args.input.double() @ args.weight.double().t()) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "codes", "own"),
+    [(rows, codes, own) for rows, own in ((2, "all"), (32, "all"), (2, "streamed"), (8, "streamed"))
+     for codes in ("", "tensor")],
+)  # fmt: skip
+def test_chains(rows: int, codes: str, own: str) -> None:
     """Each product needs what the kernel before it wrote, and overwrites what others read, with nothing between."""
     torch.manual_seed(0)
     dtype = torch.float8_e4m3fn if codes else torch.bfloat16
@@ -60,11 +94,11 @@ def test_chains(rows: int, codes: str) -> None:
         return x
 
     x = torch.randn(rows, 2048, device="cuda").bfloat16()
-    want = run(x, "all")
+    want = run(x, own)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(x, "all")
+        got = run(x, own)
     for _ in range(50):
         got.fill_(torch.nan)
         graph.replay()
@@ -84,9 +118,9 @@ class Seen:
         return scores
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("which", "overlap"), [("all", False), ("all", True), ("streamed", True)])
 @pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
-def test_models(fmt: str, overlap: bool) -> None:
+def test_models(fmt: str, which: str, overlap: bool) -> None:
     """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""
     from tests.gpu.test_fp8_linears_gpu import PROMPTS, WIDE
     from tests.test_fp8_linears import calibrated, make_llama
@@ -102,7 +136,7 @@ def test_models(fmt: str, overlap: bool) -> None:
         packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows="all"):
+        with using(few_rows=which):
             generator = vattn.Generator(
                 packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},

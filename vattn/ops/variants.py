@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_parts": ("small", "large"),
-    "few_rows": ("none", "values", "all"),
+    "few_rows": ("none", "values", "all", "streamed"),
     "latent_mixed": ("plain", "fast", "twice"),
     "packed_store": ("plain", "quick"),
 }
@@ -50,7 +50,8 @@ class Variants:
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
-            values and more than two rows; "all", of one or two rows and of e4m3 codes too.
+            values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
+            up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's

@@ -36,7 +36,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
-from vattn.ops.gluon import prefill_launch
+from vattn.ops.gluon import few_rows_cases, prefill_launch
 from vattn.ops.gluon.prefill_launch import Cut
 from vattn.ops.triton import compile_all as triton_compile_all
 from vattn.ops.triton.compile_all import source_of as plain_source_of
@@ -130,6 +130,7 @@ def all_launches() -> Iterator[Launch]:
             for groups in sorted({prefill_launch.warpgroups(config, rows) for rows in (64, 8192)}):
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
+    yield from few_rows_cases.launches()
 
 
 def _other_cuts() -> Iterator[Launch]:

@@ -122,12 +122,23 @@ def takes(args: LinearArgs) -> bool:
     rows, which = args.input.shape[0], variants.current().few_rows
     if which == "none" or args.input.dtype is torch.float32 or not 0 < rows <= MOST_ROWS:
         return False
-    if which == "values" and (rows <= 2 or args.input.dtype is E4M3):
+    if streams(args):
+        return True
+    if which in ("values", "streamed") and (rows <= 2 or args.input.dtype is E4M3):
         return False
     if not INTERPRETED.value and not hopper.is_hopper(args.input.device):
         return False
     aligned = all(t.data_ptr() % 16 == 0 for t in args[:2]) and args.input.stride(0) * args.input.itemsize % 16 == 0
     return aligned and choose(args) is not None
+
+
+def streams(args: LinearArgs) -> bool:
+    """Return whether the kernel whose weights go ahead of its input is wanted, and takes a product."""
+    if variants.current().few_rows != "streamed" or INTERPRETED.value:
+        return False
+    from vattn.ops.gluon import few_rows_launch
+
+    return few_rows_launch.accepts(args)
 
 
 def choose(args: LinearArgs) -> Cut | None:
@@ -148,6 +159,10 @@ def choose(args: LinearArgs) -> Cut | None:
 
 def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     """Run a product that `takes` accepts; `cut` overrides the one that its sizes would choose."""
+    if cut is None and streams(args):
+        from vattn.ops.gluon.few_rows_launch import streamed_linear
+
+        return streamed_linear(args)
     cut = cut or choose(args)
     assert cut is not None
     x, weight, (rows, columns), features = args.input, args.weight, args.input.shape, args.weight.shape[0]

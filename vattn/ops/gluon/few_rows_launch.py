@@ -1,0 +1,80 @@
+"""Which products run by the kernel whose weights are on their way before their input is, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vattn.formats import MODEL_DTYPES
+from vattn.ops import hopper
+from vattn.ops.gluon.few_rows import FEATURES, ROWS, streamed_kernel
+from vattn.ops.linear import E4M3, LinearArgs
+
+PANEL_BYTES = 128
+"""Of a row, read by one warp at a time: the widest swizzle of shared memory."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How much is on its way.
+
+    Attributes:
+        panels: of a row in a stage; also warps.
+        stages: of the ring.
+    """
+
+    panels: int = 8
+    stages: int = 8
+
+
+RINGS = (Ring(), Ring(8, 4), Ring(4, 16))
+"""The first is what runs: 192 KiB, so that no second program fits beside one on a multiprocessor. Two of the second do;
+the third has stages of half the size."""
+
+LAUNCH = {"launch_pdl": True, "maxnreg": 80}
+"""Few registers, so that small kernels fit beside it."""
+
+
+def accepts(args: LinearArgs) -> bool:
+    """Return whether the kernel runs a product that has been checked."""
+    x, weight = args.input, args.weight
+    if x.dtype is torch.float32 or not 0 < x.shape[0] <= ROWS.value or not hopper.is_hopper(x.device):
+        return False
+    row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
+    aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0
+    return aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight)) and weight.shape[0] > 0
+
+
+def streamed_linear(args: LinearArgs, ring: Ring = RINGS[0]) -> Tensor:
+    """Run a product that `accepts` takes."""
+    x, weight, features = args.input, args.weight, args.weight.shape[0]
+    output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
+    tiles = -(-features // FEATURES.value)
+    streamed_kernel[(min(tiles, _multiprocessors(x.device)),)](
+        weight_boxes=_boxes(weight, FEATURES.value, ring), input_boxes=_boxes(x, ROWS.value, ring),
+        input_scale=args.input_scale, weight_scale=args.weight_scale, output=output, num_rows=x.shape[0],
+        num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
+        ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
+        FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1,
+        OVERLAP=True, num_warps=ring.panels, **LAUNCH,
+    )  # fmt: skip
+    return output
+
+
+def _boxes(rows: Tensor, height: int, ring: Ring) -> Any:
+    """Return a tensor map over rows `[rows, K]` as panels `[K / columns, rows, columns]`."""
+    columns = PANEL_BYTES // rows.itemsize
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=PANEL_BYTES, element_bitwidth=8 * rows.itemsize, rank=3)
+    shape, strides = [rows.shape[1] // columns, rows.shape[0], columns], [columns, rows.stride(0), 1]
+    return TensorDescriptor(rows, shape, strides, [ring.panels, height, columns], layout)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
