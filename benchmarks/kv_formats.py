@@ -1,18 +1,20 @@
 """Time what each KV format costs: a store of 8192 tokens, and decode steps, beside the per-tensor FP8 cache.
 
-    python benchmarks/kv_formats.py [--peers all]
+    python benchmarks/kv_formats.py [--peers all] [--json out.json]
     python benchmarks/kv_formats.py --tiny    # on a CPU, in plain torch: whether it runs, no figure
 
 Every output is first compared with the reference on two of its requests. 32 query and 8 KV heads of 128, bf16, blocks
-of 16; CUDA-graph replays, all formats of a cell interleaved, median of 7. Peers are kernels of other libraries on an
-FP8 cache of the same shape, and FlashInfer's fa2 on the NVFP4 rows themselves, where it can compile that kernel.
+of 16; CUDA-graph replays, each format or peer interleaved with the FP8 cache alone, median of 7; in brackets what it
+takes of the time of that. Peers are kernels of other libraries on an FP8 cache of the same shape, and those of
+`benchmarks/kv_format_peers.py` on copies of the very rows; the ones that did not run are named with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
+from benchmarks.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
 from vattn.backends import selector
 from vattn.bench.cell import Cell
 from vattn.bench.peers import NotThisCellError, Peer, choose_peers
@@ -31,8 +34,9 @@ from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS
 from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, packed_views
+from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 
+AnyTimer = Timer | WallTimer
 BASELINE = "fp8_e4m3"
 BLOCK = 16
 
@@ -107,74 +111,85 @@ class Filled:
         return args
 
 
-def timer(call: Callable[[], object], size: Size) -> Timer | WallTimer:
+def timer(call: Callable[[], object], size: Size) -> AnyTimer:
     return (Timer if size.device == "cuda" else WallTimer)([call])
 
 
-def flashinfer_nvfp4(cache: Filled, args: AttentionArgs) -> Callable[[], Tensor]:
-    """Return FlashInfer's step over the same NVFP4 rows, codes and block scales copied out of the blocks."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+class Peers:
+    """Timers of other libraries' kernels that are right, and of the others what is wrong."""
 
-    config = cache.config
-    rows = packed_views(cache.storage, config)
-    codes = tuple(part.codes.contiguous() for part in rows)
-    scales = tuple(part.scales.contiguous().view(torch.float8_e4m3fn) for part in rows)
-    num_reqs, columns = args.block_table.shape
-    pages = torch.arange(num_reqs + 1, dtype=torch.int32) * columns
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(512 << 20, dtype=torch.uint8, device=args.query.device), "NHD", backend="fa2"
-    )
-    wrapper.plan(
-        qo_indptr=args.query_start_loc.cpu(), paged_kv_indptr=pages, paged_kv_indices=args.block_table.flatten(),
-        paged_kv_last_page_len=torch.full((num_reqs,), BLOCK, dtype=torch.int32), num_qo_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads, head_dim_qk=config.head_size, page_size=BLOCK, causal=True,
-        sm_scale=config.scale, q_data_type=torch.bfloat16, kv_data_type=torch.uint8,
-    )  # fmt: skip
-    output, given = torch.empty_like(args.query), float(cache.scale)
+    def __init__(self, names: list[str], size: Size) -> None:
+        self.names, self.size, self.problems = names, size, dict[str, str]()
 
-    def step() -> Tensor:
-        wrapper.run(args.query, codes, k_scale=given, v_scale=given, kv_cache_sf=scales, out=output)
-        return output
+    def chosen(self, key: str) -> bool:
+        """Return whether the command line asks for what has this key."""
+        return "none" not in self.names and ("all" in self.names or key in self.names)
 
-    return step
+    def timer(self, name: str, make: Callable[[], tuple[Callable[[], object], float, float]]) -> dict[str, AnyTimer]:
+        """Return a timer by its name; nothing, and a note, if `make` throws or its error is over its limit."""
+        try:
+            call, error, limit = make()
+            if not error < limit:
+                raise ValueError(f"relative error {error:.1e}")
+            return {name: timer(call, self.size)}
+        except NotThisCellError as refusal:
+            self.problems[name] = f"refuses: {refusal}"
+        except Exception as thrown:  # A peer that throws stops nothing.
+            self.problems[name] = f"{type(thrown).__name__}: {str(thrown).splitlines()[0] if str(thrown) else ''}"
+        return {}
+
+    def decodes(self, seq_len: int, caches: dict[str, Filled], steps: dict[str, AttentionArgs]) -> dict[str, AnyTimer]:
+        """Return timers of a decode step: over a cache in FP8 of their own, and over copies of our rows."""
+        num_reqs, found = steps[BASELINE].seq_lens.shape[0], dict[str, AnyTimer]()
+        work = Work(f"decode {num_reqs}x{seq_len}", ((1, seq_len),) * num_reqs)
+        cell = Cell(self.size.shape, work, "fp8", BLOCK, 0, self.size.device)
+
+        def over_own(peer: Peer) -> tuple[Callable[[], object], float, float]:
+            call = peer.make(cell)
+            return call, cell.error(call()), peer.limit[1]
+
+        def over_ours(peer: DecodePeer) -> tuple[Callable[[], object], float, float]:
+            call, right = peer.make(caches[peer.cache], steps[peer.cache]), steps[peer.cache].output.float()
+            return call, float((call().float() - right).norm() / right.norm()), peer.limit
+
+        for peer in choose_peers(self.names):
+            name, problem = f"{peer.name}, {BASELINE}", peer.problem()
+            if problem is None:
+                found |= self.timer(name, lambda peer=peer: over_own(peer))
+            else:
+                self.problems[name] = problem
+        for other in DECODE_PEERS:
+            if self.chosen(other.key):
+                found |= self.timer(f"{other.name}, {other.cache}", lambda peer=other: over_ours(peer))
+        return found
+
+    def stores(self, caches: dict[str, Filled], slots: Tensor) -> dict[str, AnyTimer]:
+        """Return timers of stores, whose keys are compared with the keys as they came: within one step of codes."""
+        found = dict[str, AnyTimer]()
+
+        def make(peer: StorePeer) -> tuple[Callable[[], object], float, float]:
+            cache = caches[peer.cache]
+            call, read = peer.make(cache, slots)
+            right = cache.key.float()
+            # NVFP4's is 0.095 of normal values, FP8's 0.027.
+            return call, float((read() - right).norm() / right.norm()), 0.11 if peer.cache == "nvfp4" else 0.03
+
+        for peer in STORE_PEERS:
+            if self.chosen(peer.key):
+                found |= self.timer(f"{peer.name}, {peer.cache}", lambda peer=peer: make(peer))
+        return found
 
 
-def peer_timers(
-    names: list[str], seq_len: int, size: Size, nvfp4: tuple[Filled, AttentionArgs]
-) -> dict[str, Timer | WallTimer]:
-    """Return timers of other libraries' kernels that are right; say of the others what is wrong.
+def beside_baseline(timers: Mapping[str, AnyTimer], replays: int) -> dict[str, tuple[float, float]]:
+    """Return the microseconds of each timer and those of the FP8 cache, the two of them interleaved alone.
 
-    Args:
-        nvfp4: our cache in that format and its step.
+    Kernels that are bound by instructions run up to 15 % slower where others of them have made the clock fall.
     """
-    num_reqs, found = nvfp4[1].seq_lens.shape[0], {}
-    work = Work(f"decode {num_reqs}x{seq_len}", ((1, seq_len),) * num_reqs)
-    cell = Cell(size.shape, work, "fp8", BLOCK, 0, size.device)
-    right = nvfp4[1].output.float()
-
-    def error_of_nvfp4(output: Tensor) -> float:
-        return float((output.float() - right).norm() / right.norm())
-
-    peers: list[tuple[str, Peer, Callable[[], Callable[[], Tensor]], Callable[[Tensor], float]]] = []
-    for peer in choose_peers(names):
-        peers.append((f"{peer.name}, FP8 cache", peer, lambda peer=peer: peer.make(cell), cell.error))
-        if peer.name == "FlashInfer fa2":
-            peers.append((f"{peer.name}, NVFP4 cache", peer, lambda: flashinfer_nvfp4(*nvfp4), error_of_nvfp4))
-    for name, peer, make, error_of in peers:
-        problem = peer.problem()
-        if problem is None:
-            try:
-                call = make()
-                error = error_of(call())
-                problem = None if error < peer.limit[1] else f"relative error {error:.1e}"
-            except NotThisCellError as refusal:
-                problem = f"refuses: {refusal}"
-            except Exception as thrown:  # A peer that throws stops nothing.
-                problem = f"{type(thrown).__name__}: {str(thrown).splitlines()[0] if str(thrown) else ''}"
-        if problem is None:
-            found[name] = timer(call, size)
-        else:
-            print(f"{name}: {problem}", file=sys.stderr)
+    base, found = timers[BASELINE], dict[str, tuple[float, float]]()
+    for name, other in timers.items():
+        base.microseconds.clear()
+        times = interleave({BASELINE: base, name: other}, replays)
+        found[name] = times[name], times[BASELINE]
     return found
 
 
@@ -184,6 +199,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=["none"], help="all, none, or fa3, flashinfer, xqa")
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to see that it runs")
     parser.add_argument("--replays", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="where to write all numbers")
     options = parser.parse_args()
     size = TINY if options.tiny else FULL
     layer = size.shape
@@ -194,24 +210,33 @@ def main() -> None:
     names = [BASELINE, *(name for name, fmt in KV_FORMATS.items() if fmt.packed)]
     caches = {name: Filled(name, key, value, size) for name in names}
     slots = torch.randperm(size.blocks * BLOCK, device=size.device)[: size.tokens]
-    stores = {name: timer(lambda c=cache: c.store(slots), size) for name, cache in caches.items()}
-    cells: dict[str, dict[str, Timer | WallTimer]] = {f"store {size.tokens}": stores}
+    peers = Peers(options.peers, size)
+    cells: dict[str, dict[str, AnyTimer]] = {}
     for num_reqs, seq_len in size.cells:
         query = torch.randn(num_reqs, layer.heads, layer.head_size, device=size.device, dtype=torch.bfloat16)
         table = torch.randperm(size.blocks, device=size.device).int().view(num_reqs, seq_len // BLOCK)
         steps = {name: cache.step(seq_len, query, table) for name, cache in caches.items()}
         cells[f"{num_reqs} x {seq_len}"] = {
             **{name: timer(lambda a=args: torch.ops.vattn.attention(*a), size) for name, args in steps.items()},
-            **peer_timers(options.peers, seq_len, size, (caches["nvfp4"], steps["nvfp4"])),
+            **peers.decodes(seq_len, caches, steps),
         }
-    medians = {cell: interleave(timers, options.replays) for cell, timers in cells.items()}
+    stores = {name: timer(lambda c=cache: c.store(slots), size) for name, cache in caches.items()}
+    cells[f"store {size.tokens}"] = {**stores, **peers.stores(caches, slots)}
+    times = {cell: beside_baseline(timers, options.replays) for cell, timers in cells.items()}
     print("| format | bytes a token and head | " + " | ".join(cells) + " |")
     print("|---" * (len(cells) + 2) + "|")
-    for name in dict.fromkeys(name for us in medians.values() for name in us):
-        times = [f"{us[name]:.1f} us ({us[name] / us[BASELINE]:.2f})" if name in us else "-" for us in medians.values()]
-        kind = name if name in KV_FORMATS else "nvfp4" if "NVFP4" in name else BASELINE
-        stored = KV_FORMATS[kind].token_bytes(layer.head_size, layer.head_size)
-        print(f"| {name} | {stored} | " + " | ".join(times) + " |")
+    for name in dict.fromkeys(name for us in times.values() for name in us):
+        found = [
+            f"{us[name][0]:.1f} us ({us[name][0] / us[name][1]:.3f})" if name in us else "-" for us in times.values()
+        ]
+        stored = KV_FORMATS[name.split(", ")[-1]].token_bytes(layer.head_size, layer.head_size)
+        print(f"| {name} | {stored} | " + " | ".join(found) + " |")
+    for name, problem in peers.problems.items():
+        print(f"- {name}: {problem}")
+    if options.json:
+        device = torch.cuda.get_device_name() if size.device == "cuda" else "cpu"
+        result = {"device": device, "torch": torch.__version__, "us": times, "not timed": peers.problems}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

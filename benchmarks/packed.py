@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from benchmarks.kv_formats import BASELINE, BLOCK, FULL, Filled
-from benchmarks.timing import Timer, interleave
+from benchmarks.kv_formats import BASELINE, BLOCK, FULL, Filled, beside_baseline
+from benchmarks.timing import Timer
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
 from vattn.ops import reference
@@ -103,19 +103,6 @@ def store_timers(cache: Filled, slots: Tensor) -> dict[str, Timer]:
     return timers
 
 
-def beside_baseline(timers: dict[str, Timer]) -> dict[str, tuple[float, float]]:
-    """Return the microseconds of each timer and those of the baseline, the two of them interleaved alone.
-
-    Kernels that are bound by instructions run up to 15 % slower where others of them have made the clock fall.
-    """
-    base, found = timers.pop(BASELINE), {}
-    for label, timer in timers.items():
-        base.microseconds.clear()
-        times = interleave({BASELINE: base, label: timer}, 5)
-        found[label] = times[label], times[BASELINE]
-    return found
-
-
 def main() -> None:
     """Measure; print one line for each format, cell and cut."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,7 +133,7 @@ def main() -> None:
             calls |= decode_steps(cache, num_reqs, seq_len, query, table)
             cells[f"{num_reqs} x {seq_len}"] = {label: Timer([call]) for label, call in calls.items()}
         for cell, timers in cells.items() if not options.compile else ():
-            times = beside_baseline(timers)
+            times = beside_baseline(timers, 5)
             result["us"].setdefault(name, {})[cell] = times
             for label, (us, base_us) in sorted(times.items(), key=lambda item: item[1][0] / item[1][1]):
                 print(f"{name} | {cell} | {label}: {us:.1f} us, {us / base_us:.3f}", flush=True)
