@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run twice and print both."""
+    """Run pairs of an empty and a warm cache, and print all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint")
     parser.add_argument("--layers", type=int)
@@ -102,24 +102,34 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--profile", type=Path, help="file to write a profile of both runs to")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--repeat", type=int, default=2, help="pairs of runs, each with a folder of its own")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.since is not None:
         first_token(args) if args.profile is None else profiled(args)
         return
-    rows = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cache in ("empty", "warm"):
-            rows[cache] = run(args, folder)
-            print(f"compile cache {cache}: {rows[cache]['seconds']:.1f} s to the first token", flush=True)
-            for name, seconds in rows[cache]["phases"].items():
-                print(f"  {seconds:7.2f} s {name}", flush=True)
-            if rows[cache]["graphs"]:
-                each = ", ".join(f"{size}: {seconds:.2f}" for size, seconds in rows[cache]["graphs"].items())
-                print(f"  graphs of sizes {each} s", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1))
+    runs: list[dict[str, Any]] = []
+    for _ in range(args.repeat):
+        runs.append({})
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("empty", "warm"):
+                runs[-1][cache] = row = run(args, folder)
+                show(cache, row)
+                if args.json:
+                    args.json.write_text(json.dumps(runs, indent=1))
+    for cache in ("empty", "warm"):
+        print(f"compile cache {cache}: " + ", ".join(f"{each[cache]['seconds']:.1f}" for each in runs) + " s")
+
+
+def show(cache: str, row: dict[str, Any]) -> None:
+    """Print one run."""
+    print(f"compile cache {cache}: {row['seconds']:.1f} s to the first token", flush=True)
+    for name, seconds in row["phases"].items():
+        print(f"  {seconds:7.2f} s {name}", flush=True)
+    if row["graphs"]:
+        each = ", ".join(f"{size}: {seconds:.2f}" for size, seconds in row["graphs"].items())
+        print(f"  graphs of sizes {each} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import vattn
 from benchmarks.fused_steps import generate_ms
 from benchmarks.kernels import profile_kernels
-from benchmarks.serving import serve
+from benchmarks.serving import check_compiled, serve
 from vattn.integrations.transformers import PackedModel, disable, enable
 from vattn.layers.fp8_linear import LINEAR_FORMATS
 from vattn.ops import variants
@@ -254,6 +254,7 @@ def run(args: argparse.Namespace) -> None:
         model = make_model(shape, args.layers, device)
         for batch in args.baseline:
             show("baseline", {"batch": batch, **generate_ms(model, batch, context, 24)})
+    check_compiled(result["serve"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import vattn
+from benchmarks.compilations import watch_compilations
 from benchmarks.kernels import profile_kernels
 from vattn.generation.statistics import Statistics
 from vattn.integrations.transformers import PackedModel
@@ -18,7 +20,7 @@ from vattn.integrations.transformers import PackedModel
 def serve(
     packed: PackedModel, lengths: list[int], new: int, graph_sizes: Any, options: dict[str, Any], profile: bool = False
 ) -> dict[str, Any]:
-    """Run requests to their end, behind a few that have every kernel compiled.
+    """Run requests to their end, behind as many of the same lengths, which have everything compiled.
 
     Args:
         packed: a model with a cache.
@@ -30,6 +32,7 @@ def serve(
     Returns:
         Tokens a second; steps that hold prompts and steps that do not, apart; what the host computed in a decode step,
         and which share of the time the device waited for it (`idle_share`: of all steps, of decode steps).
+        `compiled_inside` names what was compiled or loaded in the timed part: such a run is no measure.
     """
     rng, vocabulary = random.Random(0), packed.model.config.vocab_size
     generator = vattn.Generator(packed, max_num_reqs=len(lengths), graph_sizes=graph_sizes, **options)
@@ -38,28 +41,25 @@ def serve(
         prompt = [rng.randrange(vocabulary) for _ in range(length)]
         return generator.add(prompt, vattn.Sampling(count, stop_token_ids=()))
 
-    # Prompts alone, prompts beside more and more decodes, decodes alone.
-    for length in _some(lengths, 10 * generator.scheduler.token_budget):
-        add(length, 12)
+    # Steps go by lengths alone: these are of the sizes that the timed ones will be, preemptions included.
+    for length in lengths:
+        add(length, new)
+    rehearsal = time.perf_counter()
     while generator.busy:
         generator.step()
+    rehearsal = time.perf_counter() - rehearsal
     if profile and torch.cuda.is_available():
         _profile(generator, add, lengths)
+    before = copy.copy(generator.statistics())
     requests = [add(length, new) for length in lengths]
+    with watch_compilations() as compiled:
+        begin = time.perf_counter()
+        steps, waste = _timed(generator, packed.kv_cache.block_size)
+        seconds = time.perf_counter() - begin
     count = generator.statistics()
-    begin, waste, steps = time.perf_counter(), [0.0], []
-    first = len(count.first_token_seconds)
-    while generator.busy:
-        before = count.seconds, count.device_seconds, count.host_seconds, count.prompt_tokens
-        generator.step()
-        steps.append([now - then for now, then in zip(_times(count), before, strict=True)])
-        if len(steps) % 16 == 0:
-            count = generator.statistics()
-            waste.append(count.wasted_tokens / max(1, count.used_blocks * packed.kv_cache.block_size))
-    seconds = time.perf_counter() - begin
-    assert all(request.state == "finished" for request in requests)
+    if any(request.state != "finished" for request in requests):
+        raise RuntimeError(f"requests that did not finish: {[r for r in requests if r.state != 'finished']}")
     prompts, decodes = [s for s in steps if s[3]], [s for s in steps[:-1] if not s[3]]
-    count = generator.statistics()
     return {
         "requests": len(lengths), "prompt": [min(lengths), max(lengths)], "new": new, "seconds": seconds,
         "tokens_per_second": len(lengths) * new / seconds, "steps": len(steps),
@@ -69,9 +69,33 @@ def serve(
         "decode_ms": _median(decodes, 0) * 1e3, "decode_device_ms": _median(decodes, 1) * 1e3,
         "decode_host_us": _median(decodes, 2) * 1e6,
         "idle_share": [_idle(steps), _idle(decodes)],
-        "preemptions": count.preemptions, "waste": max(waste),
-        "first_token_seconds": statistics.median(count.first_token_seconds[first:]),
+        "preemptions": count.preemptions - before.preemptions, "waste": waste,
+        "first_token_seconds": statistics.median(count.first_token_seconds[len(before.first_token_seconds) :]),
+        "rehearsal_seconds": rehearsal, "compiled_inside": compiled,
     }  # fmt: skip
+
+
+def check_compiled(rows: list[dict[str, Any]]) -> None:
+    """Raise RuntimeError where the timed part of a run compiled something: its times are no measure."""
+    late = [
+        f"{row['requests']} requests: {'; '.join(row['compiled_inside'])}" for row in rows if row["compiled_inside"]
+    ]
+    if late:
+        raise RuntimeError("compiled inside of the timed part, " + ", ".join(late))
+
+
+def _timed(generator: vattn.Generator, block_size: int) -> tuple[list[list[float]], float]:
+    """Run everything that waits; return seconds of each step (wall, device, host), its prompt tokens, and the waste."""
+    count = generator.statistics()
+    waste, steps = 0.0, []
+    while generator.busy:
+        before = _times(count)
+        generator.step()
+        steps.append([now - then for now, then in zip(_times(count), before, strict=True)])
+        if len(steps) % 16 == 0:
+            count = generator.statistics()
+            waste = max(waste, count.wasted_tokens / max(1, count.used_blocks * block_size))
+    return steps, waste
 
 
 def _some(lengths: list[int], total: int) -> list[int]:
