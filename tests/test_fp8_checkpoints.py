@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.fp8_checkpoints import (
     INPUT_SCALE,
@@ -247,7 +249,74 @@ def other_layers(folder: Path) -> None:
     edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
 
 
+UP = "model.layers.1.mlp.up_proj"
+
+
+def beside(name: str, tensor: Tensor) -> Any:
+    """A change that puts a tensor beside one weight."""
+    return lambda folder: edit_tensors(folder, **{f"{UP}.{name}": tensor})
+
+
+def described(**changes: Any) -> Any:
+    """A change of the configuration of quantisation; those of its group under `group`."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text())["quantization_config"]
+        found["config_groups"]["group_0"] |= changes.get("group", {})
+        found |= {name: value for name, value in changes.items() if name != "group"}
+        edit_config(folder, quantization_config=found)
+
+    return change
+
+
+def twice(folder: Path) -> None:
+    save_file({f"{UP}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn)}, folder / "old.safetensors")
+
+
+def another_tower(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit_tensors(folder, **{f"vision.{UP}.weight": tensors[f"{UP}.weight"]})
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+NAN = torch.full((256, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+INPUTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+
 LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "too many scales": (beside("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
+    "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
+    "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
+    "zero point": (beside("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
+    "smoothing": (beside("pre_quant_scale", torch.ones(64)), errors.ScaleError, "no use for"),
+    "output scale": (beside("output_scale", torch.ones(1)), errors.ScaleError, "no use for"),
+    "NaN": (beside("weight", NAN), errors.ScaleError, "codes of NaN"),
+    "e5m2": (beside("weight", NAN.view(torch.float8_e5m2)), errors.UnsupportedRequestError, "float8_e5m2"),
+    "shape": (beside("weight", NAN[:, :32].contiguous()), errors.ConfigError, r"\(256, 32\)"),
+    "twice": (twice, errors.ConfigError, "two files .* old.safetensors"),
+    "another tower": (another_tower, errors.UnsupportedRequestError, "one of several weights"),
+    "rotations": (described(transform_config=HADAMARD), errors.UnsupportedRequestError, "rotations"),
+    "sparse": (
+        described(sparsity_config={"format": "sparse-24-bitmask"}),
+        errors.UnsupportedRequestError,
+        "sparse weights",
+    ),
+    "outputs": (described(group={"output_activations": INPUTS}), errors.UnsupportedRequestError, "quantised outputs"),
+    "asymmetric": (
+        described(group={"input_activations": {**INPUTS, "symmetric": False}}),
+        errors.UnsupportedRequestError,
+        "zero points",
+    ),
+    "no targets": (described(group={"targets": None}), errors.ConfigError, "cannot be read"),
+    "pattern": (described(group={"targets": ["re:("]}), errors.ConfigError, "cannot be read"),
+    "a list of groups": (described(config_groups=[1]), errors.ConfigError, "cannot be read"),
+    "a word": (lambda folder: edit_config(folder, quantization_config="fp8"), errors.ConfigError, "a dictionary"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), errors.ConfigError, "config.json"),
+    "cut short": (cut_short, errors.ConfigError, "model.safetensors"),
     "experts": (expert, errors.UnsupportedRequestError, "experts"),
     "weight scale": (no_weight_scale, errors.ScaleError, "without a scale"),
     "input scale": (no_input_scale, errors.ScaleError, "without a scale of its input"),
@@ -259,15 +328,63 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a fault, and without scales of the cache."""
+    folder: Path = tmp_path_factory.mktemp("whole")
+    write_compressed_tensors(folder, make_llama(), cache=False)
+    return folder
+
+
 @pytest.mark.parametrize("fault", LINEAR_FAULTS)
-def test_linears_that_cannot_be_loaded(fault: str, tmp_path: Path) -> None:
+def test_linears_that_cannot_be_loaded(fault: str, whole: Path, tmp_path: Path) -> None:
     change, kind, text = LINEAR_FAULTS[fault]
-    write_compressed_tensors(tmp_path, make_llama(), cache=False)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     model = plain(tmp_path)
     change(tmp_path)
     with pytest.raises(kind, match=text):
         load_fp8_linears(model)
     assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_layers_that_are_no_longer_plain(whole: Path) -> None:
+    """Merged, taken by `own_linears`, hooked, or with a forward of its own: nothing of it would be left."""
+
+    def hooked(model: Any) -> None:
+        model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: None)
+
+    def offloaded(model: Any) -> None:
+        model.model.layers[1].mlp.up_proj.forward = lambda x: x
+
+    for prepare, text in (
+        (lambda model: enable(model, num_blocks=8, merge_projections=True), "merged projections"),
+        (lambda model: enable(model, num_blocks=8, own_linears=True), "own_linears"),
+        (hooked, "up_proj, which has hooks"),
+        (offloaded, "up_proj, which has hooks or a forward"),
+    ):
+        model = plain(whole)
+        prepare(model)
+        with pytest.raises(errors.ConfigError, match=text):
+            load_fp8_linears(model)
+        assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_the_group_of_a_layer() -> None:
+    """Names go before patterns, and those before the class, whatever the order of the groups."""
+    from vattn.integrations.fp8_checkpoint import input_format
+
+    def group(targets: list[str], strategy: str) -> dict[str, Any]:
+        inputs = {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
+        return {"targets": targets, "weights": {"strategy": "channel"}, "input_activations": inputs}
+
+    groups = {
+        "a": group(["Linear"], "tensor"),
+        "b": group(["re:.*down_proj"], "token"),
+        "c": group(["layers.0.down_proj"], "tensor"),
+    }
+    asked = {"quant_method": "compressed-tensors", "config_groups": groups}
+    names = ("layers.0.down_proj", "layers.1.down_proj", "layers.1.up_proj")
+    assert [input_format(asked, name) for name in names] == ["fp8_dynamic", "fp8_per_token", "fp8_dynamic"]
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a number to skip": (None, {"skip": 5}, errors.ConfigError, "skip=5"),
     "numbers to skip": (None, {"skip": [5]}, errors.ConfigError, r"skip=\[5\]"),
     "hooks": (hooked, {}, errors.ConfigError, "hooks"),
+    "double": (lambda model: model.double(), {}, errors.DtypeError, "float64"),
     "tied": (tied, {}, errors.ConfigError, "block.q_proj.weight and block.out.weight"),
     "sizes": (odd, {}, errors.ShapeError, "block.out.*60 output"),
     "blocks": (None, {"format": "fp8_group128"}, errors.ShapeError, "multiples of 128"),
@@ -241,6 +242,25 @@ def test_refusals_leave_the_model_alone(case: str) -> None:
     with pytest.raises(kind, match=text):
         vattn.quantise_linears(model, **{"format": "fp8_per_token", **options})
     assert before == {name: type(module) for name, module in model.named_modules()}
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left() -> None:
+    """As offloading gives it: its weight may not even be there."""
+    model = make_net()
+    model["block"].out.forward = lambda x: x
+    report = vattn.quantise_linears(model, "fp8_per_token")
+    assert report["block.out"] == "left: it has a forward of its own"
+    assert type(model["block"].out) is nn.Linear and isinstance(model["block"].q_proj, FP8Linear)
+
+
+def test_plain_weights_are_no_codes() -> None:
+    """Also where missing scales would be forgiven: the old scale would multiply other weights."""
+    model, plain = make_net(), make_net().state_dict()
+    vattn.quantise_linears(model, "fp8_per_token")
+    before = model["block"].q_proj.weight.clone()
+    with pytest.raises(errors.DtypeError, match=r"block\.\w+\.weight in torch.float32"):
+        model.load_state_dict(plain, strict=False)
+    assert torch.equal(before.view(torch.uint8), model["block"].q_proj.weight.view(torch.uint8))
 
 
 def test_what_is_no_model() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vattn.calibration import Calibration, as_calibration, linears_of, root_of
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError
+from vattn.formats import MODEL_DTYPES
 from vattn.keywords import known_keywords
 from vattn.layers.fp8_linear import FP8Linear, LinearFormat, check_sizes, encode_weight, linear_format, weight_scale
 
@@ -67,18 +68,7 @@ def quantise_linears(
     """
     fmt, root = linear_format(format), root_of(model)
     found = linears_of(model)
-    if any(hasattr(linear, "merged") for linear in found.values()):
-        raise ConfigError(
-            "a model with merged projections",
-            "projections of their own",
-            "quantise before enable() merges them",
-        )
-    if any(getattr(linear, "own_product", False) for linear in found.values()):
-        raise ConfigError(
-            "a model under enable(own_linears=True)",
-            "linear layers of the model's own",
-            "disable(model) first, and enable it again afterwards",
-        )
+    check_untouched(found)
     left = _left(root, found, _patterns(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
     if not chosen:
@@ -104,6 +94,38 @@ def quantise_linears(
     return {name: left.get(name, format) for name in found}
 
 
+def check_untouched(found: dict[str, nn.Linear]) -> None:
+    """Refuse linear layers that `enable` has merged or taken.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if any(hasattr(linear, "merged") for linear in found.values()):
+        raise ConfigError(
+            "a model with merged projections",
+            "projections of their own",
+            "quantise before enable() merges them",
+        )
+    if any(getattr(linear, "own_product", False) for linear in found.values()):
+        raise ConfigError(
+            "a model under enable(own_linears=True)",
+            "linear layers of the model's own",
+            "disable(model) first, and enable it again afterwards",
+        )
+
+
+def has_own_forward(linear: nn.Linear) -> bool:
+    """Return whether a linear layer itself, not its class, has another forward, as offloading gives it.
+
+    That of compressed-tensors does not count: it rounds a dequantised layer's input, which quantising it replaces.
+    """
+    forward = linear.__dict__.get("forward")
+    if forward is None:
+        return False
+    where = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    return not where.startswith("compressed_tensors.")
+
+
 def replace(root: nn.Module, name: str, linear: FP8Linear) -> None:
     """Put a linear layer in the place of another."""
     parent, _, child = name.rpartition(".")
@@ -126,6 +148,8 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -
             left[name] = "left: the head"
         elif not (type(linear).forward is nn.Linear.forward or type(linear).__name__ in ("FP8Linear", *PLAIN)):
             left[name] = f"left: {type(linear).__name__} has a forward of its own"
+        elif has_own_forward(linear):
+            left[name] = "left: it has a forward of its own"
     for pattern in skip:
         same = [name for name in found if fnmatch(name, pattern) or name.rpartition(".")[2] == pattern]
         if not same:
@@ -147,7 +171,7 @@ def check_linear(root: nn.Module, name: str, linear: nn.Linear, fmt: LinearForma
     if linear._forward_hooks or linear._forward_pre_hooks:
         raise ConfigError(f"{name}, which has hooks", "linear layers without", "remove them, or skip this layer")
     weight: Tensor = linear.weight
-    if not weight.is_floating_point() or weight.element_size() < 2 or type(weight.data) is not Tensor:
+    if weight.dtype not in MODEL_DTYPES.values() or type(weight.data) is not Tensor:
         raise DtypeError(
             f"{name} with a weight in {weight.dtype} ({type(weight.data).__name__})",
             "weights in fp32, bf16 or fp16",

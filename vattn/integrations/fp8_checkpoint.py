@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vattn.calibration import linears_of, root_of
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
-from vattn.fp8_linears import check_device, replace
+from vattn.fp8_linears import check_device, check_untouched, has_own_forward, replace
 from vattn.integrations.fp8_saving import describe_linears
 from vattn.keywords import known_keywords
 from vattn.layers.fp8_linear import BLOCK, LINEAR_FORMATS, FP8Linear
@@ -38,6 +39,13 @@ CACHE_NAMES = {
 """Names of the cache's scales in checkpoints, and which of ours each gives."""
 
 
+CACHED = ("k_proj", "v_proj")
+"""Linear layers whose output's scale is the cache's."""
+
+USED = {"weight", "bias", *SCALE_NAMES, *INPUT_NAMES, "k_scale", "v_scale", "kv_scale"}
+"""Names of tensors beside an FP8 weight that linear layers or the cache take."""
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors, by name.
 
@@ -45,7 +53,7 @@ class Checkpoint:
         folder: with `config.json` and one or more `.safetensors`.
 
     Raises:
-        ConfigError: no such folder. MissingPackageError: safetensors is not installed.
+        ConfigError: no such folder, files that cannot be read. MissingPackageError: safetensors is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,10 +68,21 @@ class Checkpoint:
             )
         self.folder, self._open = folder, safe_open
         self._where: dict[str, Path] = {}
+        self._twice: dict[str, Path] = {}
         for file in files:
-            with safe_open(file, "pt") as opened:
-                self._where |= dict.fromkeys(opened.keys(), file)
-        self.config = json.loads((folder / "config.json").read_text())
+            try:
+                with safe_open(file, "pt") as opened:
+                    names = list(opened.keys())
+            except Exception as error:  # SafetensorError is no public name.
+                raise ConfigError(f"{file}: {error}", "a file of safetensors", "fetch the checkpoint again") from error
+            self._twice |= {name: file for name in names if name in self._where}
+            self._where |= dict.fromkeys(names, file)
+        try:
+            self.config = dict(json.loads((folder / "config.json").read_text()))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{folder / 'config.json'}: {error}", "an object of JSON", "fetch the checkpoint again"
+            ) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -72,7 +91,17 @@ class Checkpoint:
         return iter(self._where)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU."""
+        """Return a tensor, on the CPU.
+
+        Raises:
+            ConfigError: two files have one of this name.
+        """
+        if name in self._twice:
+            raise ConfigError(
+                f"{name} in two files of {self.folder}, one of them {self._twice[name].name}",
+                "every tensor once",
+                "remove the files that do not belong to this checkpoint",
+            )
         with self._open(self._where[name], "pt") as opened:
             return opened.get_tensor(name)
 
@@ -83,8 +112,15 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """What the configuration says about quantisation; empty for nothing."""
-        return self.config.get("quantization_config") or self.config.get("compression_config") or {}
+        """What the configuration says about quantisation; empty for nothing.
+
+        Raises:
+            ConfigError: that is no dictionary.
+        """
+        found = self.config.get("quantization_config") or self.config.get("compression_config") or {}
+        if not isinstance(found, dict):
+            raise ConfigError(f"quantization_config={found!r:.80}", "a dictionary", "check config.json")
+        return found
 
 
 def folder_of(model: nn.Module) -> Path | None:
@@ -188,9 +224,12 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
         By name of each linear layer of the model, its format, or "left: not FP8 in the checkpoint".
 
     Raises:
-        ConfigError: no local folder, no FP8 weights in it. UnsupportedRequestError: weights or inputs quantised in
-            another way, FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales
-            that are missing or that nothing would use. DeviceError: a GPU without FP8. The model is as it was then.
+        ConfigError: no local folder, no FP8 weights in it, files that cannot be read or hold a tensor twice, other
+            shapes or biases than the model's, layers with hooks or a forward of their own, merged projections,
+            `own_linears`. UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations,
+            sparse weights, FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales
+            and other tensors that are missing or that nothing would use, codes of NaN. DeviceError: a GPU without FP8.
+            The model is as it was then.
 
     Example: see the guide, "Hugging Face models".
     """
@@ -206,6 +245,7 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
             "pass folder=",
         )
     checkpoint, linears = Checkpoint(path), linears_of(root)
+    check_untouched(linears)
     weights = [name for name in checkpoint if name.endswith(".weight") and checkpoint.dtype(name).startswith("F8_")]
     if not weights:
         raise ConfigError(f"{path} without FP8 weights", "FP8 weights", "vattn.quantise_linears(model, ...)")
@@ -218,8 +258,14 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
                 "FP8 weights of linear layers (transformers merges experts)",
                 "let transformers dequantise this checkpoint, and use vattn.quantise_linears",
             )
+        if name in made:
+            raise UnsupportedRequestError(
+                f"{weight} in FP8, one of several weights that {name} could have",
+                "one weight for each linear layer",
+                "name a checkpoint of this model alone",
+            )
         made[name] = _read(checkpoint, weight.removesuffix("weight"), name, linears[name])
-    _check_all_used(checkpoint, weights)
+    _check_all_used(checkpoint, set(weights))
     for name, linear in made.items():
         replace(root, name, linear)
     describe_linears(root)
@@ -232,13 +278,11 @@ def _owner_exactly(name: str, linears: dict[str, nn.Linear]) -> str | None:
 
 
 def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> FP8Linear:
+    _check_linear(checkpoint, prefix, name, linear)
     codes = checkpoint.tensor(prefix + "weight")
-    parts = [part for part in (*SCALE_NAMES, *INPUT_NAMES) if prefix + part in checkpoint]
-    found = {part: checkpoint.tensor(prefix + part) for part in parts}
-    scale = next((found[part] for part in SCALE_NAMES if part in found), None)
+    scale, given = _scale(checkpoint, prefix, SCALE_NAMES), _scale(checkpoint, prefix, INPUT_NAMES)
     if scale is None:
         raise ScaleError(f"{prefix}weight in FP8 without a scale", " or ".join(SCALE_NAMES), "check the checkpoint")
-    given = next((found[part] for part in INPUT_NAMES if part in found), None)
     fmt = input_format(checkpoint.quantization, name)
     if (given is not None) != LINEAR_FORMATS[fmt].given:
         raise ScaleError(
@@ -251,12 +295,44 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
     dtype = linear.bias.dtype if linear.bias is not None else None
     bias = checkpoint.tensor(prefix + "bias").to(device, dtype) if prefix + "bias" in checkpoint else None
     if not LINEAR_FORMATS[fmt].blocks:
+        if scale.numel() not in (1, linear.out_features):
+            raise ScaleError(
+                f"{scale.numel()} scales of {prefix}weight", f"1 or {linear.out_features}", "check the checkpoint"
+            )
         scale = scale.reshape(-1)
         if LINEAR_FORMATS[fmt].rows:
             scale = scale.expand(codes.shape[0])
+    codes = codes.to(device)
+    if not codes.is_meta and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ScaleError(f"codes of NaN in {prefix}weight", "finite weights", "check the checkpoint")
+    return FP8Linear(codes, scale.float().contiguous().to(device), fmt, given, bias)
+
+
+def _check_linear(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> None:
+    """Refuse codes that the linear layer of this name cannot have."""
+    codes = checkpoint.tensor(prefix + "weight")
+    if codes.dtype is not torch.float8_e4m3fn:
+        raise _other(f"weights in {codes.dtype}", name)
     if codes.shape != (linear.out_features, linear.in_features):
         raise ConfigError(f"{prefix}weight of {tuple(codes.shape)}", f"that of {name}", "check the checkpoint")
-    return FP8Linear(codes.to(device), scale.float().contiguous().to(device), fmt, given, bias)
+    if (prefix + "bias" in checkpoint) != (linear.bias is not None):
+        raise ConfigError(
+            f"{prefix}weight {'with' if linear.bias is None else 'without'} a bias",
+            f"{'none' if linear.bias is None else 'one'}, as {name} has it",
+            "check that this checkpoint is the model's",
+        )
+    hooks = {**linear._forward_hooks, **linear._forward_pre_hooks}
+    if hooks or has_own_forward(linear):
+        raise ConfigError(
+            f"{name}, which has hooks or a forward of its own", "linear layers without", "remove them first"
+        )
+
+
+def _scale(checkpoint: Checkpoint, prefix: str, names: tuple[str, ...]) -> Tensor | None:
+    found = [name for name in names if prefix + name in checkpoint]
+    if len(found) > 1:
+        raise ScaleError(f"{prefix}{found[0]} and {found[1]}", "one of them", "check the checkpoint")
+    return checkpoint.tensor(prefix + found[0]) if found else None
 
 
 def input_format(quantization: dict[str, Any], name: str) -> str:
@@ -274,10 +350,17 @@ def input_format(quantization: dict[str, Any], name: str) -> str:
             return "fp8_group128"
         raise _other(f"blocks of {blocks}, {quantization.get('activation_scheme')} inputs", name)
     if method == "compressed-tensors":
+        sparse, rotated = quantization.get("sparsity_config") or {}, quantization.get("transform_config") or {}
+        if sparse.get("format", "dense") != "dense" or rotated.get("config_groups"):
+            raise _other("sparse weights" if not rotated.get("config_groups") else "rotations (transform_config)", name)
         group = _group(quantization, name)
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         if inputs is None or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
             raise _other("inputs that are not FP8", name)
+        if not (weights.get("symmetric", True) and inputs.get("symmetric", True)):
+            raise _other("zero points (symmetric is false)", name)
+        if group.get("output_activations") and not name.endswith(CACHED):
+            raise _other("quantised outputs", name)
         kind = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
         known = {
             ("tensor", "tensor", False): "fp8_static", ("channel", "tensor", False): "fp8_static",
@@ -293,12 +376,24 @@ def input_format(quantization: dict[str, Any], name: str) -> str:
 
 
 def _group(quantization: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the group of a compressed-tensors configuration that a linear layer belongs to."""
-    for group in quantization.get("config_groups", {}).values():
-        for target in group.get("targets", ()):
-            pattern = target.removeprefix("re:")
-            if target in ("Linear", name) or (target != pattern and re.match(pattern, name)):
-                return group
+    """Return the group of a compressed-tensors configuration that a linear layer belongs to.
+
+    As that library has it: names before patterns, those in alphabetical order, and the class at last.
+    """
+    try:
+        groups = {target: group for group in quantization["config_groups"].values() for target in group["targets"]}
+        named = [target for target in groups if target == name]
+        patterns = sorted(target for target in groups if target.startswith("re:"))
+        matching = [*named, *(target for target in patterns if re.match(target[3:], name)), "Linear"]
+    except (AttributeError, KeyError, TypeError, re.error) as error:
+        raise ConfigError(
+            f"config_groups that cannot be read ({type(error).__name__}: {error})",
+            "groups with targets",
+            "check config.json",
+        ) from error
+    for target in matching:
+        if isinstance(groups.get(target), dict):
+            return groups[target]
     raise _other("no group of the configuration", name)
 
 
@@ -310,9 +405,18 @@ def _other(what: str, name: str) -> UnsupportedRequestError:
     )
 
 
-def _check_all_used(checkpoint: Checkpoint, weights: list[str]) -> None:
-    """Refuse scales of linear layers that are not in FP8: something else was quantised."""
+def _check_all_used(checkpoint: Checkpoint, weights: set[str]) -> None:
+    """Refuse scales of linear layers that are not in FP8, and what else belongs to one that is: smoothing, an order."""
     for name in checkpoint:
         prefix, _, last = name.rpartition(".")
-        if last in (*SCALE_NAMES, *INPUT_NAMES) and f"{prefix}.weight" not in weights:
+        quantised = f"{prefix}.weight" in weights
+        if last in (*SCALE_NAMES, *INPUT_NAMES) and not quantised:
             raise ScaleError(f"{name}, whose weight is not FP8", "scales of FP8 weights", "check the checkpoint")
+        if not quantised or last in USED or (last == "output_scale" and prefix.endswith(CACHED)):
+            continue
+        if not (last.endswith("zero_point") and not bool(checkpoint.tensor(name).float().any())):
+            raise ScaleError(
+                f"{name}, which an FP8 linear layer has no use for",
+                f"{', '.join(sorted(USED))}",
+                "let transformers dequantise this checkpoint, and use vattn.quantise_linears",
+            )

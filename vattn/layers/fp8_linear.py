@@ -102,7 +102,8 @@ class FP8Linear(nn.Linear):
         ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError: when
             called, with an input in another dtype than the bias, and for what `torch._scaled_mm` cannot do on a GPU,
             scales of rows and blocks in other dtypes than bf16, and blocks with K that is no multiple of 512.
-            GradientError: gradients are enabled and the input requires one.
+            GradientError: gradients are enabled and the input requires one. DtypeError: when a state dict is loaded
+            whose weight is not of codes.
 
     Example:
         >>> import torch
@@ -261,6 +262,13 @@ class FP8Linear(nn.Linear):
             destination[prefix + "weight_scale"] = destination[prefix + "weight_scale"][:, None]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.dtype is not torch.float8_e4m3fn:
+            raise DtypeError(
+                f"{prefix}weight in {weight.dtype} for an FP8 linear layer",
+                "e4m3 codes with their scale",
+                "load plain weights into the plain model, and quantise it then",
+            )
         scale = state_dict.get(prefix + "weight_scale")
         if self.scales_rows and scale is not None and scale.shape == (self.out_features, 1):
             state_dict[prefix + "weight_scale"] = scale[:, 0]
