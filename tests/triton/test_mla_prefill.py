@@ -15,7 +15,7 @@ from tests.support import relative_l2
 from vattn.formats import OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.mla_formats import MLA_FORMATS
-from vattn.ops import mla_reference
+from vattn.ops import mla_reference, variants
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
@@ -259,3 +259,24 @@ def test_sparse_prompts_that_list_all_they_see_are_expanded(splits: int, monkeyp
     assert relative_l2(got, expected) < TOLERANCE["float32"] and not got[33:].any()
     assert lse is not None and torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert relative_l2(lse.exp(), expected_lse.exp()) < 1e-5
+
+
+@pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token", "fp8_group64", "fp8_group64_pow2", "nvfp4"])
+def test_other_ways_of_the_up_projection_give_the_same_bytes(output_format: str) -> None:
+    """The codes of branch-free quotients, and tiles that are cut by bytes."""
+    config = quantising(output_format, dtype="float16", kv_cache_dtype="float16")
+    hopper = Limits(132, 232448, True, interpreted=True)
+    args = random_mla_batch(config, [1, 16], [9, 30], padding_tokens=1)
+    latent = (torch.randn(18, 4, 60) * torch.logspace(-4, 2, 18)[:, None, None]).to(args.query.dtype)
+    latent[5], latent[7, 1, 3] = 0.0, torch.nan
+    w_uv = args.kv_b_weight[:, 16:].transpose(1, 2)
+    got = []
+    for chosen in ("plain", "early"):
+        own = args._replace(output=torch.empty_like(args.output), output_block_scale=None)
+        if args.output_block_scale is not None:
+            own = own._replace(output_block_scale=torch.empty_like(args.output_block_scale))
+        with variants.using(latent_output=chosen):
+            mla_project.project_output(latent, w_uv, own, config, hopper)
+        got.append([t.view(torch.uint8) for t in (own.output, own.output_block_scale) if t is not None])
+    for plain, other in zip(*got, strict=True):
+        assert torch.equal(plain, other)

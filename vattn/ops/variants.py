@@ -22,6 +22,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_parts": ("small", "large"),
+    "latent_output": ("plain", "deep", "early"),
     "few_rows": ("none", "values", "all", "streamed"),
     "latent_mixed": ("plain", "fast", "twice"),
     "packed_store": ("plain", "quick"),
@@ -49,6 +50,9 @@ class Variants:
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
+        latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
+            warpgroups: "plain"; "deep", with as many loads under way as shared memory holds and quotients without
+            branches; "early", that, and launches that overlap: weights are fetched while the kernel before ends.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs.
@@ -70,6 +74,7 @@ class Variants:
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
     latent_parts: str = "small"
+    latent_output: str = "plain"
     few_rows: str = "values"
     latent_mixed: str = "fast"
     packed_store: str = "plain"

@@ -14,13 +14,14 @@ from torch import Tensor
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.codec import cast
+from vattn.ops.triton.codec import cast, encode_quotient
 from vattn.ops.triton.epilogue import (
     absolute_maximum,
     dynamic_scale,
     group_codes,
     group_scales,
     load_scale,
+    nvfp4_codes,
     quantise_dynamic,
     quantise_static,
     swizzled_offset,
@@ -103,11 +104,11 @@ def finish_rows(values: Tensor, args: MLAAttentionArgs, config: MLAConfig, limit
 def store_columns(
     x, token, known, head, column, output, output_block_scale, output_scale, stride_ot, stride_oh, stride_br,
     stride_bg, V: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr, QUICK: tl.constexpr = False,
 ):  # fmt: skip
     """Store fp32 columns `[rows, columns]` of one head; rows that are not known are left alone.
 
-    KIND "rows" stores the model dtype. Columns come in whole groups, `column` being consecutive.
+    KIND "rows" stores the model dtype. Columns come in whole groups, `column` being consecutive. QUICK: see `divided`.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -118,7 +119,10 @@ def store_columns(
     if KIND == "none" or KIND == "rows":
         tl.store(start[:, None] + column[None, :], rounded, mask=mask)
     elif KIND == "fp8_static":
-        codes = quantise_static(rounded.to(tl.float32), load_scale(output_scale), ARITHMETIC, NATIVE_FP8)
+        if QUICK and ARITHMETIC == "divide":
+            codes = divided(rounded.to(tl.float32), tl.full([1, 1], 0.0, tl.float32) + load_scale(output_scale))
+        else:
+            codes = quantise_static(rounded.to(tl.float32), load_scale(output_scale), ARITHMETIC, NATIVE_FP8)
         tl.store(start[:, None] + column[None, :], codes, mask=mask)
     else:
         SIZE: tl.constexpr = GROUPS[0]
@@ -127,7 +131,13 @@ def store_columns(
         groups = tl.reshape(whole, [ROWS * COUNT, SIZE])
         given = load_scale(output_scale)
         made, step = group_scales(absolute_maximum(groups), given, GROUPS, NATIVE_FP8)
-        codes = tl.reshape(group_codes(groups, step[:, None], GROUPS, NATIVE_FP8), [ROWS, COLUMNS])
+        if QUICK and GROUPS[1]:
+            codes = nvfp4_codes(groups, step[:, None], ARITHMETIC == "approximate_divide", True)
+        elif QUICK and ARITHMETIC == "divide":
+            codes = divided(groups, step[:, None])
+        else:
+            codes = group_codes(groups, step[:, None], GROUPS, NATIVE_FP8)
+        codes = tl.reshape(codes, [ROWS, COLUMNS])
         if GROUPS[1]:
             pairs = tl.reshape(codes, [ROWS, COLUMNS // 2, 2]) << (4 * tl.arange(0, 2))[None, None, :]
             byte = tl.min(column, 0) // 2 + tl.arange(0, COLUMNS // 2)
@@ -159,7 +169,18 @@ def row_scales(partial_maxima, token, known, COUNT: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def row_codes(x, scale, MODEL: tl.constexpr, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return e4m3 bytes of fp32 rows under scales `[rows]`."""
+def divided(x, scale):
+    """Return e4m3 bytes of IEEE's quotients by scales that broadcast, with no branch a value, as `tl.div_rn` has."""
+    return encode_quotient(x, scale, "fp8_e4m3", True)
+
+
+@triton.jit
+def row_codes(
+    x, scale, MODEL: tl.constexpr, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr, QUICK: tl.constexpr = False
+):
+    """Return e4m3 bytes of fp32 rows under scales `[rows]`. QUICK: see `divided`."""
     ARITHMETIC: tl.constexpr = GROUPS[4]
-    return quantise_dynamic(cast(x, MODEL).to(tl.float32), scale[:, None], ARITHMETIC, NATIVE_FP8)
+    if QUICK and ARITHMETIC == "divide":
+        return divided(cast(x, MODEL).to(tl.float32), scale[:, None])
+    else:
+        return quantise_dynamic(cast(x, MODEL).to(tl.float32), scale[:, None], ARITHMETIC, NATIVE_FP8)

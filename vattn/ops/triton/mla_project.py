@@ -1,11 +1,13 @@
 """Latent attention's projections per head in Triton: queries into the latent space, results out of it.
 
 The second one quantises its result where it is made; no unquantised output exists. A row whose scale spans all heads
-takes two launches, which multiply twice: the first keeps the largest magnitudes alone.
+takes two launches, which multiply twice: the first keeps the largest magnitudes alone. With EARLY launches overlap: the
+weights are fetched while the kernel before ends, and the second of two multiplies while the first does.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.codec import cast, dot
+from vattn.ops.triton.codec import INTERPRETED, cast, dot
 from vattn.ops.triton.epilogue import absolute_maximum
 from vattn.ops.triton.launch import TRITON_DTYPES
 from vattn.ops.triton.mla_epilogue import (
@@ -52,6 +55,17 @@ def short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST: tl.co
     return real & is_short
 
 
+@triton.jit
+def fetch_lines(matrix, STEP: tl.constexpr, BYTES: tl.constexpr):
+    """Fetch what begins at pointers `[rows]`, BYTES each, into the L2 cache."""
+    LINES: tl.constexpr = (BYTES + 127) // 128
+    for line in tl.static_range(LINES):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [matrix + line * STEP], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "stride_br", "stride_bg"],
     do_not_specialize_on_alignment=["query_start_loc", "output_scale", "output_block_scale"],
@@ -62,14 +76,26 @@ def mla_project_kernel(
     K: tl.constexpr, K_STEP: tl.constexpr, W_HEAD: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr,
     N: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, LONGEST: tl.constexpr,
     PASS: tl.constexpr, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr,
-    GROUPS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    GROUPS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr, EARLY: tl.constexpr,
+    QUICK: tl.constexpr,
 ):  # fmt: skip
     """Multiply `x[t, n, :]` by a head's `[K, V]`. Grid: tiles of tokens, heads times tiles of columns.
 
     PASS "all" stores by KIND; "maxima" stores the largest magnitudes of the rounded values `[T, PARTS]` alone, "codes"
     stores rows under the scales that they make. LONGEST, unless 0: tokens of longer requests and padding are left out.
+    EARLY: the kernel before may still run; weights and lengths are older than that. QUICK: codes without branches.
     """
     TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    if EARLY and not INTERPRETED and PASS != "codes":
+        if W_ROW == 1:
+            ahead = tl.minimum(tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS), V - 1)
+            ahead = weight + tl.program_id(1) // TILES * W_HEAD + ahead * W_COLUMN
+            WIDTH: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+            fetch_lines(ahead, 128 // WIDTH, K * WIDTH)
+        tl.extra.cuda.gdc_wait()
+        if PASS == "maxima":
+            # Not earlier: what begins now reads `x` without a wait, and every program has seen it whole.
+            tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     known = token < num_tokens
     if LONGEST:
@@ -91,15 +117,80 @@ def mla_project_kernel(
         largest = absolute_maximum(tl.where((column < V)[None, :], cast(acc, MODEL).to(tl.float32), 0.0))
         tl.store(maxima + token.to(tl.int64) * PARTS + tl.program_id(1), largest, mask=known)
     elif PASS == "codes":
+        if EARLY and not INTERPRETED:
+            # Nothing was written so far: all maxima are needed, and what they took the place of is free now.
+            tl.extra.cuda.gdc_wait()
         scale = row_scales(maxima, token, known, PARTS, PARTS_TILE, GROUPS)
         place = token.to(tl.int64) * stride_ot + head * stride_oh
-        codes = row_codes(acc, scale, MODEL, GROUPS, NATIVE_FP8)
+        codes = row_codes(acc, scale, MODEL, GROUPS, NATIVE_FP8, QUICK)
         tl.store(output + place[:, None] + column[None, :], codes, mask=known[:, None] & (column < V)[None, :])
         if tl.program_id(1) == 0:
             tl.store(output_block_scale + token.to(tl.int64) * stride_br, scale, mask=known)
     else:
         store_columns(acc, token, known, head, column, output, output_block_scale, output_scale, stride_ot, stride_oh,
-                      stride_br, stride_bg, V, MODEL, KIND, GROUPS, SCALE_COLUMNS, NATIVE_FP8)  # fmt: skip
+                      stride_br, stride_bg, V, MODEL, KIND, GROUPS, SCALE_COLUMNS, NATIVE_FP8, QUICK)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProjectionTiles:
+    """How one launch is cut: tokens and columns of a program, steps of the inner dimension, launch options."""
+
+    block_m: int
+    columns: int
+    k_step: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def projection_tiles(
+    tokens: int, heads: int, inner: int, width: int, exact: bool, constants: dict[str, Any], limits: Limits
+) -> ProjectionTiles:
+    """Return tiles from shapes alone. `exact`: of fp32 values; `constants`: of `epilogue_constants`."""
+    size = constants["GROUPS"][0]
+    # Codes of four bits take most registers.
+    most = 16 if exact or limits.interpreted else 32 if size == 16 else 64
+    block_m = max(16, min(next_power_of_two(tokens), most))
+    columns = max(16, next_power_of_two(width))
+    # Narrow tiles where whole heads would leave multiprocessors idle, or would not stay in registers.
+    while columns > 32 and (
+        columns > 128 or exact or -(-tokens // block_m) * heads * (width / columns) < limits.processors
+    ):
+        columns //= 2
+    if constants["KIND"] in ("groups", "swizzled"):
+        columns = max(columns, size)
+    plain = ProjectionTiles(block_m, columns, 32 if exact else max(16, min(64, next_power_of_two(inner))))
+    return plain if _as_before(exact, limits) else _deep(plain, tokens, heads, inner, width, size, limits)
+
+
+def _as_before(exact: bool, limits: Limits) -> bool:
+    return variants.current().latent_output == "plain" or exact or not (limits.warpgroups and limits.native_fp8)
+
+
+def _deep(
+    plain: ProjectionTiles, tokens: int, heads: int, inner: int, width: int, size: int, limits: Limits
+) -> ProjectionTiles:
+    """Return tiles whose programs, all of them at a time, have as many loads under way as shared memory holds.
+
+    Where a group asks for wide tiles, rows are cut instead: by the bytes that a program reads, or that all do together,
+    for the L2 cache gives all multiprocessors less than half of what each could take.
+    """
+
+    def programs(rows: int) -> int:
+        return -(-tokens // rows) * heads * -(-width // plain.columns)
+
+    def cost(rows: int) -> float:
+        count, read = programs(rows), rows + plain.columns
+        return max(count / (0.42 * limits.processors), -(-count // limits.processors)) * read
+
+    rows = plain.block_m
+    if plain.columns == size:
+        rows = min((n for n in (64, 32, 16) if n <= rows), key=cost)
+    beside = -(-programs(rows) // limits.processors)
+    stage = 2 * plain.k_step * (rows + plain.columns)
+    # A stage more than the loop has steps would stay empty.
+    stages = min((limits.shared_bytes // beside - 4096) // stage, -(-inner // plain.k_step), 8)
+    warps = 8 if rows * plain.columns >= 4096 and size > 16 else 4
+    return ProjectionTiles(rows, plain.columns, plain.k_step, warps, max(stages, plain.num_stages))
 
 
 def launch_projection(
@@ -114,32 +205,23 @@ def launch_projection(
 ) -> None:
     """Multiply `x` `[T, N, K]` by `weight` `[N, K, V]` of any strides into `target`, epilogue included."""
     tokens, heads, inner = x.shape
-    width, size = constants["V"], constants["GROUPS"][0]
-    # Codes of four bits take most registers.
-    most = 16 if x.dtype == torch.float32 or limits.interpreted else 32 if size == 16 else 64
-    block_m = max(16, min(next_power_of_two(tokens), most))
-    columns = max(16, next_power_of_two(width))
-    # Narrow tiles where whole heads would leave multiprocessors idle, or would not stay in registers.
-    while columns > 32 and (
-        columns > 128
-        or x.dtype == torch.float32
-        or -(-tokens // block_m) * heads * (width / columns) < limits.processors
-    ):
-        columns //= 2
-    if constants["KIND"] in ("groups", "swizzled"):
-        columns = max(columns, size)
-    parts = heads * -(-width // columns)
-    grid = (-(-tokens // block_m), parts)
+    width, exact = constants["V"], x.dtype == torch.float32
+    tiles = projection_tiles(tokens, heads, inner, width, exact, constants, limits)
+    parts = heads * -(-width // tiles.columns)
+    grid = (-(-tokens // tiles.block_m), parts)
     passes = ["all"] if constants["KIND"] != "rows" or target["output_block_scale"] is None else ["maxima", "codes"]
     maxima = x.new_empty((tokens, parts), dtype=torch.float32) if len(passes) > 1 else None
+    changed = not _as_before(exact, limits)
+    early = changed and variants.current().latent_output == "early"
+    overlap: dict[str, Any] = {"launch_pdl": True} if early else {}
     for name in passes:
         mla_project_kernel[grid](
             x, weight, args.query_start_loc, complete, maxima, num_tokens=tokens, num_reqs=args.seq_lens.shape[0],
-            stride_xt=x.stride(0), stride_xh=x.stride(1), K=inner,
-            K_STEP=32 if x.dtype == torch.float32 else max(16, min(64, next_power_of_two(inner))),
-            W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2), N=heads, COLUMNS=columns,
-            BLOCK_M=block_m, LONGEST=longest, PASS=name, PARTS=parts, PARTS_TILE=next_power_of_two(parts),
-            **target, **constants, num_warps=4, num_stages=3, enable_fp_fusion=True,
+            stride_xt=x.stride(0), stride_xh=x.stride(1), K=inner, K_STEP=tiles.k_step,
+            W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2), N=heads,
+            COLUMNS=tiles.columns, BLOCK_M=tiles.block_m, LONGEST=longest, PASS=name, PARTS=parts,
+            PARTS_TILE=next_power_of_two(parts), EARLY=early, QUICK=changed, **target, **constants, **overlap,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
 
 
