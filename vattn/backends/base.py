@@ -434,3 +434,14 @@ class Backend:
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError
+
+    def rope_attention(
+        self, update: RopeUpdateArgs, args: AttentionArgs, rope: RopeConfig, config: AttentionConfig
+    ) -> None:
+        """Run `vattn::rope_attention`, by default in the two steps that it stands for. Arguments are checked already.
+
+        Args:
+            update, args: of the two steps; `args.query` is `update.query_out`, scratch that nobody reads afterwards.
+        """
+        self.rope_kv_cache_update(update, rope, config)
+        self.attention(args, config)

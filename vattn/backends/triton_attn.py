@@ -148,6 +148,17 @@ class TritonAttentionBackend(Backend):
 
         rope_update(args, rope, config)
 
+    def rope_attention(
+        self, update: RopeUpdateArgs, args: AttentionArgs, rope: RopeConfig, config: AttentionConfig
+    ) -> None:
+        """Run `vattn::rope_attention`: decode steps of few tokens on Hopper in one launch and a reduction."""
+        from vattn.ops.triton import decode_rope
+
+        if update.query.is_cuda and decode_rope.accepts(update, args, config):
+            decode_rope.decode(update, args, rope, config)
+        else:
+            super().rope_attention(update, args, rope, config)
+
 
 def takes_rounded_queries(config: AttentionConfig) -> str:
     """Return which kernel takes rounded alone the queries that the op is to round, empty if none may run."""

@@ -22,7 +22,15 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.ops.arguments import (
+    AttentionArgs,
+    CacheUpdateArgs,
+    MergeArgs,
+    PlanArgs,
+    RopeAttentionArgs,
+    RopeUpdateArgs,
+    VarlenAttentionArgs,
+)
 from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
 from vattn.rope_config import RopeConfig
 
@@ -177,6 +185,23 @@ def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
     _check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
     _check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
+
+
+def check_rope_attention(args: RopeAttentionArgs, config: AttentionConfig) -> None:
+    """Check what only the two steps of `vattn::rope_attention` together can get wrong.
+
+    Raises:
+        ConfigError: the second step would quantise a query that the first has quantised.
+        StrideError: what is written lies over what is read.
+    """
+    if config.query_load != "plain":
+        raise ConfigError(
+            f"query_load={config.query_load!r} in rope_attention",
+            "'plain': a query is quantised behind its rotation",
+            "leave query_load out",
+        )
+    for part in (args.query, args.key, args.value):
+        _check_no_overlap("output", args.output, part)
 
 
 def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:

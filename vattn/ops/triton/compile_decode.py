@@ -32,6 +32,7 @@ from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast, decode_packed, launch
+from vattn.ops.triton.epilogue import groups_fit_heads
 
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
@@ -44,6 +45,7 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
     torch.int16: "i16",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -102,7 +104,7 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             return record
 
     from vattn.ops.gluon import decode as gluon_decode
-    from vattn.ops.gluon import mixed_launch
+    from vattn.ops.gluon import decode_cluster_launch, mixed_launch
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -134,6 +136,12 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             decode_packed.decode(args, config)
             return found
         decode_fast.decode(args, config)
+        if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
+            finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
+            written = config if finished else config.with_plain_output()
+            for size in (8, 16):
+                arguments = decode_cluster_launch.kernel_arguments(args, written, output, size)
+                found.append((decode_cluster_launch.decode_cluster_kernel, arguments))
         if num_reqs > 4 and tokens == mixed_launch.short_rows(config):
             # A step that the prefill kernel shares, and that starts before that one has ended.
             tuning = mixed_launch.tuning_of(config, num_reqs, "overlapped")
@@ -171,7 +179,7 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, An
             signature[name] = "i32"
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    if "num_warps" in kernel.arg_names:
+    if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
         return GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes), options

@@ -8,6 +8,7 @@ request of more is walked by one CTA, some rows after the others (slow, but righ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from vattn.ops.triton.decode_fast_kernels import (
 )
 from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
+from vattn.ops.variants import current
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
 SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
@@ -248,10 +250,26 @@ def plan(
     )  # fmt: skip
 
 
-def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
-    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the shapes would choose."""
+def decode(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    tuning: Tuning | None = None,
+    launch_main: Callable[..., None] | None = None,
+) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took.
+
+    Args:
+        tuning: instead of what the shapes would choose.
+        launch_main: launches another main kernel, from the arguments of `_launch_decode`.
+    """
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     tokens = args.query.shape[0] // num_reqs
+    if tuning is None and launch_main is None and current().few_requests != "split":
+        from vattn.ops.gluon import decode_cluster_launch
+
+        if decode_cluster_launch.takes(args, config):
+            decode_cluster_launch.decode(args, config)
+            return
     tuning = tuning or choose_tuning(config, num_reqs, tokens)
     sizes = sizing(config, num_reqs, tuning, device, tokens)
     shape = plan_shape(config, args.query.shape[0], num_reqs, device)
@@ -263,7 +281,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-    launch(args, config, schedule, output, tuning, sizes, tokens)
+    launch(args, config, schedule, output, tuning, sizes, tokens, launch_main)
     if not finished:
         from vattn.ops.triton.launch import _launch_finish
 
@@ -318,18 +336,21 @@ def launch(
     tuning: Tuning,
     sizes: Sizing,
     tokens: int,
+    launch_main: Callable[..., None] | None = None,
 ) -> None:
     """Launch the main kernel and the reduction; `output` is the final one, or another in the model dtype.
 
     Args:
         tokens: rows of a request that are attended at a time.
+        launch_main: as of `decode`.
     """
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     finished = output is args.output
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
-    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
+    launch_main = launch_main or _launch_decode
+    launch_main(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     way = choose_reduction(config if finished else written, num_reqs)
     programs = min(num_reqs * tokens * config.num_heads * way.parts, 8 * _multiprocessors(device))
     reduce_kernel[(programs,)](
@@ -414,6 +435,26 @@ def _launch_decode(
     tokens: int,
     common: dict[str, Any],
 ) -> None:
+    kernel, warps = decode_kernel, tuning.heads
+    if tuning.slots:
+        from vattn.ops.gluon.decode import decode_kernel as kernel
+
+        warps *= tuning.slots
+    kernel[grid_of(config, tuning, sizes)](
+        query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
+        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
+        launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
+        **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
+    )  # fmt: skip
+
+
+def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:
+    """Return the grid of the main kernel."""
+    return (sizes.ctas * -(-config.num_kv_heads // tuning.heads),)
+
+
+def cache_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what a main kernel takes of the cache, its tables and scales, and what it multiplies scores by."""
     key, value = key_value_views(args.kv_cache, config)
     quantised = config.kv_cache_dtype in QUANTISED_CACHES
     log2_e = LOG2E.value
@@ -422,18 +463,9 @@ def _launch_decode(
         score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
     if quantised:
         score_scale /= FP16_QUERY_SHRINK.value
-    kernel, warps = decode_kernel, tuning.heads
-    if tuning.slots:
-        from vattn.ops.gluon.decode import decode_kernel as kernel
-
-        warps *= tuning.slots
-    kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
-        query=args.query, key_boxes=_boxes(key, tuning, quantised), value_boxes=_boxes(value, tuning, quantised),
-        block_table=args.block_table, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
-        q_scale=args.q_scale, k_scale=args.k_scale,
-        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
-        table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        score_scale=score_scale, soft_cap=soft_cap, num_warps=warps, launch_pdl=bool(tuning.overlap),
-        maxnreg=tuning.max_registers, **common,
-        **decode_constants(config, tuning, tokens),
-    )  # fmt: skip
+    return {
+        "key_boxes": _boxes(key, tuning, quantised), "value_boxes": _boxes(value, tuning, quantised),
+        "block_table": args.block_table, "table_stride": args.block_table.stride(0),
+        "table_width": args.block_table.shape[1], "num_blocks": key.shape[0], "q_scale": args.q_scale,
+        "k_scale": args.k_scale, "score_scale": score_scale, "soft_cap": soft_cap,
+    }  # fmt: skip

@@ -108,7 +108,7 @@ def _turned_heads(rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: 
 
 
 @triton.jit
-def _query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr):
+def query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr):
     """Return what is stored of a query: in the model dtype, or e4m3 bytes under a scale."""
     if ARITHMETIC == "none":
         return cast(x, MODEL)
@@ -137,12 +137,12 @@ def _query_tile(
     rows = query + token * stride_t + (head * stride_h)[:, None]
     first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM)
     target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
-    first = _query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
-    second = _query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+    first = query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+    second = query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
     _store_pairs(target, first, second, inside, SHAPE)
     if D > 2 * HALF:
         column = tl.arange(0, REST)[None, :]
-        codes = _query_codes(passed, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
+        codes = query_codes(passed, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
         tl.store(target + 2 * HALF + column, codes, mask=inside & (column < D - 2 * HALF))
 
 
