@@ -45,7 +45,7 @@ def planned(args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
     return args._replace(plan=[plan])
 
 
-@pytest.mark.parametrize("way", ["bare", "planned", "twice"])
+@pytest.mark.parametrize("way", ["bare", "planned", "twice", "cut"])
 @pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("name", list(STEPS))
 def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, way: str) -> None:
@@ -53,11 +53,25 @@ def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, way: 
     config = deepseek(num_heads=heads, decode_threshold=20, block_size=32 if heads == 8 else 64)
     few = name.startswith("few")
     args = random_mla_batch(config, queries, lengths, padding_tokens=3, padding_reqs=int(not few), device="cuda")
-    with variants.using(latent_mixed="twice" if way == "twice" else "fast"):
+    with variants.using(latent_mixed=way if way in ("twice", "cut") else "fast"):
         from vattn.ops.gluon import mla_launch
 
         assert mla_launch.mixes(args, config) != (few and way != "twice")
         compare(args if way == "bare" else planned(args, config), config, sum(queries))
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
+    config = deepseek(num_heads=heads, kv_cache_dtype=cache)
+    queries, lengths = [1] * 11 + [2, 3, 4, 5, 8, 12], [*range(1, 1650, 110), 5, 900]
+    args = random_mla_batch(config, queries, lengths[: len(queries)], padding_tokens=2, device="cuda")
+    with variants.using(latent_mixed="cut", latent_fp8="gluon"):
+        from vattn.ops.gluon import mla_launch
+
+        shapes = args.query.shape[0], args.seq_lens.shape[0]
+        assert mla_launch.rows_of_parts(*shapes, config) == mla_launch.fewest(config)
+        compare(planned(args, config), config, sum(queries))
 
 
 @pytest.mark.parametrize("fast", ["plain", "fast"])

@@ -17,7 +17,7 @@ from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 
 pytest.importorskip("triton")
 
-from vattn.ops.triton import mla_launch
+from vattn.ops.triton import mla_cut, mla_launch
 from vattn.ops.triton.mla_slots import mla_slots_kernel
 from vattn.ops.triton.tiles import Limits
 
@@ -198,3 +198,22 @@ def test_slots_of_listed_keys(splits: int) -> None:
         following = [i + 5 if i + 5 < tokens * splits else -1 for i in range(token * splits, (token + 1) * splits)]
         assert items[:, 4].tolist() == following
     assert schedule[0, :2].tolist() == [5, tokens if splits > 1 else 0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize(
+    "lens",
+    [([1, 3, 0, 5, 1], [40, 33, 9, 60, 1]), ([9, 2, 1], [4, 50, 0]), ([1, 1], [2, 3])],
+    ids=["uneven", "more rows than keys", "whole"],
+)
+def test_requests_cut_into_parts_see_the_same(most: int, lens: tuple[list[int], list[int]]) -> None:
+    config = make_mla_config(lse=True, backend="TRITON_MLA")
+    args = random_mla_batch(config, *lens, padding_tokens=2, padding_reqs=1)
+    parts = mla_cut.cut_requests(args, config, most)
+    rows = parts.query_start_loc.diff()
+    assert rows.min() >= 0 and rows.max() <= most and parts.query_start_loc[-1] == sum(lens[0])
+    assert parts.query_start_loc[0] == 0 and parts.seq_lens.min() >= 0 and (parts.seq_lens[rows == 0] == 0).all()
+    whole = mla_reference.attend_latents(args, config, torch.float64)
+    cut = mla_reference.attend_latents(parts, config, torch.float64)
+    for expected, got in zip(whole, cut, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_parts": ("small", "large"),
     "latent_output": ("plain", "deep", "early"),
     "few_rows": ("none", "values", "all", "streamed"),
-    "latent_mixed": ("plain", "fast", "twice"),
+    "latent_mixed": ("plain", "fast", "twice", "cut"),
     "packed_store": ("plain", "quick"),
 }
 """What each field may be."""
@@ -47,7 +47,9 @@ class Variants:
             "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
-            the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it.
+            the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it;
+            "cut", as "fast", and where requests of at most 8 rows on average have uneven numbers of them, these are
+            cut into parts of one program's rows, which are requests of their own.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with

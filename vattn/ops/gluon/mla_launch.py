@@ -145,6 +145,11 @@ def fewest(config: MLAConfig) -> int:
     return next(n for n in (8, 4, 2, 1) if n <= longest and groups_of_rows(config, n) == least)
 
 
+def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
+    """Return the most rows of the parts that requests of a step of uneven numbers of rows are cut into; 0: as it is."""
+    return fewest(config) if variants.current().latent_mixed == "cut" and num_tokens % num_reqs else 0
+
+
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether requests of fewest rows go this way in a step that has others."""
     num_tokens, num_reqs, kind = args.query.shape[0], args.seq_lens.shape[0], variants.current().latent_mixed
@@ -189,17 +194,23 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
     if tokens == MIXED:
-        ways = {"plain": [], "fast": [Way(fewest(config), fewest(config))], "twice": _two_ways(config)}[kind]
+        few = [Way(fewest(config), fewest(config))]
+        ways = {"plain": [], "fast": few, "cut": few, "twice": _two_ways(config)}[kind]
     else:
         ways = [Way(tokens, MOST_QUERY_TOKENS if len(shape) == 3 else 0)]
-    requests = min(1024, next_power_of_two(max(32, num_reqs)))
     for way, own in zip(ways, schedules_in(schedule, num_reqs), strict=False):
-        ctas = _ctas(config, way.split, seq_lens.device)
-        mla_schedule_kernel[(1,)](
-            query_start_loc, seq_lens, own, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
-            SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
-            SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
-        )  # fmt: skip
+        lay_schedule(query_start_loc, seq_lens, own, way, config)
+
+
+def lay_schedule(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig) -> None:
+    """Write the schedule of one launch."""
+    num_reqs, ctas = seq_lens.shape[0], _ctas(config, way.split, seq_lens.device)
+    requests = min(1024, next_power_of_two(max(32, num_reqs)))
+    mla_schedule_kernel[(1,)](
+        query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
+        SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
+        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
+    )  # fmt: skip
 
 
 def schedules_in(plan: Tensor, num_reqs: int) -> list[Tensor]:
@@ -232,6 +243,22 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     ways = ways_of(num_tokens, num_reqs, config)
     for way, schedule in zip(ways, schedules_in(plan_of_step, num_reqs), strict=False):
         _launch(absorbed, args, output, schedule, way.split, config)
+    return output
+
+
+def attend_cut(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, most: int) -> Tensor:
+    """Attend requests of at most `most` rows each, whatever the shapes of their step let expect; as `attend_latents`.
+
+    The schedule is made by the call.
+    """
+    num_reqs, device = args.seq_lens.shape[0], absorbed.device
+    way = Way(most, 0)
+    records = 1 + _max_items(num_reqs, _ctas(config, most, device)) + num_reqs
+    schedule = torch.empty((records, FIELDS.value), dtype=torch.int32, device=device)
+    lay_schedule(args.query_start_loc, args.seq_lens, schedule, way, config)
+    shape = absorbed.shape[0], config.num_heads, LATENT.value
+    output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
+    _launch(absorbed, args, output, schedule, way.split, config)
     return output
 
 

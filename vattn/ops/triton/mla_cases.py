@@ -19,7 +19,16 @@ from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
 from vattn.ops.mla_indexer import SCALE_BYTES, IndexerSelectArgs, IndexerUpdateArgs
 from vattn.ops.mla_rope import MLARopeUpdateArgs
-from vattn.ops.triton import mla_epilogue, mla_indexer, mla_launch, mla_plan, mla_prefill, mla_project, mla_rope
+from vattn.ops.triton import (
+    mla_cut,
+    mla_epilogue,
+    mla_indexer,
+    mla_launch,
+    mla_plan,
+    mla_prefill,
+    mla_project,
+    mla_rope,
+)
 from vattn.ops.triton.tiles import Limits
 from vattn.rope_config import ROPE_STYLES, RopeConfig
 
@@ -27,6 +36,7 @@ KERNELS = (
     (mla_launch, "mla_attention_kernel"),
     (mla_launch, "mla_merge_kernel"),
     (mla_launch, "mla_query_kernel"),
+    (mla_cut, "mla_cut_kernel"),
     (mla_launch, "mla_update_kernel"),
     (mla_project, "mla_project_kernel"),
     (mla_prefill, "mla_complete_kernel"),
@@ -91,6 +101,9 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
         rest = listed.replace(sparse=False, kv_cache_dtype=cache, kv_scale=scale)
         attend = partial(_attend, rest, (200, 9), limits, longest, 4)
         yield from record(f"bfloat16/{cache} rest of at most {longest}", target, attend)
+    for most, block_size, columns in ((4, 64, 256), (1, 16, 4096)):
+        cut = partial(_cut, listed.replace(block_size=block_size), most, columns)
+        yield from record(f"parts of {most} rows, {columns} blocks", target, cut)
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 2, limits))
 
@@ -135,6 +148,15 @@ def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits, longest:
     })  # fmt: skip
     absorbed = _meta(tokens, config.num_heads, config.head_size, dtype=MODEL_DTYPES[config.dtype])
     mla_launch.attend_latents(absorbed, args, config, limits, longest, shortest=shortest)
+
+
+def _cut(config: MLAConfig, most: int, columns: int) -> None:
+    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    args = MLAAttentionArgs(**{
+        **none, "query": _meta(104, 1, 1), "query_start_loc": _meta(65, dtype=torch.int32),
+        "seq_lens": _meta(64, dtype=torch.int32), "block_table": _meta(64, columns, dtype=torch.int32),
+    })  # fmt: skip
+    mla_cut.cut_requests(args, config, most)
 
 
 def _outputs(config: MLAConfig, tokens: int) -> dict[str, Any]:
