@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "few_rows": ("none", "values", "all", "streamed"),
     "latent_mixed": ("plain", "fast", "twice", "cut"),
     "packed_store": ("plain", "quick"),
+    "few_requests": ("split", "clusters"),
 }
 """What each field may be."""
 
@@ -52,6 +53,8 @@ class Variants:
             cut into parts of one program's rows, which are requests of their own.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
+        few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
+            second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head.
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
             warpgroups: "plain"; "deep", with as many loads under way as shared memory holds and quotients without
             branches; "early", that, and launches that overlap: weights are fetched while the kernel before ends.
@@ -80,6 +83,7 @@ class Variants:
     few_rows: str = "values"
     latent_mixed: str = "fast"
     packed_store: str = "plain"
+    few_requests: str = "split"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -1,0 +1,141 @@
+"""Decode of few requests in clusters on a Hopper GPU: against the reference, and the same bits from every replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, decode_batch
+from tests.support import Batch, poisoned_empty, relative_l2
+from vattn.ops.variants import using
+from vattn.quantization import quantise_output
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = {"num_heads": 32, "num_kv_heads": 8}
+LENGTHS = [[1], [63], [1000], [5000, 0], [17, 4100], [1, 15, 16], [129, 2, 900, 3300]]
+"""Fewer keys than a CTA's stripe; one CTA's and all CTAs' first stripes; several turns of the stages; nothing."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters of CTAs need an sm_90 GPU")
+
+
+def run(batch: Batch) -> None:
+    from vattn.ops.gluon import decode_cluster_launch
+    from vattn.ops.triton import decode_fast
+
+    with using(few_requests="clusters"):
+        assert decode_fast.accepts(batch.args, batch.config)
+        assert decode_cluster_launch.takes(batch.args, batch.config)
+        decode_fast.decode(batch.args, batch.config)
+    torch.cuda.synchronize()
+
+
+def check(lengths: list[int], **changes: Any) -> None:
+    batch = decode_batch(lengths, **{**LLAMA, **changes})
+    run(batch)
+    output, lse = batch.expected()
+    assert relative_l2(batch.output(), output) < TOLERANCE[batch.config.dtype]
+    finite = lse.isfinite()
+    assert torch.equal(batch.args.lse[~finite], lse[~finite])
+    assert ((batch.args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(lengths: list[int], head_size: int, cache: dict[str, Any]) -> None:
+    check(lengths, head_size=head_size, **cache)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("heads", [(8, 8), (12, 4), (35, 5), (64, 8), (96, 32)], ids=str)
+def test_groups(heads: tuple[int, int], cache: dict[str, Any]) -> None:
+    check([700, 90], num_heads=heads[0], num_kv_heads=heads[1], **cache)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("kv_scale", ["none", "tensor", "head"])
+def test_layouts_and_scales(dtype: str, layout: str, block_size: int, kv_scale: str) -> None:
+    cache = {} if kv_scale == "none" else {"kv_cache_dtype": "fp8_e4m3", "kv_scale": kv_scale}
+    check([333, 1500], dtype=dtype, kv_cache_layout=layout, block_size=block_size, **cache)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("window", [1, 33, 1024])
+def test_masks(window: int, cache: dict[str, Any]) -> None:
+    check([5, 40, 3000], sliding_window=window, logits_soft_cap=4.0, sinks=True, **cache)
+    check([5, 40, 3000], sinks=True, **cache)
+
+
+def test_fp8_queries() -> None:
+    check([700, 40], query_format="fp8_e4m3", query_scale="head", **FP8)
+
+
+@pytest.mark.parametrize("query_lens", [[2, 0, 1], [0, 3, 0], [0, 1, 2], [1, 1, 0]], ids=str)
+def test_rows_that_are_not_one_per_request(query_lens: list[int]) -> None:
+    check([300, 1100, 40], query_lens=query_lens, sinks=True)
+
+
+@pytest.mark.parametrize("padding", [1, 2])
+def test_padding(padding: int) -> None:
+    check([1000], padding=padding, sinks=True)
+
+
+FORMATS = [
+    ("fp8_static", "divide"), ("fp8_group64", "divide"), ("fp8_group64_pow2_col", "multiply"),
+    ("fp8_group128", "divide"), ("nvfp4", "divide"), ("nvfp4_swizzled", "divide"), ("fp8_per_token", "divide"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("name", "arithmetic"), FORMATS, ids=str)
+def test_quantised_output(name: str, arithmetic: str, head_size: int, cache: dict[str, Any]) -> None:
+    """Codes and scales are those of the kernel's own plain output."""
+    batch = decode_batch(
+        [700, 0, 90], head_size=head_size, output_format=name, output_arithmetic=arithmetic, **LLAMA, **cache
+    )
+    run(batch)
+    plain = batch.config.replace(output_format="none", output_arithmetic="divide")
+    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
+    args = batch.args._replace(output=output, output_block_scale=None, config=plain.encode())
+    run(dataclasses.replace(batch, args=args, config=plain))
+    scales = batch.args.output_block_scale
+    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype).cuda()
+    expected_scales = None if scales is None else torch.empty_like(scales)
+    quantise_output(output, name, expected, expected_scales, batch.args.output_scale, arithmetic)
+    assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
+    if scales is not None:
+        assert torch.equal(scales.float(), expected_scales.float())
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("lengths", [[1000], [6000, 3], [900, 40, 2000, 1]], ids=str)
+def test_every_replay_gives_the_same_bits(lengths: list[int], cache: dict[str, Any]) -> None:
+    """A part that came late, or a copy that was read early, would differ in one of many replays."""
+    batch = decode_batch(lengths, **LLAMA, **cache)
+    run(batch)
+    first, first_lse = batch.args.output.clone(), batch.args.lse.clone()
+    from vattn.ops.triton import decode_fast
+
+    graph = torch.cuda.CUDAGraph()
+    outputs = [torch.empty_like(first) for _ in range(20)]
+    with using(few_requests="clusters"), torch.cuda.graph(graph):
+        for output in outputs:
+            decode_fast.decode(batch.args._replace(output=output), batch.config)
+    for _ in range(25):
+        for output in outputs:
+            output.view(torch.uint8).fill_(0x7F)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(output, first) for output in outputs)
+    assert torch.equal(batch.args.lse, first_lse)

@@ -1,0 +1,101 @@
+"""Decode of few requests in clusters: which steps go that way, and what the compiled kernel consists of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import make_config, random_paged_batch
+from vattn.ops.variants import using
+
+pytest.importorskip("triton")
+
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+def is_taken(lengths: list[int], query_lens: list[int] | None = None, **changes: Any) -> bool:
+    from vattn.ops.gluon import decode_cluster_launch
+
+    config = make_config(**{**LLAMA, **changes})
+    batch = random_paged_batch(config, query_lens or [1] * len(lengths), lengths)
+    return decode_cluster_launch.takes(batch.args, config)
+
+
+def test_off_by_default() -> None:
+    assert not is_taken([40])
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 0], [9, 300, 1, 17]], ids=str)
+def test_few_requests_are_taken(lengths: list[int]) -> None:
+    with using(few_requests="clusters"):
+        assert is_taken(lengths)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_size": 256}, {"num_heads": 128}, {"num_heads": 4, "num_kv_heads": 2},
+        {"query_format": "fp8_e4m3", "query_load": "divide"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_kernel_lacks_stays_where_it_is(changes: dict[str, Any]) -> None:
+    with using(few_requests="clusters"):
+        assert not is_taken([40], **changes)
+
+
+def test_many_requests_and_several_rows_stay_where_they_are() -> None:
+    with using(few_requests="clusters"):
+        assert not is_taken([40] * 5)
+        assert not is_taken([40, 50], [2, 2])
+
+
+def test_clusters_fill_the_card_and_hold_a_row_a_cta() -> None:
+    from vattn.ops.gluon import decode_cluster_launch as launch
+    from vattn.ops.triton import decode_fast
+
+    for heads in (4, 8, 16, 32):
+        for num_reqs in range(1, decode_fast.FEW_REQUESTS + 1):
+            size = launch.cluster_size(make_config(**{**LLAMA, "num_kv_heads": heads}), num_reqs)
+            assert size in (8, 16) and size >= launch.MAX_GROUP_SIZE
+            assert heads * num_reqs * size >= launch.LEAST_CTAS
+    # The kernel looks a row's request up among as many ends as this.
+    assert decode_fast.FEW_REQUESTS == 4
+
+
+COMPILE = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+import torch, triton
+from tests.support import make_config, random_paged_batch
+from vattn.ops.gluon import decode_cluster_launch as launch
+from vattn.ops.triton import compile_decode
+config = make_config(
+    num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, output_format="fp8_group128"
+)
+batch = random_paged_batch(config, [1], [40])
+arguments = launch.kernel_arguments(batch.args, config, batch.args.output, 16)
+source, options = compile_decode.source_of(launch.decode_cluster_kernel, arguments)
+print(triton.compile(source, target=compile_decode.TARGET, options=options).asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+def test_one_inbox_two_barriers_and_one_instruction_for_the_maximum_of_a_group() -> None:
+    """A second inbox would be another place than the one that parts are sent to.
+
+    Of four cluster barrier instructions two arrive and two wait, in turn; the copies of keys are of 16 bytes. In a
+    process of its own, as it turns the interpreter off.
+    """
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(".b8 vattn_inbox" in line for line in lines) == 1
+    barriers = [line.split(";")[0].split(".")[2] for line in lines if "barrier.cluster." in line]
+    assert barriers == ["arrive", "wait", "arrive", "wait"]
+    assert sum("redux.sync" in line for line in lines) == 1
+    copies = [line for line in lines if "cp.async.c" in line and "shared.global" in line]
+    assert copies and all("0x10" in line for line in copies)

@@ -1,0 +1,131 @@
+"""Decode of few requests in clusters of CTAs: which steps may go this way, and the launch.
+
+Every request has as many CTAs as the whole card, so requests of any lengths keep it busy. What splits cost otherwise, a
+schedule before the keys and a second kernel behind them, is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config import AttentionConfig
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.ops import variants
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.cache_layout import key_value_views
+from vattn.ops.gluon.decode_cluster import decode_cluster_kernel
+from vattn.ops.triton import decode_fast
+from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK
+from vattn.ops.triton.epilogue import groups_fit_heads
+from vattn.ops.triton.launch import _launch_finish
+from vattn.ops.triton.mask import LOG2E
+
+HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
+MAX_GROUP_SIZE = 8
+"""Query heads per KV head: the rows that the kernel keeps of a product, and CTAs of the smaller clusters."""
+
+LEAST_CTAS = 64
+"""Of a request; with fewer the card is not full, and a schedule that splits further does better."""
+
+SLOTS = 4
+"""Warps of a CTA, a tile of 16 keys each."""
+
+
+def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether a step that `decode_fast.accepts` took, of one row a request, is to go this way and can."""
+    num_reqs = args.seq_lens.shape[0]
+    if variants.current().few_requests == "split" or not 0 < num_reqs <= decode_fast.FEW_REQUESTS:
+        return False
+    return args.query.shape[0] == num_reqs and not refusals(args, config)
+
+
+def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
+    """Return what the kernel lacks of a layer that the fast decode path runs, empty if nothing."""
+    found = []
+    if config.head_size not in HEAD_SIZES:
+        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
+    if config.group_size > MAX_GROUP_SIZE:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
+    if config.num_kv_heads * cluster_size(config, 1) < LEAST_CTAS:
+        found.append(f"{config.num_kv_heads} KV heads (runs {LEAST_CTAS // 16} or more)")
+    if config.query_load != "plain":
+        found.append(f"query_load {config.query_load} (runs plain)")
+    if args.kv_cache.data_ptr() % 16 or args.query.data_ptr() % 16:
+        found.append("a query or a cache that is not aligned to 16 bytes")
+    return found
+
+
+def cluster_size(config: AttentionConfig, num_reqs: int) -> int:
+    """Return how many CTAs share a KV head of a request: 8 where that fills the card, else 16."""
+    return 8 if config.num_kv_heads * num_reqs * 8 >= 192 else 16
+
+
+def decode(args: AttentionArgs, config: AttentionConfig) -> None:
+    """Run `vattn::attention` for a step that `takes` took."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, written, finished = args.output, config, not fmt.group_size or groups_fit_heads(config)
+    if not finished:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=args.query.device)
+        written = config.with_plain_output()
+    launch(args, written, output)
+    if not finished:
+        _launch_finish(args, config, args.seq_lens.shape[0], 1, output, None, fmt)
+
+
+def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> None:
+    """Launch the kernel; `output` is the final one, or another in the model dtype."""
+    num_reqs = args.seq_lens.shape[0]
+    size = cluster_size(config, num_reqs)
+    arguments = kernel_arguments(args, config, output, size)
+    launch_in_clusters(decode_cluster_kernel, (num_reqs * config.num_kv_heads,), size, arguments)
+
+
+def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments: dict[str, Any]) -> None:
+    """Launch a grid of clusters of a kernel that was compiled for CTAs on their own.
+
+    Clusters of the compiler's own divide every tensor among their CTAs, or let one CTA alone store it.
+    """
+    compiled = kernel.warmup(grid=grid, **arguments)
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = (warps, size, shared)
+    kernel[grid](**arguments)
+
+
+def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor, size: int) -> dict[str, Any]:
+    """Return what the kernel is launched with, in clusters of `size`."""
+    quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
+    tuning = decode_fast.Tuning(1, 5 if quantised else 3)
+    key, value = key_value_views(args.kv_cache, config)
+    num_blocks = key.shape[0]
+    if quantised:
+        key, value = key.view(torch.int16), value.view(torch.int16)
+    common = decode_fast._common_arguments(args, config, output)
+    score_scale, soft_cap = _score_scales(config)
+    constants = decode_fast.decode_constants(config, tuning)
+    return {
+        **common, **{name: constants[name] for name in _CONSTANTS}, "query": args.query, "key_cache": key,
+        "value_cache": value, "block_table": args.block_table, "query_start_loc": args.query_start_loc,
+        "seq_lens": args.seq_lens, "q_scale": args.q_scale, "k_scale": args.k_scale,
+        "query_stride": args.query.stride(0), "query_head_stride": args.query.stride(1),
+        "block_stride": key.stride(0), "token_stride": key.stride(1), "head_stride": key.stride(2),
+        "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
+        "num_blocks": num_blocks, "num_reqs": args.seq_lens.shape[0], "score_scale": score_scale,
+        "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages, "OVERLAP": True,
+        "num_warps": SLOTS, "launch_pdl": True,
+    }  # fmt: skip
+
+
+def _score_scales(config: AttentionConfig) -> tuple[float, float]:
+    """Return what scores are multiplied by, and the soft cap, both in units of log2 e."""
+    scale, soft_cap = config.scale * LOG2E.value, 1.0
+    if config.logits_soft_cap is not None:
+        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
+    if config.kv_cache_dtype in decode_fast.QUANTISED_CACHES:
+        scale /= FP16_QUERY_SHRINK.value
+    return scale, soft_cap
+
+
+_CONSTANTS = ("BLOCK_SIZE", "WINDOW", "FP8", "QUERY_SCALE", "SOFT_CAP", "DTYPE")
