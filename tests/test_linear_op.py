@@ -92,13 +92,14 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which products the Hopper kernel takes, and that its boxes are panels of 128 bytes of the rows."""
     pytest.importorskip("triton.experimental.gluon")
     from vattn.ops import hopper
-    from vattn.ops.gluon.few_rows_launch import RINGS, _boxes, accepts
+    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RINGS, _boxes, accepts
 
     args = make_args(5, codes, columns=1024)
     assert not accepts(args)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert accepts(args) and accepts(make_args(8, codes, 17, 128)) and accepts(make_args(1, codes))
     assert not accepts(make_args(9, codes)) and not accepts(make_args(0, codes))
+    assert accepts(make_args(32, codes), MANY_ROWS) and not accepts(make_args(33, codes), MANY_ROWS)
     assert not accepts(make_args(5, codes, columns=1024 + 16))
     assert not accepts(args._replace(input=args.input[:, :-32], weight=args.weight[:, :-32].contiguous()))
     assert accepts(args._replace(input=args.input[:, :-128], weight=args.weight[:, :-128].contiguous()))

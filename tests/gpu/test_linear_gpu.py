@@ -57,6 +57,20 @@ def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
         assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
 
 
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(("features", "columns"), [(24, 384), (4096, 4224), (6144, 4096)])
+@pytest.mark.parametrize("rows", [9, 16, 31])
+def test_streamed_wide(rows: int, features: int, columns: int, codes: str) -> None:
+    """Same with more rows, which no step takes by itself yet."""
+    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, WIDE_RINGS, accepts, streamed_linear
+
+    args = on_gpu(make_args(rows, codes, features, columns))
+    assert accepts(args, MANY_ROWS) and not accepts(args)
+    for ring in WIDE_RINGS:
+        got = streamed_linear(args, ring)
+        assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
+
+
 def test_streamed_rows_lie_apart() -> None:
     """The tensor map ends at the last row and column: NaN behind them does not count."""
     from vattn.ops.gluon.few_rows_launch import accepts, streamed_linear

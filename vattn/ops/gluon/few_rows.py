@@ -1,8 +1,8 @@
-"""Products of up to eight rows with a large weight on Hopper, whose weights are on their way before their input is.
+"""Products of few rows with a large weight on Hopper, whose weights are on their way before their input is.
 
 Weights depend on nothing: a producer warp fills its ring of tiles with them while the kernel before still runs, and
 waits for that one only to fetch the input. So neither the launch, nor the way of the first bytes, nor small kernels
-between two products stop the stream of weights. One program a multiprocessor walks over tiles of 16 features, and its
+between two products stop the stream of weights. One program a multiprocessor walks over tiles of features, and its
 ring, filled on across their ends, takes most of the shared memory, so that no two of a launch share one.
 
 A tile's columns are spread over the warps, a panel of 128 bytes each; their sums are added at the end of a tile.
@@ -17,16 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vattn.ops.gluon.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
 
-FEATURES = gl.constexpr(16)
-"""Rows of the weight in a tile: those of a matrix instruction."""
-
-ROWS = gl.constexpr(8)
-"""Rows of the input in a tile: the columns of a matrix instruction."""
-
 
 @gluon.jit
-def produce(weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS: gl.constexpr,
-            PANELS: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+def produce(
+    weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS: gl.constexpr,
+    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
     """Fill the ring with the tiles of this program, chunk by chunk; the first of them before the input exists."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -59,8 +55,8 @@ def produce(weight_boxes, input_boxes, num_tiles, weights, inputs, ready, releas
 @gluon.jit
 def consume(
     input_scale, weight_scale, output, num_rows, num_features, num_tiles, weights, inputs, sums, ready, released,
-    CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr,
-    FEATURE_SCALES: gl.constexpr, OVERLAP: gl.constexpr,
+    CHUNKS: gl.constexpr, PANELS: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply what the ring holds, and write the rows of a tile at its end."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[PANELS, 1, 1], instr_shape=[1, 16, 8])
@@ -112,12 +108,14 @@ def streamed_kernel(
     STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Write `input @ weight.T` `[num_rows, num_features]`, of up to ROWS rows. Grid: any number of programs.
+    """Write `input @ weight.T` `[num_rows, num_features]`. Grid: any number of programs.
 
     Both tensor maps see their rows as panels of 128 bytes, `[K / columns of a panel, rows, columns]`; a box has one
-    panel a warp. What lies beyond the tensors is read as zeros. CODES: elements are e4m3. OVERLAP: launched while the
-    kernel before may still run.
+    panel a warp, and as many rows of the weight as make a tile, or of the input as it may have. What lies beyond the
+    tensors is read as zeros. CODES: elements are e4m3. OVERLAP: launched while the kernel before may still run.
     """
+    FEATURES: gl.constexpr = weight_boxes.block_shape[1]
+    ROWS: gl.constexpr = input_boxes.block_shape[1]
     PANELS: gl.constexpr = num_warps
     COLUMNS: gl.constexpr = 128 if CODES else 64
     CHUNKS: gl.constexpr = (K + PANELS * COLUMNS - 1) // (PANELS * COLUMNS)
@@ -134,10 +132,10 @@ def streamed_kernel(
         [
             (consume, (
                 input_scale, weight_scale, output, num_rows, num_features, num_tiles, weights, inputs, sums, ready,
-                released, CHUNKS, PANELS, STAGES, CODES, ROW_SCALES, FEATURE_SCALES, OVERLAP,
+                released, CHUNKS, PANELS, FEATURES, ROWS, STAGES, CODES, ROW_SCALES, FEATURE_SCALES, OVERLAP,
             )),
             (produce, (
-                weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS, PANELS,
+                weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS, PANELS, FEATURES,
                 PANELS * (FEATURES + ROWS) * 128, STAGES, OVERLAP,
             )),
         ],

@@ -11,7 +11,7 @@ import torch
 
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.gluon import few_rows_launch
-from vattn.ops.gluon.few_rows_launch import LAUNCH, RINGS, Ring, streamed_linear
+from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RINGS, WIDE_RINGS, Ring, streamed_linear
 from vattn.ops.linear import E4M3, LinearArgs
 from vattn.ops.triton.compile_cases import Launch
 
@@ -20,16 +20,19 @@ SIZES = ((6144, 4096), (4096, 14336), (16, 64 * 3))
 
 
 def launches() -> Iterator[Launch]:
-    """Yield every ring, dtype and kind of scales."""
-    for dtype, (features, columns), ring in itertools.product(("bfloat16", "float16"), SIZES, RINGS):
-        values = MODEL_DTYPES[dtype]
-        x, weight = torch.empty(2, columns, dtype=values), torch.empty(features, columns, dtype=values)
-        yield _recorded(f"{dtype} {features} x {columns} {ring}", LinearArgs(x, weight, None, None, dtype), ring)
-    for by_row, by_feature, ring in itertools.product((False, True), (False, True), RINGS):
-        x, weight = (torch.empty(rows, 4096, dtype=torch.uint8).view(E4M3) for rows in (2, 6144))
-        scale, other = torch.empty((2, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
-        args = LinearArgs(x, weight, scale, other, "bfloat16")
-        yield _recorded(f"e4m3 {by_row} {by_feature} {ring}", args, ring)
+    """Yield every ring with its rows, of values and of codes; each dtype and kind of scales with the first ring."""
+    rings = [*itertools.product((2,), RINGS), *itertools.product((16, MANY_ROWS), WIDE_RINGS)]
+    values = [("bfloat16", SIZES[0], ring) for ring in rings]
+    values += [(dtype, size, rings[0]) for dtype, size in itertools.product(("bfloat16", "float16"), SIZES[1:])]
+    for dtype, (features, columns), (rows, ring) in values:
+        x, weight = (torch.empty(height, columns, dtype=MODEL_DTYPES[dtype]) for height in (rows, features))
+        yield _recorded(f"{dtype} {features} x {columns}", LinearArgs(x, weight, None, None, dtype), ring)
+    codes = [(True, False, ring) for ring in rings]
+    codes += [(by_row, not by_row, rings[0]) for by_row in (False, True)]
+    for by_row, by_feature, (rows, ring) in codes:
+        x, weight = (torch.empty(height, 4096, dtype=torch.uint8).view(E4M3) for height in (rows, 6144))
+        scale, other = torch.empty((rows, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
+        yield _recorded(f"e4m3 {by_row} {by_feature}", LinearArgs(x, weight, scale, other, "bfloat16"), ring)
 
 
 def _recorded(name: str, args: LinearArgs, ring: Ring) -> Launch:
@@ -46,4 +49,5 @@ def _recorded(name: str, args: LinearArgs, ring: Ring) -> Launch:
     ):
         streamed_linear(args, ring)
     arguments = {key: value for key, value in found.items() if key in kernel.arg_names}
-    return Launch(f"streamed_kernel {name}", "sm_90", kernel, arguments, {"num_warps": ring.panels, **LAUNCH})
+    name = f"streamed_kernel {name} {args.input.shape[0]} rows {ring}"
+    return Launch(name, "sm_90", kernel, arguments, ring.options)

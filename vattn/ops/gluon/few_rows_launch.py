@@ -7,13 +7,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.formats import MODEL_DTYPES
 from vattn.ops import hopper
-from vattn.ops.gluon.few_rows import FEATURES, ROWS, streamed_kernel
+from vattn.ops.gluon.few_rows import streamed_kernel
 from vattn.ops.linear import E4M3, LinearArgs
 
 PANEL_BYTES = 128
@@ -27,24 +28,36 @@ class Ring:
     Attributes:
         panels: of a row in a stage; also warps.
         stages: of the ring.
+        features: rows of the weight in a tile.
+        registers: of a thread; few, so that small kernels fit beside it.
     """
 
     panels: int = 8
     stages: int = 8
+    features: int = 16
+    registers: int = 80
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the kernel is compiled and launched."""
+        return {"num_warps": self.panels, "maxnreg": self.registers, "launch_pdl": True}
+
+
+MOST_ROWS, MANY_ROWS = 8, 32
+"""Rows of the input that `RINGS` take, and `WIDE_RINGS`."""
 
 RINGS = (Ring(), Ring(8, 4), Ring(4, 16))
 """The first is what runs: 192 KiB, so that no second program fits beside one on a multiprocessor. Two of the second do;
 the third has stages of half the size."""
 
-LAUNCH = {"launch_pdl": True, "maxnreg": 80}
-"""Few registers, so that small kernels fit beside it."""
+WIDE_RINGS = (Ring(8, 3, 32, 96), Ring(4, 6, 32, 96), Ring(4, 4, 64, 120))
+"""Wider tiles, since every tile reads the whole input."""
 
 
-def accepts(args: LinearArgs) -> bool:
-    """Return whether the kernel runs a product that has been checked."""
+def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
+    """Return whether the kernel runs a product of up to so many rows that has been checked."""
     x, weight = args.input, args.weight
-    if x.dtype is torch.float32 or not 0 < x.shape[0] <= ROWS.value or not hopper.is_hopper(x.device):
+    if x.dtype is torch.float32 or not 0 < x.shape[0] <= most_rows or not hopper.is_hopper(x.device):
         return False
     row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
     aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0
@@ -52,17 +65,17 @@ def accepts(args: LinearArgs) -> bool:
 
 
 def streamed_linear(args: LinearArgs, ring: Ring = RINGS[0]) -> Tensor:
-    """Run a product that `accepts` takes."""
+    """Run a product that `accepts` takes, of more than `MOST_ROWS` rows with one of `WIDE_RINGS`."""
     x, weight, features = args.input, args.weight, args.weight.shape[0]
     output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
-    tiles = -(-features // FEATURES.value)
+    tiles, rows = -(-features // ring.features), max(8, triton.next_power_of_2(x.shape[0]))
     streamed_kernel[(min(tiles, _multiprocessors(x.device)),)](
-        weight_boxes=_boxes(weight, FEATURES.value, ring), input_boxes=_boxes(x, ROWS.value, ring),
+        weight_boxes=_boxes(weight, ring.features, ring), input_boxes=_boxes(x, rows, ring),
         input_scale=args.input_scale, weight_scale=args.weight_scale, output=output, num_rows=x.shape[0],
         num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
         ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
         FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1,
-        OVERLAP=True, num_warps=ring.panels, **LAUNCH,
+        OVERLAP=True, **ring.options,
     )  # fmt: skip
     return output
 
