@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -88,7 +88,8 @@ class CUDAGraphRunner:
         function: a plain or compiled function or module; called with the inputs while the step's metadata is the
             forward context. It must do the same work whatever the lengths.
         batch_sizes: numbers of requests to capture, each with `tokens_per_request` tokens per request. A single
-            request of one token is captured as two, so that it needs no compiled graph of its own.
+            request of one token is captured as two, so that it needs no compiled graph of its own. A pair
+            `(requests, tokens)` holds every step of up to that many of both, prompts included.
         builder: builds all steps; give it the model's `layers`.
         make_inputs: returns the function's tensor arguments for a (padded) step, of any content that the function
             accepts. Their first dimension is tokens or requests. Tensors of the metadata itself may be among them.
@@ -96,6 +97,8 @@ class CUDAGraphRunner:
         step_options: further arguments of `builder.build` for a number of requests, such as
             `lambda n: {"causal": [1] * n}`: presence of optional tensors is baked in.
         output_rows: `"tokens"` or `"requests"`, what the first dimension of the outputs counts; default: told by size.
+        memory_of: another runner, whose graphs' memory these use too: no output of the one is read after a replay of
+            the other.
 
     Attributes:
         report: sizes, seconds and memory, or why nothing was captured.
@@ -126,13 +129,14 @@ class CUDAGraphRunner:
     def __init__(
         self,
         function: Callable[..., Any],
-        batch_sizes: Sequence[int],
+        batch_sizes: Sequence[int | tuple[int, int]],
         builder: AttentionMetadataBuilder,
         make_inputs: MakeInputs,
         *,
         tokens_per_request: int = 1,
         step_options: Callable[[int], dict[str, Any]] | None = None,
         output_rows: str | None = None,
+        memory_of: CUDAGraphRunner | None = None,
     ) -> None:
         if output_rows not in (None, "tokens", "requests"):
             raise ConfigError(f"output_rows={output_rows!r}", "'tokens', 'requests' or None", "leave it out")
@@ -143,29 +147,48 @@ class CUDAGraphRunner:
         self._layers = _cached_layers(function)
         self._entries: dict[CaptureKey, _Entry] = {}
         self._buffers: list[Tensor] = []
-        sizes = sorted(set(batch_sizes), reverse=True)
-        self._check_sizes(sizes)
+        sizes = self._read_sizes(batch_sizes)
         cuda = builder.device.type == "cuda"
         if cuda:
             self._refuse_backends()
         else:
             _log_once(f"CUDA graphs: none on device {builder.device.type}, functions run directly")
-        self._pool = torch.cuda.graph_pool_handle() if cuda else None
-        # From large to small: the later captures fit into the memory of the first.
-        costs = tuple(cost for size in sizes if (cost := self._prepare(size)) is not None)
+        self._pool = torch.cuda.graph_pool_handle() if cuda and memory_of is None else None
+        if memory_of is not None:
+            self._pool = memory_of._pool
+        costs = tuple(self._prepare_all(sizes))
         self._caches = self._cache_addresses()
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs)
         if cuda:
             logger.info("%s", self.report)
 
-    def _check_sizes(self, sizes: list[int]) -> None:
-        most = min(self.builder.max_num_reqs, self.builder.max_num_tokens // self._tokens_per_request)
-        if not sizes or sizes[-1] < 1 or sizes[0] > most:
-            raise ConfigError(
-                f"batch_sizes {sizes} with {self._tokens_per_request} tokens per request",
-                f"one or more sizes from 1 to {most}, the builder's capacity",
-                "give the builder a larger max_num_reqs and max_num_tokens",
-            )
+    def _read_sizes(self, sizes: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return requests and tokens of each size, the largest first."""
+        tokens = self._tokens_per_request
+        pairs = {size if isinstance(size, tuple) else (size, size * tokens) for size in sizes}
+        most_reqs, most_tokens, longest = (
+            self.builder.max_num_reqs, self.builder.max_num_tokens, self.builder.max_seq_len
+        )  # fmt: skip
+        for pair in pairs or {(0, 0)}:
+            fits = len(pair) == 2 and 1 <= pair[0] <= most_reqs and 1 <= pair[1] <= min(most_tokens, pair[0] * longest)
+            if not fits:
+                raise ConfigError(
+                    f"batch_sizes {sorted(sizes, key=repr)!r:.80} with {tokens} tokens per request",
+                    f"one or more sizes from 1 to {min(most_reqs, most_tokens // tokens)}, the builder's capacity; or "
+                    f"pairs of up to {most_reqs} requests and {most_tokens} tokens, {longest} for each request",
+                    "give the builder a larger max_num_reqs and max_num_tokens",
+                )
+        return sorted(pairs, key=lambda pair: pair[::-1], reverse=True)
+
+    def _prepare_all(self, sizes: Sequence[tuple[int, int]]) -> Iterator[CaptureCost]:
+        """Capture each size; from large to small: the later captures fit into the memory of the first."""
+        for number, size in enumerate(sizes, 1):
+            cost = self._prepare(*size)
+            if cost is None:
+                continue
+            if self._pool is not None:
+                logger.info("captured %d of %d: %d tokens, %.2f s", number, len(sizes), cost.num_tokens, cost.seconds)
+            yield cost
 
     def _refuse_backends(self) -> None:
         configs = [layer.config for layer in self._layers if layer.config is not None]
@@ -181,10 +204,10 @@ class CUDAGraphRunner:
                     "give the builder the model's layers, choose another attn_backend, or run without CUDAGraphRunner",
                 )
 
-    def _prepare(self, batch_size: int) -> CaptureCost | None:
+    def _prepare(self, batch_size: int, num_tokens: int) -> CaptureCost | None:
         """Make the static inputs of a size, warm the function up and capture it; `None` if another size does for it."""
         start, free = time.perf_counter(), self._free_memory()
-        metadata = self._sample_step(batch_size)
+        metadata = self._sample_step(batch_size, num_tokens)
         if metadata.capture_key() in self._entries:
             return None
         with torch.inference_mode(False):
@@ -196,17 +219,18 @@ class CUDAGraphRunner:
         seconds, taken = time.perf_counter() - start, free - self._free_memory()
         return CaptureCost(batch_size, metadata.slot_mapping.shape[0], seconds, max(0, taken))
 
-    def _sample_step(self, batch_size: int) -> AttentionMetadata:
-        tokens = self._tokens_per_request
-        blocks = -(-tokens // self.builder.block_size)
+    def _sample_step(self, batch_size: int, num_tokens: int) -> AttentionMetadata:
+        real = min(batch_size, num_tokens)
+        lengths = [num_tokens // real + (row < num_tokens % real) for row in range(real)]
+        blocks = -(-lengths[0] // self.builder.block_size)
         return self.builder.build(
-            [tokens] * batch_size,
-            [tokens] * batch_size,
-            [[0] * blocks] * batch_size,
-            slot_mapping=[-1] * (tokens * batch_size),
+            lengths,
+            lengths,
+            [[0] * blocks] * real,
+            slot_mapping=[-1] * num_tokens,
             num_reqs_padded=max(2, batch_size),
-            num_tokens_padded=min(max(2, tokens * batch_size), self.builder.max_num_tokens),
-            **self._step_options(batch_size),
+            num_tokens_padded=min(max(2, num_tokens), self.builder.max_num_tokens),
+            **self._step_options(real),
         )
 
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:

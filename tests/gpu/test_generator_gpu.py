@@ -181,3 +181,92 @@ def test_processors_that_fail_on_the_device_stay_alone() -> None:
     done = generator.generate([PROMPTS[1]] * 4, [fine, *wrong, fine])
     assert [request.state for request in done] == ["finished", "failed", "failed", "finished"]
     assert done[0].output == done[3].output and generator.scheduler.pool.num_used == 0
+
+
+def graph_count() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("sizes", [(), None])
+def test_nothing_compiles_behind_the_first_requests(sizes: Any) -> None:
+    """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 32, "max_seq_len": 128, "reuse_prefixes": False}
+    generator = vattn.Generator(packed, compile="model", graph_sizes=sizes, **options)
+    counts = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
+    generator.generate(PROMPTS, counts)
+    seen = graph_count()
+    generator.generate([*PROMPTS, *PROMPTS[:2]], vattn.Sampling(40, stop_token_ids=()))
+    # One token alone and one prompt alone make no graph of their own.
+    for prompt in ([9], PROMPTS[0]):
+        generator.generate([prompt], vattn.Sampling(9, stop_token_ids=()))
+    assert graph_count() == seen
+
+
+@pytest.mark.parametrize("compiled", ["none", "layers"])
+def test_following_steps_in_graphs_are_those_of_build(compiled: str) -> None:
+    """Long runs that cross many blocks: advanced metadata is replayed and gives the tokens of planned steps."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128, "reuse_prefixes": False}
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (50, 70, 33, 64, 90, 20)]
+    outputs = []
+    for follow in (False, True):
+        packed.allocate(num_blocks=64)
+        generator = vattn.Generator(packed, compile=compiled if not follow else "none", **options)
+        if not follow:
+            generator.scheduler.follow = lambda before: None  # type: ignore[method-assign]
+        advanced = []
+        advance = generator._launcher.builder.advance
+
+        def watched(*arguments: Any, advance: Any = advance, advanced: list[int] = advanced) -> Any:
+            advanced.append(1)
+            return advance(*arguments)
+
+        generator._launcher.builder.advance = watched  # type: ignore[method-assign]
+        outputs.append([request.output for request in generator.generate(PROMPTS, sampling)])
+        assert bool(advanced) == follow
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_steps_with_prompts_in_graphs(name: str) -> None:
+    """Every step of up to 64 tokens is captured, padded to the next of four sizes, in one pool with the decodes."""
+    changes = {"head_dim": 64} if name == "llama" else {"sliding_window": 20}
+    plain = make_model(name, **changes).cuda()
+    packed = enable(make_model(name, **changes).cuda())
+    packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18)]
+    options: dict[str, Any] = {"max_num_reqs": 3, "token_budget": 64, "max_seq_len": 128, "compile": "none"}
+    alone = vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS, sampling)
+    generator = vattn.Generator(packed, mixed_graph_sizes=[8, 16, 32, 64], **options)
+    assert generator.graphs is not None and generator.mixed_graphs is not None
+    assert generator.mixed_graphs._pool == generator.graphs._pool
+    replayed = []
+    replay = generator.mixed_graphs.__class__.__call__
+    runner, forward = generator.mixed_graphs, generator._launcher.forward
+
+    def watched(*inputs: Any, metadata: Any) -> Any:
+        replayed.append(metadata.slot_mapping.shape[0])
+        return replay(runner, *inputs, metadata=metadata)
+
+    generator._launcher.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
+    generator._launcher.forward = None  # type: ignore[assignment]
+    done = generator.generate(PROMPTS, sampling)
+    generator._launcher.forward = forward
+    assert_near(done, alone, plain)
+    assert len(set(replayed)) > 1
+    generator.scheduler.pool.check()
+    assert generator.scheduler.pool.num_used == 0
+
+
+class _Watched:
+    """A runner whose calls go through a function."""
+
+    def __init__(self, runner: Any, call: Any) -> None:
+        self._runner, self._call = runner, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def __call__(self, *inputs: Any, metadata: Any) -> Any:
+        return self._call(*inputs, metadata=metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,24 @@ def compiled(model: nn.Module, how: str | None, device: torch.device, options: d
     return model
 
 
+def mixed_sizes(sizes: Sequence[int], token_budget: int) -> list[int]:
+    """Return the numbers of tokens to capture for steps with prompts.
+
+    Raises:
+        ConfigError: no list of ints, or more tokens than a step has.
+    """
+    if not isinstance(sizes, (list, tuple, range)):
+        raise ConfigError(f"mixed_graph_sizes={sizes!r:.80}", "a list of numbers of tokens", "mixed_graph_sizes=[256]")
+    read = sorted({check_count("mixed_graph_sizes", size, 2) for size in sizes})
+    if read and read[-1] > token_budget:
+        raise ConfigError(
+            f"mixed_graph_sizes with {read[-1]} for steps of up to {token_budget} tokens",
+            f"2 to {token_budget}",
+            "raise token_budget, or leave the size out",
+        )
+    return read
+
+
 def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> list[int]:
     """Return the numbers of requests to capture: those asked for, or a ladder on CUDA."""
     if sizes is None:
@@ -144,30 +162,59 @@ def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -
     return [check_count("graph_sizes", size) for size in sizes]
 
 
+class Graphs(NamedTuple):
+    """The captured graphs of a generator, `None` where nothing is captured.
+
+    Attributes:
+        plain: for steps of one token a request.
+        drafts: for steps with drafts.
+        mixed: for steps with prompts.
+    """
+
+    plain: CUDAGraphRunner | None = None
+    drafts: CUDAGraphRunner | None = None
+    mixed: CUDAGraphRunner | None = None
+
+
 def capture(
-    forward: Forward, builder: AttentionMetadataBuilder, sizes: Sequence[int], num_drafts: int
-) -> tuple[CUDAGraphRunner | None, CUDAGraphRunner | None]:
-    """Return graphs for steps of one token a request, and for steps with drafts; `None` where nothing is captured.
+    forward: Forward,
+    builder: AttentionMetadataBuilder,
+    sizes: Sequence[int],
+    num_drafts: int,
+    mixed: Sequence[int] = (),
+    max_num_reqs: int = 1,
+) -> Graphs:
+    """Return graphs for steps of some numbers of requests, and for steps with prompts of some numbers of tokens.
+
+    All lie in one pool of memory: the logits of a step are read before the next one begins.
 
     Raises:
         UnsupportedRequestError: a backend, or something else in the model, cannot be captured.
     """
-    if not sizes:
-        return None, None
+    graphs = Graphs()
+    wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
+    if mixed:
+        # The largest of all first: the others fit into their memory.
+        pairs = [(max_num_reqs, min(tokens, max_num_reqs * builder.max_seq_len)) for tokens in mixed]
+        wanted.append(("mixed", pairs, sample_inputs, {"output_rows": "requests"}))
+    if sizes:
+        wanted.append(("plain", list(sizes), sample_inputs, {"output_rows": "requests"}))
+    if sizes and num_drafts:
+        rows = {"output_rows": "tokens", "tokens_per_request": 1 + num_drafts}
+        wanted.append(("drafts", list(sizes), sample_draft_inputs, rows))
+    first: CUDAGraphRunner | None = None
     try:
-        plain = CUDAGraphRunner(forward, sizes, builder, sample_inputs, output_rows="requests")
-        if not num_drafts:
-            return plain, None
-        drafts = CUDAGraphRunner(
-            forward, sizes, builder, sample_draft_inputs, tokens_per_request=1 + num_drafts, output_rows="tokens"
-        )
+        for name, numbers, inputs, options in wanted:
+            runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options)
+            first = first or runner
+            graphs = graphs._replace(**{name: runner})
     except RuntimeError as error:
         if isinstance(error, VattnError) or "captur" not in str(error):
             raise
         raise UnsupportedRequestError(
             f"a model that cannot be captured as a CUDA graph: {str(error).splitlines()[0]}",
-            "models whose decode steps neither wait for the device nor copy from the host",
-            "graph_sizes=() runs it without graphs; experts of a transformers model can be captured in bfloat16, or "
-            "after model.set_experts_implementation('batched_mm')",
+            "models whose steps neither wait for the device nor copy from the host",
+            "graph_sizes=() without mixed_graph_sizes runs it without graphs; experts of a transformers model can be "
+            "captured in bfloat16, or after model.set_experts_implementation('batched_mm')",
         ) from error
-    return plain, drafts
+    return graphs

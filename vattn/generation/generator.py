@@ -25,6 +25,7 @@ from vattn.generation.assembly import (
     graph_ladder,
     longest_request,
     make_builder,
+    mixed_sizes,
 )
 from vattn.generation.blocks import CacheBlocks, longest_that_fits
 from vattn.generation.launch import Launched, Launcher
@@ -64,10 +65,14 @@ class Generator:
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
             CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with guesses too.
+        mixed_graph_sizes: numbers of tokens to capture for steps that hold prompts, each with up to `max_num_reqs`
+            requests; default none. A step runs padded to the next size, and without a graph beyond the largest. It pays
+            where launching the layers takes the host longer than the device computes: steps of few hundred tokens.
 
     Attributes:
         graphs: the runner of the captured sizes, `None` without.
         draft_graphs: that of steps with guesses.
+        mixed_graphs: that of steps with prompts.
 
     Raises:
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
@@ -107,6 +112,7 @@ class Generator:
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
+        mixed_graph_sizes: Sequence[int] = (),
     ) -> None:
         check_count("max_num_reqs", max_num_reqs)
         check_count("token_budget", token_budget)
@@ -121,6 +127,7 @@ class Generator:
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
+        mixed = mixed_sizes(mixed_graph_sizes, token_budget)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes)
@@ -128,9 +135,10 @@ class Generator:
         capacity = max(2, token_budget, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
         forward = compiled(model, compile, self.device, compile_options or {})
-        self.graphs, self.draft_graphs = capture(forward, builder, sizes, num_drafts)
+        graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
+        self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         _OWNERS[_place(cache)] = self
-        self._launcher = Launcher(forward, builder, (self.graphs, self.draft_graphs), self._blocks)
+        self._launcher = Launcher(forward, builder, graphs, self._blocks)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []

@@ -72,7 +72,7 @@ class Launcher:
     Args:
         forward: the model, compiled or not.
         builder: where metadata comes from.
-        graphs: one runner, or `None`, for steps of one token a request, and one for steps with drafts.
+        graphs: one runner each, or `None`, for steps of one token a request, with drafts, and with prompts.
         blocks: whose block tables are used.
     """
 
@@ -80,7 +80,7 @@ class Launcher:
         self,
         forward: Callable[..., Tensor],
         builder: AttentionMetadataBuilder,
-        graphs: tuple[CUDAGraphRunner | None, CUDAGraphRunner | None],
+        graphs: tuple[CUDAGraphRunner | None, CUDAGraphRunner | None, CUDAGraphRunner | None],
         blocks: CacheBlocks,
     ) -> None:
         self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
@@ -120,15 +120,22 @@ class Launcher:
         ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
         tables: Any = self.blocks.rows(batch.requests, max(ends))
         total = sum(counts)
-        graphs = self.graphs[bool(batch.drafts)]
-        drafts = max(map(len, batch.drafts), default=0)
-        if graphs is not None and max(counts) <= 1 + drafts and graphs.key_for(len(counts), total) is not None:
+        graphs = self._graphs(batch, counts)
+        if graphs is not None and graphs.key_for(len(counts), total) is not None:
             metadata = graphs.build(on_host(counts), on_host(ends), tables)
             ids = ids[:total]
         else:
             graphs = None
             metadata = self.builder.build(on_host(counts), on_host(ends), tables, num_tokens_padded=ids.shape[0])
         return self._forward(ids, metadata, rows, graphs, begin)
+
+    def _graphs(self, batch: Batch, counts: list[int]) -> CUDAGraphRunner | None:
+        """Return the graphs of a kind of step."""
+        plain, with_drafts, mixed = self.graphs
+        if max(counts) <= 1 + max(map(len, batch.drafts), default=0):
+            return with_drafts if batch.drafts else plain
+        # With prompts and guesses in one step no number of rows is known.
+        return None if batch.drafts else mixed
 
     def _run_behind(self, batch: Batch, before: Launched, begin: torch.cuda.Event | None) -> Outcome:
         """Run the step behind one on its way, as that ran: with what it adds alone."""
