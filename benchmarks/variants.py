@@ -25,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vattn.backends.selector import get_backend
 from vattn.bench import attention, peers
 from vattn.bench.cell import Cell
 from vattn.bench.peers import Call, NotThisCellError, Peer
@@ -38,6 +39,8 @@ LLAMA, WIDE = LAYERS["llama3-8b"], LayerShape("16 heads of 256", 16, 8, 256)
 WINDOW = LayerShape("llama3-8b, window 1024", 32, 8, 128, window=1024)
 LONG_MIX = Work("8 x 2048 prefill + 128 decodes of 4k", ((2048, 2048),) * 8 + ((1, 4096),) * 128)
 SHORT_EXTENDS = Work("32 x 20 new of 4k + 32 decodes of 4k", ((20, 4096), (1, 4096)) * 32)
+SAME_PAIRS = Work("32 x 1024 new of 1536", ((1024, 1536),) * 32)
+"""As many rows as a prompt of 32k, which see 1024 keys on average: as many pairs as under a window of 1024."""
 
 
 def _found() -> None:
@@ -100,6 +103,39 @@ def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
 
         def step() -> Tensor:
             prefill_launch.prefill(args, config, chosen)
+            return args.output
+
+        return step
+
+    return way(name, make, fp8_query)
+
+
+def by_parts(name: str, fp8_query: bool = False) -> Peer:
+    """Return a mixed step as two, one after the other: its prompts, which come first, and its decodes."""
+
+    def make(cell: Cell) -> Call:
+        args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
+        prompts = sum(query > 1 for query, _ in cell.work.requests)
+        rows = sum(query for query, _ in cell.work.requests[:prompts])
+        parts = [
+            (args.query[:rows], cell.starts[: prompts + 1], slice(0, prompts), args.output[:rows]),
+            (args.query[rows:], cell.starts[prompts:] - rows, slice(prompts, None), args.output[rows:]),
+        ]
+        calls = []
+        for query, starts, requests, output in parts:
+            part = args._replace(query=query, query_start_loc=starts, output=output, plan=[])
+            part = part._replace(seq_lens=cell.seq_lens[requests], block_table=cell.table[requests])
+            config = AttentionConfig.parse(args.config)
+            shape = get_backend("TRITON_ATTN").plan_shape(config, query.shape[0], *part.block_table.shape)
+            if shape:
+                schedule = torch.zeros(shape, dtype=torch.int32, device=cell.device)
+                torch.ops.vattn.plan(starts, part.seq_lens, schedule, args.config)
+                part = part._replace(plan=[schedule])
+            calls.append(part)
+
+        def step() -> Tensor:
+            for part in calls:
+                torch.ops.vattn.attention(*part)
             return args.output
 
         return step
@@ -200,13 +236,24 @@ def questions() -> Iterator[Question]:
     from vattn.ops.triton.decode_fast import Tuning
 
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
-    apart, packed = {"pack": 1}, {"pack": -1}
+    apart, packed, late = {"pack": 1}, {"pack": -1}, by_variant("late", prefill_rescale="late")
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *_cuts(apart)), 0.95, ("fa3",))
-        yield Question("wide", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(apart, fp8_query=True)), 0.95, ("fa3",))
-    for work in (prompt, WORKS["prefill 1x32k"], prompts):
-        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, *_cuts(apart)), 1.0, ("fa3",))
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, late), 0.95, ("fa3",))
+    names = ("paired", "paired_hoisted", "wide", "wide_hoisted")
+    contiguous = by_general_kernel("wide, contiguous", True)
+    yield Question("general", LLAMA, prompt, "bf16", (*map(by_general_kernel, names), contiguous), 0.7, ("fa3",))
+    yield Question("general", LLAMA, prompts, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
+    both = by_parts("its parts, one after the other")
+    yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
+    both = by_parts("its parts, one after the other, FP8 query", True)
+    yield Question("parts", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, both), 1 / 1.05, ("fa3",))
+    for layer, work in ((WINDOW, WORKS["prefill 1x32k"]), (LLAMA, SAME_PAIRS), (LLAMA, WORKS["prefill 32x1k"])):
+        yield Question("window prompts", layer, work, "bf16", (DEFAULT, late), 1.0, ("fa3",))
+    for work in (prompt, WORKS["prefill 1x32k"], prompts, WORKS["prefill mixed 1 to 8k"], WORKS["chunk 4x512 of 8k"]):
+        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, late), 1.0, ("fa3",))
         yield Question("prompts", LLAMA, work, "fp8", (DEFAULT_FP8, *_cuts(packed, fp8_query=True)), 1.0, ("fa3",))
+    for work in (prompt, prompts):
+        yield Question("wide fp8", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(apart, fp8_query=True)), 0.95, ("fa3",))
     few = (("1x1k", 1.5), ("1x8k", 1.25), ("8x1k", 1.0))
     tunings = {"as before": Tuning(2, 3, 4), "overlap": Tuning(2, 3, 4, overlap=True), "4 stages": Tuning(2, 4, 4)}
     for name, bar in few:
@@ -217,10 +264,6 @@ def questions() -> Iterator[Question]:
     yield Question("mixed", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, *_mixed_ways(), *_mixed_ways(True)), 1.05)
     yield Question("extends", LLAMA, SHORT_EXTENDS, "bf16", (DEFAULT, *_mixed_ways()), 1.0, ("fa3",))
     yield Question("long mix", LLAMA, LONG_MIX, "bf16", (DEFAULT, *_mixed_ways(below=4096)), 1.0, ("fa3",))
-    names = ("plain", "folded", "wide", "paired")
-    general = [by_general_kernel(name) for name in names]
-    contiguous = [by_general_kernel(f"{name}, contiguous", True) for name in names]
-    yield Question("general", LLAMA, prompt, "bf16", (*general, *contiguous), 0.7, ("fa3",))
     for name, bar in (("decode 32x1k", 1.05), ("decode 32x8k", 1.2), ("decode 64x4k", 1.05)):
         yield Question("decode", LLAMA, WORKS[name], "fp8", (DEFAULT, *_tuned()), bar, ("xqa",))
     for layer, keys in ((WINDOW, 32768), (LLAMA, 1024)):

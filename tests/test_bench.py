@@ -282,7 +282,7 @@ def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) ->
     assert len({(q.key, q.work.name, q.cache, q.layer.name) for q in asked}) == len(asked)
     assert all(len({way.name for way in q.ways}) == len(q.ways) for q in asked)
     seen: list[str] = []
-    layer, work = small(work="mixed 8x512 + 128 decodes of 4k")
+    layer, work = small()[0], shapes.Work("mixed", ((5, 5), (1, 40), (1, 16)))
 
     def spy(cell: Cell) -> Any:
         with variants.using(mixed="two"):
@@ -294,13 +294,13 @@ def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) ->
 
     ways = (
         bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("folded"),
-        bench.way("spy", spy), bench.way("wrong", wrong),
+        bench.way("spy", spy), bench.way("wrong", wrong), bench.by_parts("parts"),
     )  # fmt: skip
-    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn folded": 5.0, "vattn spy": 6.0}
+    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn folded": 5.0, "vattn spy": 6.0, "vattn parts": 9.0}
     monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
     row = bench.answer(bench.Question("mixed", layer, work, "fp8", ways, 1.05, ("xqa",)), CPU)
     assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)
-    assert "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
+    assert "us" in row["kernels"]["vattn parts"] and "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
     assert row["bar_met"] is None and variants.current() == variants.Variants()
     (told,) = bench.winners([row])
     assert told["question"] == "mixed" and told["bar"] == 1.05

@@ -19,6 +19,7 @@ WAYS = {
     "folded": replace(FULL, folded=True),
     "narrower masks": replace(FULL, masked_tile=16),
     "both": replace(FULL, masked_tile=32, folded=True),
+    "hoisted": replace(FULL, masked_tile=32, folded=True, hoisted=True),
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -30,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 PAIRS = [("both", features) for features in FEATURES] + [("folded", "causal"), ("narrower masks", "causal")]
+PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap")]
 
 
 @pytest.mark.parametrize(("way", "features"), PAIRS)
@@ -37,6 +39,13 @@ def test_every_way_gives_the_reference(way: str, features: str) -> None:
     config = make_config(lse=True, block_size=8, **FEATURES[features])
     batch = random_paged_batch(config, [20, 3], [203, 150])
     launch.paged_attention(batch.args, batch.config, WAYS[way])
+    compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize("block_size", [2, 32, 64])
+def test_hoisted_places_of_other_blocks(block_size: int) -> None:
+    batch = random_paged_batch(make_config(block_size=block_size, lse=True, kv_cache_layout="HND"), [40, 9], [203, 150])
+    launch.paged_attention(batch.args, batch.config, WAYS["hoisted"])
     compare(batch, *batch.expected())
 
 
@@ -70,6 +79,14 @@ def test_wide_tiles_are_taken_where_they_fit() -> None:
     # Query, keys and values of two programs share a multiprocessor's memory with what the system keeps.
     assert 2 * (64 * 128 * 2 + 3 * 2 * 64 * 128 * 2 + 1024) <= 233472
     assert tiles_of(block_size=0).tile == 128
+    with variants.using(general_prefill="paired_hoisted"):
+        assert tiles_of() == replace(paired, hoisted=True)
+        for other in ({"block_size": 0}, {"block_size": 128}, {"block_size": 24}, {"head_size_v": 64}):
+            assert not tiles_of(**other).hoisted
+    with variants.using(general_prefill="wide_hoisted"):
+        assert tiles_of(block_size=128) == replace(
+            plain, tile=128, masked_tile=64, num_stages=3, folded=True, hoisted=True
+        )
     for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
         assert narrow.tile <= 64 and narrow.masked_tile == 0
     assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded

@@ -17,16 +17,19 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_prefill": ("plain", "folded", "wide", "paired"),
+    "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_parts": ("small", "large"),
+    "latent_parts": ("small", "large", "tiles"),
     "latent_output": ("plain", "deep", "early"),
     "few_rows": ("none", "values", "all", "streamed"),
     "latent_mixed": ("plain", "fast", "twice", "cut"),
     "packed_store": ("plain", "quick"),
     "few_requests": ("split", "clusters"),
+    "reduction": ("waits", "ready"),
+    "prefill_rescale": ("always", "late"),
+    "prefill_loads": ("one", "two"),
 }
 """What each field may be."""
 
@@ -45,7 +48,8 @@ class Variants:
         mixed_below: rows per request on average below which `mixed` holds.
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit;
-            "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor.
+            "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor;
+            "wide_hoisted" and "paired_hoisted", these with places inside blocks computed once for all steps.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it;
@@ -55,9 +59,16 @@ class Variants:
             instructions for TurboQuant keys and NVFP4.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head.
+        reduction: when the kernel that merges parts reads the schedule, behind a main kernel that overlaps with what is
+            before it: "waits", when that has ended; "ready", while it runs, since it starts this one behind its wait.
+        prefill_rescale: when Hopper's prefill kernel multiplies its results by what their weights have shrunk:
+            "always", at every key tile; "late", where a row's maximum has grown by more than 2^8 (16-bit weights, heads
+            of 128 and 256).
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
             warpgroups: "plain"; "deep", with as many loads under way as shared memory holds and quotients without
             branches; "early", that, and launches that overlap: weights are fetched while the kernel before ends.
+        prefill_loads: warps of Hopper's prefill kernel that load keys and values: "one"; "two", one for either where
+            nothing is converted and a tile has two warpgroups.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs.
@@ -68,7 +79,8 @@ class Variants:
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged
             eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as
-            registers hold.
+            registers hold, by few programs, and records of the schedule that hold all that is read of a request;
+            "tiles", as "large" with parts of half as many tiles.
     """
 
     speculative: str = "packed"
@@ -84,6 +96,9 @@ class Variants:
     latent_mixed: str = "fast"
     packed_store: str = "plain"
     few_requests: str = "split"
+    reduction: str = "waits"
+    prefill_rescale: str = "always"
+    prefill_loads: str = "one"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -240,7 +240,7 @@ def attention_kernel(
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
-    MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr,
+    MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -396,23 +396,39 @@ def attention_kernel(
         full_begin = tl.where(usable, begin, last_tile)
         full_end = tl.where(usable, end, last_tile)
         next_block = n
+        key_rows = key
+        value_rows = value
         if AHEAD:
             any_full = n < (full_end - full_begin) * TILE
             next_block = tl.load(table + (full_begin * TILE + n) // BLOCK_SIZE, mask=any_full, other=0)
+        if HOISTED:
+            # Tiles are whole blocks: where a key lies in its block does not change from one to the next.
+            key_rows += (n % BLOCK_SIZE * K_ROW)[:, None] + d[None, :]
+            value_rows += (n % BLOCK_SIZE * V_ROW)[:, None] + dv[None, :]
         for j in tl.range(full_begin, full_end, num_stages=STAGES):
             k = j * TILE + n
             # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
-            if AHEAD:
+            if HOISTED:
+                block = next_block
+                next_block = tl.load(table + tl.minimum(j + 1, full_end - 1) * (TILE // BLOCK_SIZE) + n // BLOCK_SIZE)
+            elif AHEAD:
                 block = next_block
                 next_block = tl.load(table + (tl.minimum(j + 1, full_end - 1) * TILE + n) // BLOCK_SIZE)
             else:
                 block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
-            s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE, BLOCK_SIZE,
-                           PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
-                           NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
-            v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
-                                BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
-                                LOAD_VALUE, MODEL)  # fmt: skip
+            if HOISTED:
+                k_tile = tl.load(key_rows + (block.to(tl.int64) * K_BLOCK)[:, None])
+                s = tl.zeros([BLOCK_M, TILE], tl.float32)
+                s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
+                v_tile = tl.load(value_rows + (block.to(tl.int64) * V_BLOCK)[:, None])
+                v_tile = decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)
+            else:
+                s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE,
+                               BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT,
+                               COMPUTE, NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
+                v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
+                                    BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
+                                    LOAD_VALUE, MODEL)  # fmt: skip
             if PRODUCTS:
                 acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
             else:

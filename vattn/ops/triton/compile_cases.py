@@ -419,11 +419,14 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
 
 
+_GENERAL_WAYS = ("folded", "wide", "wide_hoisted", "paired_hoisted")
+
+
 def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
     """Yield the general kernel's other ways through tiles that need no mask."""
     packed = {**SHAPES["32x128"], "block_size": 0}
     shapes = {"32x128": SHAPES["32x128"], "8x64": SHAPES["8x64"], "packed-32x128": packed}
-    for way, shape, feature in itertools.product(("folded", "wide"), shapes, ("plain", "window-sinks-lse")):
+    for way, shape, feature in itertools.product(_GENERAL_WAYS, shapes, ("plain", "window-sinks-lse")):
         config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
         with using(general_prefill=way):
             found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))

@@ -85,6 +85,8 @@ class Tiles:
         masked_tile: keys of one step where a mask is needed, a part of `tile`; 0 for all of it.
         folded: whether that loop multiplies by the scale inside the exponent's argument, and looks up block ids a
             tile ahead.
+        hoisted: whether that loop computes where keys lie in their blocks once; its tiles are whole blocks of whole
+            rows in the dtype of the products then.
     """
 
     block_m: int
@@ -97,6 +99,7 @@ class Tiles:
     num_stages: int
     masked_tile: int = 0
     folded: bool = False
+    hoisted: bool = False
 
     @property
     def block_q(self) -> int:
@@ -146,11 +149,13 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     crowded = config.block_size == 0 and config.sliding_window is not None
     if way == "plain" or not full_loop or block_m < 128 or crowded:
         return chosen
-    if way in ("wide", "paired") and _fits_wide_tiles(config, wide, item, limits):
-        if way == "paired" and config.block_size:
+    if way != "folded" and _fits_wide_tiles(config, wide, item, limits):
+        if way.startswith("paired") and config.block_size:
             beside = replace(chosen, block_m=64, group_tile=min(config.group_size, 64), num_warps=4)
-            return replace(beside, tile=64, masked_tile=32, num_stages=3, folded=True)
-        return replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
+            cut = replace(beside, tile=64, masked_tile=32, num_stages=3, folded=True)
+        else:
+            cut = replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
+        return replace(cut, hoisted=way.endswith("hoisted") and _is_whole_blocks(config, cut.tile))
     return replace(chosen, folded=True)
 
 
@@ -204,6 +209,12 @@ def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limi
     """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
+
+
+def _is_whole_blocks(config: AttentionConfig, tile: int) -> bool:
+    """Whether every step reads whole blocks of rows of the full width."""
+    same = config.head_size == config.head_size_v == 128 and config.kv_cache_dtype == config.dtype
+    return config.block_size > 0 and tile % config.block_size == 0 and same
 
 
 def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: int, limits: Limits) -> int:
