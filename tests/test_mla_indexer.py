@@ -237,6 +237,24 @@ def test_what_is_no_rotation_is_refused(compiled: bool) -> None:
     assert torch.equal(layer.kv_cache, before)
 
 
+def test_a_table_without_a_row_for_the_longest_request_is_refused() -> None:
+    layer = vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False))
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(2, 8, 64, 16, layers=layer)
+    given, table = (torch.randn(5, 2, 20), torch.randn(5, 20), torch.randn(5, 1, 8)), torch.rand(16, 4)
+    for lens, positions, fits in ((16, None, True), (17, None, False), (17, [0, 1, 2, 3, 15], True)):
+        before = layer.kv_cache.clone()
+        step = builder.build([5], [lens], [[1, 2]], positions=positions)
+        rotary = LatentRotary(table, table, step.positions, None, RopeConfig(8))
+        with torch.no_grad():
+            if fits:
+                assert layer(*given, metadata=step, rotary=rotary).isfinite().all()
+            else:
+                with pytest.raises(ShapeError, match=r"tables of 16 rows.*position 16.*longer tables"):
+                    layer(*given, metadata=step, rotary=rotary)
+                assert torch.equal(layer.kv_cache, before)
+
+
 def bad_updates() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
     return {
         "another rotary_dim": (ConfigError, {"rope": RopeConfig(6).encode()}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -233,6 +234,31 @@ def test_weights_change_in_place_and_are_asked_for() -> None:
         layer.process_weights_after_loading()
         assert layer.W_UK_T.data_ptr() == before.data_ptr()
         assert relative_l2(layer(*given, metadata=step), formula(*given, layer._kv_b_proj[0].weight)) < 2e-6
+
+
+def changed_weights() -> dict[str, tuple[nn.Module, Callable[[Any], object]]]:
+    found = projections()
+    linear = nn.Sequential(nn.Linear(L, L, bias=False), nn.Linear(L, N * (P + V), bias=False))
+    return {
+        "a part in place": (linear, lambda module: module[0].weight.mul_(2.0)),
+        "another parameter": (linear, lambda module: setattr(module[1], "weight", nn.Parameter(-module[1].weight))),
+        "a scale": (found["blocks"][0], lambda module: module.weight_scale_inv.mul_(2.0)),
+        "a buffer": (found["opaque"][0], lambda module: module.packed.neg_()),
+    }
+
+
+@pytest.mark.parametrize("name", list(changed_weights()))
+def test_eager_calls_notice_changes_in_any_part(name: str) -> None:
+    module, change = changed_weights()[name]
+    layer = make_layer(module)
+    step, given = make_builder(layer).build([5], [5], TABLES[:1]), inputs(5)
+    with torch.no_grad():
+        before = layer(*given, metadata=step)
+        change(module)
+        with pytest.raises(ConfigError, match=r"have changed since.*process_weights_after_loading"):
+            layer(*given, metadata=step)
+        layer.process_weights_after_loading()
+        assert not torch.equal(layer(*given, metadata=step), before)
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token", "nvfp4"])

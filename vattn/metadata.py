@@ -109,6 +109,7 @@ class AttentionMetadata:
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
         max_query_len, max_seq_len: over the real requests.
+        max_position: no position of the step is larger; -1: not told. Eager latent layers compare RoPE tables with it.
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
             to the builder's `decode_threshold`) and some cached ones.
         block_size: tokens per block that tables and slots count in; 0: not told. Eager layers compare it with theirs.
@@ -139,6 +140,7 @@ class AttentionMetadata:
     num_actual_tokens: int = 0
     max_query_len: int = 0
     max_seq_len: int = 0
+    max_position: int = -1
     num_prefills: int = 0
     num_prefill_tokens: int = 0
     num_decodes: int = 0

@@ -485,6 +485,7 @@ class AttentionMetadataBuilder:
         decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
         decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
         real_tokens = step.positions.shape[0]
+        longest = int(lengths.max()) if len(lengths) else 0
         return AttentionMetadata(
             query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),
             seq_lens=_alias(to.seq_lens[:num_reqs]),
@@ -499,7 +500,8 @@ class AttentionMetadataBuilder:
             num_reqs=queries.shape[0],
             num_actual_tokens=real_tokens,
             max_query_len=int(queries.max()) if len(queries) else 0,
-            max_seq_len=int(lengths.max()) if len(lengths) else 0,
+            max_seq_len=longest,
+            max_position=int(step.positions.max()) if step.given_places and real_tokens else longest - 1,
             num_prefills=len(queries) - decodes,
             num_prefill_tokens=real_tokens - decode_tokens,
             num_decodes=decodes,

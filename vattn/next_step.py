@@ -82,6 +82,7 @@ def moved_on(metadata: AttentionMetadata) -> AttentionMetadata:
     after: AttentionMetadata = object.__new__(type(metadata))
     after.__dict__.update(metadata.__dict__)
     after.max_seq_len += 1
+    after.max_position = after.max_seq_len - 1
     # One new token behind cached ones.
     after.num_prefills = after.num_prefill_tokens = 0
     after.num_decodes = after.num_decode_tokens = after.num_reqs

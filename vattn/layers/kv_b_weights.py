@@ -56,6 +56,23 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     return _asked(module, allowed, columns)
 
 
+def weights_version(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return what tells one state of a module's weights from another, as far as torch counts changes.
+
+    Looked at are the parameters of the module and its parts and buffers called `weight...`; other buffers, which may be
+    counters, and plain tensors called so where there are none. Of tensors made in inference mode no change in place is
+    seen.
+    """
+    found: list[Tensor] = []
+    for part in module.modules():
+        found += [tensor for tensor in part._parameters.values() if tensor is not None]
+        found += [t for name, t in part._buffers.items() if t is not None and name.startswith("weight")]
+    if not found:
+        found = [t for name, t in vars(module).items() if name.startswith("weight") and isinstance(t, Tensor)]
+        found += list(module.buffers())
+    return tuple((id(t), -1 if t.is_inference() else t._version) for t in found)
+
+
 def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
     if scale.numel() == 1:
         return weight.float() * scale.float().view(1)

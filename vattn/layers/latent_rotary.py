@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, ShapeError
+from vattn.metadata import AttentionMetadata
 from vattn.rope_config import RopeConfig
 
 
@@ -34,6 +35,22 @@ class LatentRotary(NamedTuple):
     """`[L]`, of the latent's RMSNorm, if `rope` names one."""
     rope: str | RopeConfig
     """Columns, style, norm and epsilon: a `vattn.rope_config.RopeConfig`, or what its `encode` wrote."""
+
+
+def check_table(rotary: LatentRotary, metadata: AttentionMetadata, prefix: str) -> None:
+    """Refuse a table without a row for every position of the step, as far as the host knows positions: the step's own.
+
+    Raises:
+        ShapeError: the table is too short.
+    """
+    rows = rotary.cos.shape[0] if rotary.cos.dim() == 2 else 0
+    if rotary.positions is not None and rotary.positions is metadata.positions and 0 < rows <= metadata.max_position:
+        raise ShapeError(
+            f"LatentRotary with tables of {rows} rows in layer {prefix!r}, in a step with position "
+            f"{metadata.max_position}",
+            "a row for every position up to the builder's max_seq_len",
+            "make longer tables",
+        )
 
 
 def rope_string(rotary: object, prefix: str) -> str:

@@ -25,9 +25,9 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.layers.kv_b_weights import projection_weight
+from vattn.layers.kv_b_weights import projection_weight, weights_version
 from vattn.layers.latent_request import check_latent_arguments, listed_positions, plain_step
-from vattn.layers.latent_rotary import LatentRotary, rope_string
+from vattn.layers.latent_rotary import LatentRotary, check_table, rope_string
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.parallel_request import (
@@ -172,7 +172,7 @@ class MLAAttention(OwnBuffers):
             self._request.update(partial_request(self.context_parallel))
         self._op_config = ""
         self._plan_key = ""
-        self._weights_read: tuple[int, int] | None = None
+        self._weights_read: tuple[tuple[int, int], ...] | None = None
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
             self._register_tensors()
@@ -248,7 +248,7 @@ class MLAAttention(OwnBuffers):
             )
         columns = self.qk_nope_head_dim + self.v_head_dim
         weight = self._all_heads_weight(columns, dtype).view(self.num_heads, columns, self.kv_lora_rank)
-        kept, self._weights_read = self.kv_b_weight, _version(self._kv_b_proj[0])
+        kept, self._weights_read = self.kv_b_weight, weights_version(self._kv_b_proj[0])
         with torch.inference_mode(False), torch.no_grad():
             if kept is not None and kept.dtype == dtype:
                 kept.copy_(weight)
@@ -397,6 +397,8 @@ class MLAAttention(OwnBuffers):
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             check_step_ranks(self.prefix, parallel, metadata)
+            if rotary is not None:
+                check_table(rotary, metadata, self.prefix)
             self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
         if rotary is None:
             torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
@@ -481,7 +483,7 @@ class MLAAttention(OwnBuffers):
                 "inference only; attention has no backward",
                 "call the model under torch.no_grad() or torch.inference_mode()",
             )
-        if self._weights_read != _version(self._kv_b_proj[0]):
+        if self._weights_read != weights_version(self._kv_b_proj[0]):
             raise ConfigError(
                 f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",
                 "the weights that it has read",
@@ -505,14 +507,6 @@ class MLAAttention(OwnBuffers):
             f"workspace={'by the backend' if self.workspace_tokens is None else f'{self.workspace_tokens} tokens'}, "
             f"backend={backend}"
         )
-
-
-def _version(module: nn.Module) -> tuple[int, int] | None:
-    """Return what tells one state of a module's weight from another, `None` where nothing does."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.is_inference():
-        return None
-    return id(weight), weight._version
 
 
 def _own_options(layer: type, extra: dict[str, Any]) -> dict[str, Any]:
