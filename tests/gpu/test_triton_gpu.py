@@ -17,7 +17,9 @@ from tests.conformance.rows import ROWS
 from tests.support import Batch, make_config, random_paged_batch
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.ops import variants
 from vattn.ops.arguments import AttentionArgs
+from vattn.ops.triton.tiles import Limits, choose_tiles
 from vattn.quantization import encode_kv
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +93,15 @@ def test_large(case: str) -> None:
     changes, lens = LARGE[case]
     config = make_config(**{**LLAMA, **changes, "backend": "TRITON_ATTN"})
     assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
+
+
+@pytest.mark.parametrize("way", ["paired_hoisted", "wide_hoisted"])
+@pytest.mark.parametrize("case", ["long", "long-window", "long-negative"])
+def test_places_inside_blocks_computed_once(case: str, way: str) -> None:
+    with variants.using(general_prefill=way):
+        config = make_config(**{**LLAMA, **LARGE[case][0]})
+        assert choose_tiles(config, 1388, 4, 1500, Limits.of(torch.device("cuda"))).hoisted
+        test_large(case)
 
 
 @pytest.mark.parametrize("part", range(14))
