@@ -214,6 +214,7 @@ REFUSED = {
         lambda: vattn.AttentionMetadataBuilder(context_parallel=1, **SIZES),
     ),
     "timeout": (ConfigError, "timeout='x'", lambda: ContextParallel(0, 2, timeout="x")),
+    "endless": (ConfigError, "timeout=inf", lambda: ContextParallel(0, 2, timeout=float("inf"))),
     "no-timeout": (ConfigError, "timeout=-1", lambda: ContextParallel(0, 2, timeout=-1)),
     "other-combine": (
         ConfigError,

@@ -706,8 +706,9 @@ def test_wrong_steps_begin_nothing(detached):
     with setup.transfer.step(), pytest.raises(ConfigError, match="inside of another"), setup.transfer.step():
         pass
     assert threading.active_count() == threads
-    with pytest.raises(ConfigError, match="timeout=0"):
-        KVTransfer(setup.model, setup.cache, HostMemoryConnector("1MiB"), timeout=0)
+    for timeout in (0, True, "1", float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"timeout={timeout!r}.*seconds above 0"):
+            KVTransfer(setup.model, setup.cache, HostMemoryConnector("1MiB"), timeout=timeout)
     with pytest.raises(ConfigError, match=r"layer 'layers\.0' has a connector already"):
         KVTransfer(setup.model, setup.cache, HostMemoryConnector("1MiB"))
     setup.transfer.detach()

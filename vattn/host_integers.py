@@ -1,4 +1,7 @@
-"""Counts that a caller gives: integers of any kind, numpy's too; bools, floats, texts and tensors are none."""
+"""Numbers that a caller gives. Counts: integers of any kind, numpy's too; bools, floats, texts and tensors are none.
+
+Seconds: ints and floats above 0.
+"""
 
 from __future__ import annotations
 
@@ -41,3 +44,20 @@ def read_count(name: str, value: Any, least: int, fix: str, error: type[VattnErr
     if count is None or count < least:
         raise error(f"{name}={value!r:.60}", f"an int, {name} >= {least}", fix)
     return count
+
+
+MOST_SECONDS = 1e9
+"""Some thirty years; operating systems count no further than a few hundred."""
+
+
+def check_seconds(name: str, value: Any, fix: str) -> None:
+    """Refuse a time to wait that is none.
+
+    Raises:
+        ConfigError: no int or float, or not above 0, or above `MOST_SECONDS`.
+
+    Example:
+        >>> check_seconds("timeout", 0.5, "leave it out for 30")
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_SECONDS:
+        raise ConfigError(f"{name}={value!r:.60}", f"seconds above 0, up to {MOST_SECONDS:g}", fix)

@@ -17,6 +17,7 @@ from torch import Tensor
 from vattn.context_parallel.meeting import meet, refuse
 from vattn.context_parallel.stripe import MAX_PERIOD, Stripe
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
+from vattn.host_integers import check_seconds
 from vattn.keywords import known_fields, known_keywords
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class ContextParallel:
                 f"rank < world_size, and world_size * interleave up to {MAX_PERIOD}",
                 "use ContextParallel.of(group) and an interleave of 1, or of the block size",
             )
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout!r}", "seconds above 0", "leave it out for 30")
+        check_seconds("timeout", self.timeout, "leave it out for 30")
         if self.combine not in COMBINES:
             raise UnknownOptionError(f"combine={self.combine!r}", ", ".join(COMBINES), "choose one of these names")
 

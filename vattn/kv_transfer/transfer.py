@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
+from vattn.host_integers import check_seconds
 from vattn.kv_cache import CrossAttentionSpec, KVCacheAllocation, find_layers
 from vattn.kv_transfer import points
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
@@ -112,8 +113,7 @@ class KVTransfer:
             )
         if not isinstance(namespace, str):
             raise ConfigError(f"namespace={namespace!r:.60}", "a text", "name the model and its revision")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ConfigError(f"timeout={timeout!r}", "seconds > 0", "timeout=30.0")
+        check_seconds("timeout", timeout, "leave it out for 30")
         missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
         if missing or isinstance(connector, type):
             raise ConfigError(
