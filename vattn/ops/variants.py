@@ -71,7 +71,8 @@ class Variants:
             nothing is converted and a tile has two warpgroups.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
-            up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs.
+            up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
+            which must not be one that writes them.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's

@@ -6,6 +6,8 @@ between two products stop the stream of weights. One program a multiprocessor wa
 ring, filled on across their ends, takes most of the shared memory, so that no two of a launch share one.
 
 A tile's columns are spread over the warps, a panel of 128 bytes each; their sums are added at the end of a tile.
+
+Weights that the kernel just before has written would be read too early: they are those of a model that stays as it is.
 """
 
 from __future__ import annotations
