@@ -93,6 +93,28 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
 
 
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("queries", "lengths"),
+    [
+        ([1], [1]),
+        ([1], [9000]),
+        ([1] * 4, [3000, 7, 0, 64]),
+        ([1] * 300, [40 + 13 * (i % 7) for i in range(300)]),
+        ([4] * 3, [5000, 70, 4]),
+        ([1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]),
+    ],
+    ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
+)
+@pytest.mark.parametrize("parts", ["large", "tiles"])
+def test_decode_in_parts(parts: str, heads: int, queries: list[int], lengths: list[int]) -> None:
+    with variants.using(latent_parts=parts):
+        config = deepseek(num_heads=heads)
+        check(config, queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
+        if heads <= 16:
+            check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
+
+
 def codes(**changes: Any) -> MLAConfig:
     return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 
@@ -201,6 +223,50 @@ def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
 
         assert mla_sparse.accepts(absorbed, args, config)
         compare(args, config, 7)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("topk", [5, 700])
+def test_sparse_decode_from_codes(heads: int, block_size: int, topk: int) -> None:
+    """Lists with gaps, positions out of range and blocks that are none, of rows of FP8."""
+    hopper()
+    config = codes(num_heads=heads, block_size=block_size, sparse=True)
+    args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
+    assert args.topk_indices is not None
+    args.topk_indices[0, 1] = -1
+    args.topk_indices[1, :2] = torch.tensor([10**9, -7])
+    args.block_table[1, 0] = 10**9
+    with variants.using(latent_sparse="gluon", latent_fp8="gluon"):
+        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+        from vattn.ops.gluon import mla_sparse
+
+        assert mla_sparse.accepts(absorbed, args, config)
+        compare(args, config, 7)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sparse_queries_are_codes_too(heads: int) -> None:
+    hopper()
+    config = codes(num_heads=heads, sparse=True, query_format="fp8_e4m3", decode_threshold=8)
+    args = random_mla_batch(config, [1] * 4, [900, 65, 64, 300], topk=200, device="cuda")
+    results = []
+    for way in ("plain", "gluon"):
+        with variants.using(latent_sparse="gluon", latent_fp8=way):
+            got, _ = run_mla(args, config)
+        results.append(got.float())
+    expected, _ = exact(args, config)
+    # A rounding of the absorbed queries may change a code by one.
+    assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
+
+
+@pytest.mark.parametrize("parts", ["small", "large"])
+def test_sparse_decode_in_parts(parts: str) -> None:
+    hopper()
+    config = deepseek(num_heads=64, sparse=True)
+    args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
+    with variants.using(latent_sparse="gluon", latent_parts=parts):
+        compare(args, config, 3)
 
 
 def test_sparse_decode_of_many_tokens() -> None:

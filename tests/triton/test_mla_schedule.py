@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the compiled kernels in tests/gpu/test_mla_gpu.py", allow_module_level=True)
 
-from vattn.ops.triton.mla_reduce import mla_reduce_kernel
+from vattn.ops.triton.mla_reduce import mla_merge_parts_kernel, mla_reduce_kernel
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 
 TILE = 64
@@ -39,6 +39,7 @@ def schedule_of(
     longest: int = 0,
     shortest: int = 0,
     least: int = 1,
+    full: bool = False,
 ) -> tuple[torch.Tensor, int]:
     reqs = len(queries)
     most = reqs + WAVES.value * ctas
@@ -47,20 +48,43 @@ def schedule_of(
     mla_schedule_kernel[(1,)](
         starts, torch.tensor(lengths).int(), schedule, reqs, ctas, -(-reqs // ctas), most,
         SPLIT_QUERY=split_query, TILE=TILE, REQUESTS=32, PARTS=8, LONGEST=longest, SHORTEST=shortest, LEAST=least,
+        FULL=full,
     )  # fmt: skip
     return schedule, most
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("least", [1, 4])
-def test_every_tile_is_attended_once(name: str, least: int) -> None:
+@pytest.mark.parametrize(("least", "full"), [(1, False), (4, True)])
+def test_every_tile_is_attended_once(name: str, least: int, full: bool) -> None:
     queries, lengths, ctas, split_query = CASES[name]
-    schedule, most = schedule_of(queries, lengths, ctas, split_query, least=least)
+    schedule, most = schedule_of(queries, lengths, ctas, split_query, least=least, full=full)
+    if full:
+        check_full_records(schedule, most, queries, lengths, ctas)
     splits, loads = check_items(schedule, most, queries, lengths, ctas, split_query, set())
     if name == "equal, as many as CTAs":
         assert not splits
     if name in ("skewed", "one long"):
         assert max(loads) <= 1.5 * sum(loads) / ctas + 4
+
+
+def check_full_records(schedule: torch.Tensor, most: int, queries: list[int], lengths: list[int], ctas: int) -> None:
+    """Every CTA has an item, and records repeat what is known of their requests."""
+    active, num_splits = schedule[0, :2].tolist()
+    starts = [0, *itertools.accumulate(queries)]
+    assert schedule[1 + active : 1 + ctas].tolist() == [[0, 0, 0, -1, -1, 0, 0, 0]] * (ctas - active)
+    for cta in range(active):
+        item = cta
+        while item >= 0:
+            request, _, _, _, item, *found = schedule[1 + item].tolist()
+            assert found == [starts[request], queries[request], lengths[request]]
+    for request, _, _, *found in schedule[1 + most : 1 + most + num_splits, :5].tolist():
+        assert found == [starts[request], queries[request]]
+
+
+def test_a_step_without_items_has_one_of_no_rows_for_every_cta() -> None:
+    schedule, _ = schedule_of([300, 301], [300, 9000], 5, 2, 2, full=True)
+    assert schedule[0, :2].tolist() == [0, 0]
+    assert schedule[1:6].tolist() == [[0, 0, 0, -1, -1, 0, 0, 0]] * 5
 
 
 def test_parts_are_not_too_small() -> None:
@@ -133,9 +157,11 @@ def check_items(
     return splits, loads
 
 
-def test_merged_splits() -> None:
+@pytest.mark.parametrize("way", ["small", "records", "records, few programs", "starts"])
+def test_merged_splits(way: str) -> None:
     queries, lengths, ctas, split_query = CASES["padding and long queries"]
-    schedule, most = schedule_of(queries, lengths, ctas, split_query)
+    full = "records" in way
+    schedule, most = schedule_of(queries, lengths, ctas, split_query, full=full)
     heads, rows, latent, tokens = 3, 16, 32, sum(queries)
     scores = torch.randn(most, rows, 5)
     values = torch.randn(most, rows, 5, latent)
@@ -146,10 +172,13 @@ def test_merged_splits() -> None:
     stats = torch.stack((maximum, weights.sum(-1)), -1).contiguous()
     output, lse = torch.full((tokens * heads, latent), 7.0), torch.full((tokens * heads,), 7.0)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
-    mla_reduce_kernel[(len(queries) * rows, 2)](
-        schedule, partial, stats, starts, output, lse, most, HEADS=heads, PARTIAL_ROWS=rows, LATENT=latent, COLUMNS=16,
-        STEP=4,
-    )  # fmt: skip
+    given = (schedule, partial, stats, starts, output, lse, most)
+    sizes = {"HEADS": heads, "PARTIAL_ROWS": rows, "LATENT": latent, "COLUMNS": 16}
+    if way == "small":
+        mla_reduce_kernel[(len(queries) * rows, 2)](*given, **sizes, STEP=4)
+    else:
+        programs = 7 if "few" in way else len(queries) * rows * 2
+        mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full)
     splits = schedule[1 + most :][: int(schedule[0, 1]), :3].tolist()
     assert splits
     written = torch.zeros(tokens * heads, dtype=torch.bool)

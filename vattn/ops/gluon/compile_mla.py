@@ -28,9 +28,11 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
+from vattn.ops.triton import mla_reduce
 from vattn.ops.triton.compile_all import _COMPLAINTS, GPU_TARGETS
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import TARGETS, Launch
@@ -41,7 +43,8 @@ SPILL_ALLOWANCE = 512
 SHARED_BYTES = 227 << 10
 DECODE = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
 GLUON = (*DECODE, "mla_prefill_gluon_kernel")
-KERNELS = ("mla_schedule_kernel", *DECODE, "mla_reduce_kernel")
+KERNELS = ("mla_schedule_kernel", *DECODE)
+MERGES = ("mla_reduce_kernel", "mla_merge_parts_kernel")
 HARMLESS = "Too many maxnreg specified"
 
 
@@ -71,6 +74,19 @@ def prompts() -> Iterator[MLAConfig]:
     yield base.replace(output_format="fp8_group64", output_arithmetic="divide")
     yield base.replace(output_format="nvfp4", lse=False)
     yield base.replace(output_format="nvfp4_swizzled")
+    narrow = base.replace(qk_nope_head_dim=64, v_head_dim=64)
+    yield narrow
+    yield narrow.replace(output_format="nvfp4", block_size=16)
+    yield narrow.replace(output_format="fp8_group64")
+
+
+def lists() -> Iterator[MLAConfig]:
+    """Yield sparse layers that between them reach every branch of the kernels that gather."""
+    base = MLAConfig(128, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True, sparse=True)
+    yield base
+    codes = base.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    yield codes
+    yield codes.replace(num_heads=16, query_format="fp8_e4m3", lse=False)
 
 
 class Recorder:
@@ -95,8 +111,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
-    """Return the launches of a step of prompts behind the expansion of its keys."""
+def recorded_prompts(config: MLAConfig, tokens: int = 700, chunked: bool = False) -> list[Launch]:
+    """Return the launches of a step of prompts behind the expansion of its keys, or of a chunk of them."""
     found: list[Launch] = []
     dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
     query = empty(tokens, heads, config.qk_head_dim, dtype=dtype)
@@ -117,26 +133,35 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
     ):
         width = heads * (config.qk_nope_head_dim + config.v_head_dim)
         room, ropes = empty(1024 * width, dtype=dtype), empty(1024 * config.qk_rope_head_dim, dtype=dtype)
-        mla_prefill_launch.attend_chunk(args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132)
+        carried = None
+        if chunked:
+            sums, stats = (empty(tokens, heads, n, dtype=torch.float32) for n in (config.v_head_dim, 2))
+            carried = mla_prefill_launch.Carried(1024, 1024, sums, stats)
+        mla_prefill_launch.attend_chunk(
+            args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132, carried=carried
+        )
     return found
 
 
 def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
     """Return the launches of a sparse decode."""
     found: list[Launch] = []
-    dtype = MODEL_DTYPES[config.dtype]
+    asked = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args = MLAAttentionArgs(**{
-        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=dtype),
+        **none, "kv_cache": empty(8, config.block_size, config.head_size, dtype=mla_cache_dtype(config)),
         "query_start_loc": empty(3), "seq_lens": empty(2), "block_table": empty(2, 64),
         "topk_indices": empty(tokens, 2048),
         "lse": empty(tokens, config.num_heads, dtype=torch.float32) if config.lse else None,
+        "k_scale": None if config.kv_scale == "none" else empty(1, dtype=torch.float32),
+        "q_scale": None if config.query_format == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for name in ("mla_slots_kernel", "mla_decode_wide_kernel", "mla_reduce_kernel"):
-            recorder = Recorder(getattr(mla_sparse, name), f"lists {config.encode()}", found)
-            stack.enter_context(mock.patch.object(mla_sparse, name, recorder))
-        mla_sparse.attend_latents(empty(tokens, config.num_heads, config.head_size, dtype=dtype), args, config, 132)
+        for module, names in ((mla_sparse, ("mla_slots_kernel", *DECODE[1:])), (mla_reduce, MERGES)):
+            for name in names:
+                recorder = Recorder(getattr(module, name), f"lists {config.encode()}", found)
+                stack.enter_context(mock.patch.object(module, name, recorder))
+        mla_sparse.attend_latents(empty(tokens, config.num_heads, config.head_size, dtype=asked), args, config, 132)
     return found
 
 
@@ -156,11 +181,18 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
-        for name in KERNELS:
-            stack.enter_context(mock.patch.object(mla_launch, name, Recorder(getattr(mla_launch, name), title, found)))
+        for module, names in ((mla_launch, KERNELS), (mla_reduce, MERGES)):
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name), title, found)))
         asked = dtype if config.query_format == "none" else torch.float8_e4m3fn
         mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=asked), args, config)
     return found
+
+
+def recorded_large(config: MLAConfig, tokens: int) -> list[Launch]:
+    """Return the launches of a plan and a step with large parts, see `vattn.ops.variants`."""
+    with variants.using(latent_parts="large"):
+        return recorded(config, tokens)
 
 
 def problems_of(launch: Launch) -> list[str]:
@@ -186,10 +218,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
-    sparse = MLAConfig(128, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True, sparse=True)
-    if options.only in "lists " + sparse.encode():
-        cases.append(partial(recorded_lists, sparse))
-    cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
+    cases += [partial(recorded_large, *case) for case in configs() if options.only in "large " + case[0].encode()]
+    cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
+    for chunked in (False, True):
+        title = "prompts chunked " if chunked else "prompts "
+        chosen = [case for case in prompts() if options.only in title + case.encode()]
+        cases += [partial(recorded_prompts, case, chunked=chunked) for case in chosen]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start, load_box
 from vattn.ops.gluon.decode import unpack_keys, unpack_values
+from vattn.ops.gluon.mla_gather import THREADS, gather_codes
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -111,15 +112,17 @@ def clear_codes(codes, begin, LAYOUT: gl.constexpr):
 @gluon.jit
 def produce(
     boxes, rope_boxes, work, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of each group of rows."""
     _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
     while item >= 0:
-        _, rows, _, _, first, last, _, item, table, last_block = open_item(work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY)
+        _, rows, _, _, first, last, _, item, table, last_block = open_item(
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+        )
         for _group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
@@ -218,7 +221,7 @@ def multiply_widened(
 def consume(
     arguments, PART: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
-    NATIVE: gl.constexpr, LAYOUT: gl.constexpr,
+    NATIVE: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend every second tile of this program's items; part 0 places the queries and writes what both have found."""
     (
@@ -246,10 +249,10 @@ def consume(
     # Tiles that the program has had before this item: their number says which stage a tile is in.
     before = 0
     turn = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             if PART == 0:
@@ -283,6 +286,9 @@ def consume(
                 held = codes.index(stage)
                 mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
                 if NATIVE:
+                    if GATHER:
+                        # What threads have copied must be shown to the matrix instructions.
+                        fence_async_shared()
                     products = multiply_codes(held, ropes.index(stage), low, rope_low, zero_products)
                     scores = gl.convert_layout(products, MMA)
                 else:
@@ -364,15 +370,16 @@ def consume(
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "q_scale", "k_scale"],
 )
 def mla_decode_fp8_kernel(
-    query, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats, q_scale,
-    k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    query, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats,
+    q_scale, k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATHER: gl.constexpr, FULL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows of e4m3 codes that stand for `k_scale` times as much.
 
-    NATIVE: queries are bytes of such codes too, with `q_scale`. The rest is as in
+    NATIVE: queries are bytes of such codes too, with `q_scale`. GATHER: `block_table` names slots of `cache`, int16
+    `[slots, 288]`, which `num_blocks` counts, instead of blocks of it; the schedule is not FULL then. The rest is as in
     `vattn.ops.gluon.mla_decode.mla_decode_kernel`.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -399,7 +406,7 @@ def mla_decode_fp8_kernel(
     other_stats = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTOR)
     query_ready = new_barriers(1, 1)
     merge_ready = new_barriers(1, 1)
-    ready = new_barriers(STAGES, 1)
+    ready = new_barriers(STAGES, THREADS if GATHER else 1)
     free = new_barriers(STAGES, 1)
     fence_async_shared()
     block_barrier()
@@ -408,19 +415,40 @@ def mla_decode_fp8_kernel(
         query, work, output, lse, partial, stats, q_scale, k_scale, num_reqs, scale, low, high, rope_low, rope_high,
         factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume, (
-                consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
-            )),
-            (consume, (
-                consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, LAYOUT,
-            )),
-            (produce, (
-                boxes, rope_boxes, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
-                STAGES, LAYOUT,
-            )),
-        ],
-        [4, 1],
-        [208, 24],
-    )  # fmt: skip
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
+                    FULL, LAYOUT,
+                )),
+                (consume, (
+                    consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
+                    FULL, LAYOUT,
+                )),
+                (gather_codes, (
+                    cache, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, STAGES, LAYOUT,
+                )),
+            ],
+            [4, 4],
+            [208, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
+                    FULL, LAYOUT,
+                )),
+                (consume, (
+                    consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
+                    FULL, LAYOUT,
+                )),
+                (produce, (
+                    boxes, rope_boxes, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
+                    STAGES, FULL, LAYOUT,
+                )),
+            ],
+            [4, 1],
+            [208, 24],
+        )  # fmt: skip

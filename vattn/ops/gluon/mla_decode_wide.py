@@ -66,25 +66,29 @@ def rescale(acc, decay):
 def produce(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles; barriers 3 s, 3 s + 1 and 3 s + 2 are of stage s."""
     _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     query_phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
     while item >= 0:
         row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            if FULL:
+                # On their way while the queries' copies are started.
+                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             load_queries(
                 query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
                 ROWS, True,
             )  # fmt: skip
             query_phase ^= 1
-            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
+            if not FULL:
+                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
                 following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 room = latents.index(stage)
@@ -171,7 +175,7 @@ def store_half(
 @gluon.jit
 def attend_left(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     (
@@ -191,10 +195,10 @@ def attend_left(
     phase = 0
     query_phase = 0
     weights_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
         )
         end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
         all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
@@ -284,7 +288,7 @@ def attend_left(
 @gluon.jit
 def attend_right(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
     (
@@ -297,12 +301,14 @@ def attend_right(
     phase = 0
     weights_phase = 0
     factors_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
     while item >= 0:
-        request, begin, end, slot, item = load_item(schedule, item)
+        request, begin, end, slot, following = load_item(schedule, item)
         row0, rows, _, keys, first, last = item_rows(
-            query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-        )
+            query_start_loc, seq_lens, schedule, item, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE,
+            SPLIT_QUERY, FULL,
+        )  # fmt: skip
+        item = following
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
@@ -337,11 +343,13 @@ def mla_decode_wide_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output,
     lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
 
-    GATHER: `block_table` names slots of `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it.
+    GATHER: `block_table` names slots of `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it; the
+    schedule is not FULL then.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     let_next_kernel_start()
@@ -373,8 +381,8 @@ def mla_decode_wide_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
-                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
+                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
+                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
                 (gather, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
                     query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
@@ -386,11 +394,11 @@ def mla_decode_wide_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
-                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT)),
+                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
+                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
                 (produce, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
-                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, FULL, LAYOUT,
                 )),
             ],
             [4, 1],

@@ -39,9 +39,12 @@ def panels(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def first_item(schedule, cta):
-    """Return the first item of a CTA, -1 for none."""
-    return gl.where(cta < gl.load(schedule), cta, -1)
+def first_item(schedule, cta, FULL: gl.constexpr = False):
+    """Return the first item of a CTA, -1 for none; in FULL schedules every CTA has one."""
+    if FULL:
+        return cta
+    else:
+        return gl.where(cta < gl.load(schedule), cta, -1)
 
 
 @gluon.jit
@@ -52,17 +55,27 @@ def load_item(schedule, item):
 
 
 @gluon.jit
+def load_request(query_start_loc, seq_lens, schedule, request, item, FULL: gl.constexpr):
+    """Return the first token of an item's request, its rows and its length."""
+    if FULL:
+        record = schedule + (1 + item) * FIELDS
+        return gl.load(record + 5), gl.load(record + 6), gl.load(record + 7)
+    else:
+        start = gl.load(query_start_loc + request)
+        length = gl.load(query_start_loc + request + 1) - start
+        return start, length, gl.maximum(gl.load(seq_lens + request), 0)
+
+
+@gluon.jit
 def item_rows(
-    query_start_loc, seq_lens, request, first, last, num_tokens, table_width, HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    query_start_loc, seq_lens, schedule, item, request, first, last, num_tokens, table_width, HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr = False,
 ):  # fmt: skip
     """Return of an item: first row, rows, length of the request, keys that the cache has of it, first and end tile.
 
     Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
     """
-    start = gl.load(query_start_loc + request)
-    length = gl.load(query_start_loc + request + 1) - start
-    seq_len = gl.maximum(gl.load(seq_lens + request), 0)
+    start, length, seq_len = load_request(query_start_loc, seq_lens, schedule, request, item, FULL)
     keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
     end_tile = (keys + TILE - 1) // TILE
     is_long = length > SPLIT_QUERY
@@ -72,17 +85,20 @@ def item_rows(
 
 
 @gluon.jit
-def open_item(work, item, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr):
+def open_item(
+    work, item, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr = False
+):
     """Return of an item: first row, rows, length, keys, first and end tile, slot, next item, its table, last block.
 
     `work`: query_start_loc, seq_lens, block_table, schedule, tokens of the query, blocks of the cache, stride and width
-    of the table.
+    of the table. FULL: see `vattn.ops.triton.mla_schedule`.
     """
     query_start_loc, seq_lens, block_table, schedule, num_tokens, _, table_stride, table_width = work
     request, begin, end, slot, following = load_item(schedule, item)
     row0, rows, seq_len, keys, first, last = item_rows(
-        query_start_loc, seq_lens, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY
-    )
+        query_start_loc, seq_lens, schedule, item, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE,
+        SPLIT_QUERY, FULL,
+    )  # fmt: skip
     table = block_table + request.to(gl.int64) * table_stride
     last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
     return row0, rows, seq_len, keys, first, last, slot, following, table, last_block

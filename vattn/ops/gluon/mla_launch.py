@@ -26,7 +26,7 @@ from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_plan import MIXED, line_room
-from vattn.ops.triton.mla_reduce import merge_tile, mla_reduce_kernel
+from vattn.ops.triton.mla_reduce import merge_parts
 from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
@@ -44,7 +44,7 @@ MOST_QUERY_TOKENS = 8
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
-_FP8_STAGES = 4
+FP8_STAGES = 4
 
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
@@ -209,7 +209,7 @@ def lay_schedule(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, wa
     mla_schedule_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
         SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
-        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
+        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), FULL=_full(), num_warps=8,
     )  # fmt: skip
 
 
@@ -221,7 +221,13 @@ def schedules_in(plan: Tensor, num_reqs: int) -> list[Tensor]:
 
 def _least_tiles(rows: int) -> int:
     """Return the tiles of the smallest part of a request, by the rows of a program."""
-    return 1 if variants.current().latent_parts == "small" else 4 if rows == 64 else 2
+    least = {"small": (1, 1), "large": (2, 4), "tiles": (1, 2)}[variants.current().latent_parts]
+    return least[rows == 64]
+
+
+def _full() -> bool:
+    """Return whether the records of a schedule hold all that is read of a request."""
+    return variants.current().latent_parts != "small"
 
 
 def _max_items(num_reqs: int, ctas: int) -> int:
@@ -279,7 +285,7 @@ def _launch(
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "num_warps": 4,
+        "FULL": _full(), "num_warps": 4,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
@@ -289,8 +295,10 @@ def _launch(
             q_scale=args.q_scale if native else None,
             k_scale=args.k_scale,
             ROWS=rows,
-            STAGES=_FP8_STAGES,
+            STAGES=FP8_STAGES,
             NATIVE=native,
+            cache=None,
+            GATHER=False,
             **boxes,
             **common,
         )
@@ -300,10 +308,13 @@ def _launch(
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
-    tile = merge_tile(num_reqs * rows * groups, ctas // num_reqs)
-    mla_reduce_kernel[(num_reqs * rows * groups, LATENT.value // tile["COLUMNS"])](
-        schedule, partial, stats, args.query_start_loc, output, args.lse, slots,
-        HEADS=config.num_heads, PARTIAL_ROWS=rows * groups, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,
+    # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
+    tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
+    parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
+    merge_parts(
+        num_reqs * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), _full(),
+        schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
+        lse=args.lse, max_items=slots,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Sparse latent decode on Hopper: the kernel of 64 query rows a program, over keys that every token lists."""
+"""Sparse latent decode on Hopper, over keys that every token lists: 64 query rows a program, or 16 from FP8 caches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import DeviceInfo
+from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import MLAConfig
 from vattn.ops import variants
 from vattn.ops.gluon import mla_launch
+from vattn.ops.gluon.mla_decode_fp8 import mla_decode_fp8_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.mla_reduce import merge_tile, mla_reduce_kernel
+from vattn.ops.triton.mla_reduce import merge_parts
 from vattn.ops.triton.mla_schedule import FIELDS
 from vattn.ops.triton.mla_slots import mla_slots_kernel
 from vattn.ops.triton.tiles import next_power_of_two
@@ -28,9 +30,7 @@ _LOG2E = 1.4426950408889634
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
     found = mla_launch.refusals(config.replace(sparse=False), device)
-    if config.kv_cache_dtype != config.dtype:
-        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype)")
-    if config.num_heads % ROWS:
+    if config.kv_cache_dtype != mla_launch.FP8 and config.num_heads % ROWS:
         found.append(f"num_heads {config.num_heads} (runs multiples of {ROWS})")
     return found
 
@@ -42,7 +42,10 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether this call goes this way: the layer does, keys are listed, and int32 can count those there are."""
-    if variants.current().latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
+    chosen = variants.current()
+    if chosen.latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
+        return False
+    if config.kv_cache_dtype == mla_launch.FP8 and chosen.latent_fp8 != "gluon":
         return False
     slots = args.kv_cache.shape[0] * config.block_size
     return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
@@ -57,7 +60,9 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     topk = args.topk_indices
     assert topk is not None
     tokens, reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
-    groups = config.num_heads // ROWS
+    from_codes = config.kv_cache_dtype == mla_launch.FP8
+    rows = mla_launch.rows_per_program(config, 1) if from_codes else ROWS
+    groups = -(-config.num_heads // rows)
     ctas = max(1, (processors or multiprocessors(device)) // groups)
     splits = max(1, min(-(-topk.shape[1] // TILE.value), ctas // tokens))
     items = tokens * splits
@@ -73,24 +78,37 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         ctas, SPLITS=splits, PARTS=next_power_of_two(splits), TILE=TILE.value, BLOCK_SIZE=config.block_size,
         BLOCK=1024, num_warps=8,
     )  # fmt: skip
-    partial = torch.empty((items if splits > 1 else 1, config.num_heads, LATENT.value), device=device)
-    stats = torch.empty((items if splits > 1 else 1, config.num_heads, 2), device=device)
-    output = absorbed.new_empty((tokens, config.num_heads, LATENT.value))
-    width = LATENT.value + ROPE.value
-    boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, ROWS, config)
-    mla_decode_wide_kernel[(min(ctas, items) * groups,)](
-        query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
-        cache=args.kv_cache.view(-1, width), query_start_loc=starts, seq_lens=lengths, block_table=slots,
-        schedule=schedule, output=output, lse=args.lse, partial=partial, stats=stats, num_tokens=tokens,
-        num_reqs=tokens, num_blocks=args.kv_cache.shape[0] * config.block_size, table_stride=slots.stride(0),
-        table_width=slots.shape[1], scale=config.scale * _LOG2E, HEADS=config.num_heads, ROWS_OF_PROGRAM=ROWS,
-        GROUPS=groups, BLOCK_SIZE=1, SPLIT_QUERY=1, PARTIAL_ROWS=config.num_heads, GATHER=True, num_warps=4,
-    )  # fmt: skip
+    parts = items if splits > 1 else 1
+    partial = torch.empty((parts, rows * groups, LATENT.value), device=device)
+    stats = torch.empty((parts, rows * groups, 2), device=device)
+    shape = tokens, config.num_heads, LATENT.value
+    output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
+    common: dict[str, Any] = {
+        "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
+        "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
+        "table_width": slots.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads, "GROUPS": groups,
+        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "GATHER": True, "FULL": False,
+        "num_warps": 4,
+    }  # fmt: skip
+    grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
+    if from_codes:
+        native = absorbed.dtype == torch.float8_e4m3fn
+        mla_decode_fp8_kernel[grid](
+            query=absorbed.view(torch.uint8) if native else absorbed, boxes=None, rope_boxes=None,
+            cache=cached.view(torch.int16), q_scale=args.q_scale if native else None, k_scale=args.k_scale, ROWS=rows,
+            STAGES=mla_launch.FP8_STAGES, NATIVE=native, **common,
+        )  # fmt: skip
+    else:
+        boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
+        mla_decode_wide_kernel[grid](
+            query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
+            cache=cached, ROWS_OF_PROGRAM=rows, **common,
+        )  # fmt: skip
     if splits > 1:
-        rows = tokens * config.num_heads
-        tile = merge_tile(rows, splits)
-        mla_reduce_kernel[(rows, LATENT.value // tile["COLUMNS"])](
-            schedule, partial, stats, starts, output, args.lse, items, HEADS=config.num_heads,
-            PARTIAL_ROWS=config.num_heads, LATENT=LATENT.value, **tile, num_warps=1, launch_pdl=True,
+        merge_parts(
+            tokens * rows * groups, splits, config.num_heads, rows * groups,
+            processors or multiprocessors(device), False, schedule=schedule, partial=partial, stats=stats,
+            query_start_loc=starts, output=output, lse=args.lse, max_items=items,
         )  # fmt: skip
     return output

@@ -7,6 +7,10 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
   itself), next item of the same CTA (-1: none); CTA c starts at item c;
 - the last rows, a split request each: request, first slot, number of slots.
 
+FULL: an item has the request's first token, its rows and its length too, in columns 5 to 7, a split request the first
+two in columns 3 and 4, and every CTA an item, if one of no rows: who reads a record has to load nothing else, and need
+not know how many there are.
+
 Two ways of sharing the work are estimated, and the cheaper one is taken. Even chunks: every request is cut into equal
 chunks, of which CTAs take turns. Even shares: the requests are laid end to end and the line is cut into as many equal
 shares as there are CTAs. A request of more than SPLIT_QUERY rows is one item of length one, since its partial results
@@ -108,7 +112,7 @@ def share_of(tile, total, shares):
 def mla_schedule_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, ctas, first_waves, max_items, SPLIT_QUERY: tl.constexpr,
     TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, FULL: tl.constexpr = False,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
     chunk, total = choose_chunk(
@@ -147,6 +151,11 @@ def mla_schedule_kernel(
         item = num_items + tl.cumsum(parts, 0) - parts
         slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
         split = num_splits + tl.cumsum(is_split, 0) - is_split
+        if FULL:
+            known = request < num_reqs
+            start = tl.load(query_start_loc + request, mask=known, other=0)
+            rows = tl.load(query_start_loc + request + 1, mask=known, other=0) - start
+            seq_len = tl.maximum(tl.load(seq_lens + request, mask=known, other=0), 0)
         for first_part in range(0, tl.max(parts, 0), PARTS):
             part = first_part + tl.arange(0, PARTS)[None, :]
             count, length, place = tl.maximum(parts, 1)[:, None], tiles[:, None], on_line[:, None]
@@ -168,14 +177,30 @@ def mla_schedule_kernel(
             tl.store(record + 2, end, mask=mask)
             tl.store(record + 3, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
             tl.store(record + 4, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
+            if FULL:
+                tl.store(record + 5, tl.zeros_like(index) + start[:, None], mask=mask)
+                tl.store(record + 6, tl.zeros_like(index) + rows[:, None], mask=mask)
+                tl.store(record + 7, tl.zeros_like(index) + seq_len[:, None], mask=mask)
         record = schedule + (1 + max_items + split) * FIELDS
         tl.store(record, request, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
+        if FULL:
+            tl.store(record + 3, start, mask=is_split > 0)
+            tl.store(record + 4, rows, mask=is_split > 0)
         line += tl.sum(tiles, 0)
         num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
         num_busy += tl.sum(busy, 0)
-    tl.store(schedule, tl.where(even_shares, active, tl.minimum(ctas, num_chunks)))
+    busy_ctas = tl.where(even_shares, active, tl.minimum(ctas, num_chunks))
+    tl.store(schedule, busy_ctas)
     tl.store(schedule + 1, num_splits)
+    if FULL:
+        for first_cta in range(0, ctas, 128):
+            idle = first_cta + tl.arange(0, 128)
+            mask = (idle >= busy_ctas) & (idle < ctas)
+            for column in tl.static_range(FIELDS):
+                # Request 0, from its first tile on, and of no rows; there is no slot and no next item.
+                nothing = tl.zeros_like(idle) - (1 if (column == 3) | (column == 4) else 0)
+                tl.store(schedule + (1 + idle) * FIELDS + column, nothing, mask=mask)
