@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo, Sizes
 from vattn.mla_config import MLAConfig
 from vattn.ops import hopper, variants
-from vattn.ops.gluon.mla_prefill import GROUPS, KEYS, NOPE, ROPE, VALUES, mla_prefill_gluon_kernel
+from vattn.ops.gluon.mla_prefill import GROUPS, KEYS, ROPE, mla_prefill_gluon_kernel
 from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
@@ -24,6 +24,8 @@ from vattn.ops.triton.tiles import Limits, next_power_of_two
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
 DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 ROWS = GROUPS.value * GROUP_ROWS.value
+WIDTHS = {(128, ROPE.value, 128): 2, (64, ROPE.value, 64): 3}
+"""Columns of keys, of rotated keys and of values that the kernel knows, and tiles that it holds of them."""
 _LOG2E = 1.4426950408889634
 _STATIC = {"multiply": "fp8_multiply", "approximate_multiply": "fp8_multiply"}
 
@@ -31,9 +33,8 @@ _STATIC = {"multiply": "fp8_multiply", "approximate_multiply": "fp8_multiply"}
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
     found = hopper.refusals(device, config.dtype, DTYPES)
-    widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    if widths != (NOPE.value, ROPE.value, VALUES.value):
-        found.append(f"heads of {widths} columns (runs {NOPE.value}, {ROPE.value} and {VALUES.value})")
+    if _widths(config) not in WIDTHS:
+        found.append(f"heads of {_widths(config)} columns (runs {' and '.join(map(str, WIDTHS))})")
     if config.block_size not in BLOCK_SIZES:
         found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
     if config.scale <= 0:
@@ -43,19 +44,46 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
+def _widths(config: MLAConfig) -> tuple[int, int, int]:
+    return config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+
+
 @lru_cache(maxsize=4096)
 def _can_run(config: MLAConfig, device: torch.device) -> bool:
     return not refusals(config, DeviceInfo.of(device))
 
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
-    """Return whether a step goes this way: the layer does, and its keys lie in one chunk, in whole tiles."""
+    """Return whether a step goes this way: the layer does, and its keys lie in whole tiles."""
     way = variants.current().latent_prefill
-    if way == "plain" or chunks > 1 or align % KEYS.value:
+    if way == "plain" or align % KEYS.value:
         return False
-    if way == "measured" and kind_of(config) in ("groups", "swizzled"):
+    if way == "measured" and (chunks > 1 or _widths(config)[0] != 128 or kind_of(config) in ("groups", "swizzled")):
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
+
+
+class Carried(NamedTuple):
+    """Which places of the line a launch attends, and what is carried from one to the next."""
+
+    first_place: int
+    num_places: int
+    sums: Tensor
+    """fp32 `[T, N, V]`."""
+    stats: Tensor
+    """fp32 `[T, N, 2]`: maxima and totals."""
+
+
+def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
+    """Return the row tiles of requests of more than `longest` tokens, and of padding, the longest first."""
+    tokens, reqs = args.query.shape[0], args.seq_lens.shape[0]
+    tiles = max_row_tiles(tokens, reqs, ROWS)
+    schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=args.query.device)
+    prefill_plan_kernel[(1,)](
+        args.query_start_loc, args.seq_lens, schedule, reqs, tokens, tiles, WINDOW=0, ROWS=ROWS, LEAST=longest + 1,
+        KEYS=KEYS.value, CHUNK=128, REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
+    )  # fmt: skip
+    return schedule
 
 
 def attend_chunk(
@@ -68,6 +96,8 @@ def attend_chunk(
     longest: int,
     limits: Limits,
     ctas: int | None = None,
+    schedule: Tensor | None = None,
+    carried: Carried | None = None,
 ) -> None:
     """Attend requests of more than `longest` tokens to their keys on the line, and write rows of padding.
 
@@ -75,32 +105,33 @@ def attend_chunk(
         expanded, ropes: flat, of whole rows of N (P + V) and R columns.
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
         ctas: programs, by default one for each multiprocessor.
+        schedule: what `plan_tiles` returned, made here by default.
+        carried: which chunk of the line is expanded, by default all of it.
     """
     query, heads = args.query, config.num_heads
     if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
         query = query.contiguous()
     tokens, reqs, device = query.shape[0], args.seq_lens.shape[0], query.device
-    tiles = max_row_tiles(tokens, reqs, ROWS)
-    schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=device)
-    prefill_plan_kernel[(1,)](
-        args.query_start_loc, args.seq_lens, schedule, reqs, tokens, tiles, WINDOW=0, ROWS=ROWS, LEAST=longest + 1,
-        KEYS=KEYS.value, CHUNK=128, REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
-    )  # fmt: skip
+    if schedule is None:
+        schedule = plan_tiles(args, longest)
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     target, constants = epilogue_arguments(args, config, rows), epilogue_constants(config, limits)
     kind = constants["KIND"]
     output = static_output(config) if kind == "fp8_static" else "none"
     groups = constants["GROUPS"] if kind in ("groups", "swizzled") else (0, False, False, -1.0, "divide")
-    width = heads * (NOPE.value + VALUES.value)
-    rows_of_line = expanded.view(-1, width)
-    mla_prefill_gluon_kernel[(min(ctas or multiprocessors(device), tiles * heads),)](
-        **_query_boxes(query), key_boxes=_boxes(rows_of_line, KEYS.value, NOPE.value),
+    nope, _, values = _widths(config)
+    rows_of_line = expanded.view(-1, heads * (nope + values))
+    mla_prefill_gluon_kernel[(min(ctas or multiprocessors(device), max_row_tiles(tokens, reqs, ROWS) * heads),)](
+        **_query_boxes(query, nope), key_boxes=_boxes(rows_of_line, KEYS.value, nope),
         rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
         block_scale=target["output_block_scale"] if groups[0] else None, output_scale=args.output_scale,
-        scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line, schedule=schedule,
+        scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line,
+        first_place=carried.first_place if carried else None, num_places=carried.num_places if carried else None,
+        carry=carried.sums if carried else None, carry_stats=carried.stats if carried else None, schedule=schedule,
         counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=args.kv_cache.shape[0], query_head_stride=query.stride(1),
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=2 if heads % 2 == 0 else 1, BLOCK_SIZE=config.block_size,
+        NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)], CHUNKED=carried is not None,
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
         num_warps=4,
     )  # fmt: skip
@@ -116,8 +147,8 @@ def _boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
     return TensorDescriptor(source, list(source.shape), [source.stride(0), 1], [high, wide], layout)
 
 
-def _query_boxes(query: Tensor) -> dict[str, Any]:
+def _query_boxes(query: Tensor, nope: int) -> dict[str, Any]:
     tokens, heads, width = query.shape
     flat = query.as_strided((tokens, (heads - 1) * query.stride(1) + width), (query.stride(0), 1))
     rows = GROUP_ROWS.value
-    return {"query_boxes": _boxes(flat, rows, NOPE.value), "query_rope_boxes": _boxes(flat, rows, ROPE.value)}
+    return {"query_boxes": _boxes(flat, rows, nope), "query_rope_boxes": _boxes(flat, rows, ROPE.value)}
