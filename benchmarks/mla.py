@@ -13,12 +13,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.mla_cells import DEEPSEEK, TINY, Cell, Inputs, fa3_prefill, load_peers
+from benchmarks.mla_cells import NARROW, TINY, Cell, Inputs, fa3_prefill, load_peers
 from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
 from vattn.bench.timing import WallTimer
@@ -26,6 +27,9 @@ from vattn.bench.timing import WallTimer
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
 _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gluon"}
+OWN_WAYS: dict[str, dict[str, Any]] = {name: {"latent_parts": name} for name in ("large", "tiles")}
+"""Other ways of vattn's decode, timed beside the default: no peers."""
+
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
 CELLS: tuple[Cell, ...] = (
@@ -69,6 +73,16 @@ CELLS: tuple[Cell, ...] = (
         Cell("prefill", 16, 1, 8192, tokens=8192, changes={"output_format": name}, against={}, bar=1 / 1.03)
         for name in ("fp8_static", "fp8_group128", "nvfp4")
     ),
+    Cell("prefill", 16, 1, 8192, tokens=8192, sizes=NARROW),
+    Cell("ways", 16, 1, 8192, tokens=8192, sizes=NARROW),
+    Cell("ways", 16, 4, 8192, tokens=1024, room=8192),
+    Cell("ways", 16, 1, 16384, tokens=2048, room=4096),
+    Cell("sparse", 128, 8, 65536, changes={"sparse": True, **_FP8}),
+    Cell("sparse", 16, 8, 65536, changes={"sparse": True, **_FP8}),
+    Cell("decode", 32, 8, 8192, bar=1.0),
+    Cell("decode", 64, 8, 8192, bar=1.0),
+    Cell("decode", 128, 16, 4096, tokens=4, bar=1.0),
+    Cell("decode", 16, 128, -8192, bar=1.0),
 )
 """Most wanted first. An empty `against` of a changed cell is the layer without the changes."""
 
@@ -85,7 +99,10 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
     if cell.kind == "decode" and inputs.device == "cuda":
         own, query = inputs.decode()
         found, missing = load_peers(peers)
-        makers = {"vattn": lambda: own, **{name: lambda make=make: make(inputs, query) for name, make in found.items()}}
+        makers: dict[str, Callable[[], Any]] = {"vattn": lambda: own}
+        for name, chosen in OWN_WAYS.items():
+            makers[name] = lambda chosen=chosen: inputs.decode_under(chosen, query)
+        makers |= {name: lambda make=make: make(inputs, query) for name, make in found.items()}
         for name, make in makers.items():
             try:
                 steps[name] = make()
@@ -105,7 +122,8 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         steps = {name: inputs.op_under(way, **cell.changes) for name, way in (("vattn", _GLUON), ("plain", _PLAIN))}
     elif cell.kind == "sparse":
         if inputs.device == "cuda":
-            steps = {name: inputs.op_under(way, sparse=True) for name, way in (("vattn", _GLUON), ("plain", _PLAIN))}
+            ways = (("vattn", _GLUON), ("plain", _PLAIN))
+            steps = {name: inputs.op_under(way, **cell.changes) for name, way in ways}
         # Dense attention over as many keys as are listed.
         short = Cell("op", cell.heads, cell.batch, min(2048, abs(cell.length)), cell.tokens)
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
@@ -122,7 +140,7 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
 
 def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, Any]:
     """Time one cell and return its row."""
-    cell, sizes = CELLS[number], DEEPSEEK
+    cell, sizes = CELLS[number], CELLS[number].sizes
     if device == "cpu":
         sizes, length = TINY, (-40 if CELLS[number].length < 0 else 40)
         cell = Cell(cell.kind, 2, 2, length, min(cell.tokens, 40), None, cell.against, cell.changes)
@@ -141,7 +159,11 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
     row: dict[str, Any] = {"cell": number, "name": cell.name, "us": {name: round(t, 2) for name, t in times.items()}}
     if own is not None and len(times) > 1:
         # Of several peers the fastest counts.
-        ratio = min(t for name, t in times.items() if name != "vattn") / own
+        others = [t for name, t in times.items() if name != "vattn" and name not in OWN_WAYS]
+        ratio = min(others) / own if others else 1.0
+        row |= {
+            f"ratio of {name}": round(min(others) / times[name], 3) for name in OWN_WAYS if name in times and others
+        }
         if cell.kind == "sparse":
             ratio = times["dense"] / own
         row["ratio"] = round(ratio, 3)

@@ -16,6 +16,7 @@ from vattn.ops import variants
 from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
+from vattn.ops.mla_chunks import elements_per_token
 
 Step = Callable[[], Tensor]
 
@@ -33,6 +34,7 @@ class Sizes:
 
 
 DEEPSEEK = Sizes()
+NARROW = Sizes(nope=64, value=64)
 TINY = Sizes(latent=64, rope=16, nope=32, value=32, block=16, dtype="float32")
 
 
@@ -48,6 +50,8 @@ class Cell:
         bar: what the first ratio must reach, `None` for none.
         against: changes of the layer that this one is compared with, beside or instead of peers.
         changes: of the layer that is timed.
+        sizes: columns of the attention.
+        room: places of the workspace, 0 for as many as the op takes by itself; with fewer keys come in chunks.
     """
 
     kind: str
@@ -58,11 +62,17 @@ class Cell:
     bar: float | None = None
     against: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
+    sizes: Sizes = DEEPSEEK
+    room: int = 0
 
     @property
     def name(self) -> str:
         """What it is called in results."""
         size = f"{self.batch} x {self.length}, {self.heads} heads, {self.tokens} tokens"
+        if self.sizes != DEEPSEEK:
+            size += f", {self.sizes.nope + self.sizes.rope}/{self.sizes.value}"
+        if self.room:
+            size += f", chunks of {self.room}"
         return f"{self.kind}: {size}" + "".join(f", {k}={v}" for k, v in self.changes.items())
 
 
@@ -134,11 +144,12 @@ class Inputs:
         fmt = OUTPUT_FORMATS[config.output_format]
         output, block_scale = fmt.allocate(query, config.v_head_dim, self.dtype)
         one = torch.full((1,), 0.005, device=device)
+        room = self.cell.room * elements_per_token(config)
         return MLAAttentionArgs(
             query, cache, self.starts, self.seq_lens, self.table, (weight * config.kv_lora_rank**-0.5).to(self.dtype),
             None, output, block_scale, None, one if fmt.static_scale else None,
             one if config.query_format != "none" else None, one if config.kv_scale == "tensor" else None, topk, None,
-            [], None, config.encode(),
+            [], query.new_empty(room) if room else None, config.encode(),
         )  # fmt: skip
 
     def op_under(self, chosen: dict[str, Any], **changes: Any) -> Step:
@@ -179,11 +190,23 @@ class Inputs:
         chosen = [torch.randperm(abs(self.cell.length), generator=self.rng, device=self.device) for _ in range(rows)]
         return torch.stack([positions[:count].sort().values for positions in chosen]).int()
 
-    def decode(self, **changes: Any) -> tuple[Step, Tensor]:
+    def decode_under(self, chosen: dict[str, Any], query: Tensor) -> Step:
+        """Return the decode of absorbed queries under other `vattn.ops.variants`."""
+        with variants.using(**chosen):
+            call, _ = self.decode(query)
+
+        def step() -> Tensor:
+            with variants.using(**chosen):
+                return call()
+
+        return step
+
+    def decode(self, query: Tensor | None = None, **changes: Any) -> tuple[Step, Tensor]:
         """Return a step of vattn's decode path on absorbed queries, its schedule made before, and the queries."""
         from vattn.ops.gluon import mla_launch
 
-        query, config = self.absorbed(), self.config(**changes)
+        config = self.config(**changes)
+        query = self.absorbed() if query is None else query
         if config.query_format != "none":
             query = quantised_query(query, self.query_scale, config)
         shape = mla_launch.plan_shape(config, len(query), self.cell.batch, query.device)
