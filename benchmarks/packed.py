@@ -16,7 +16,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,42 @@ from vattn.formats import KV_FORMATS
 from vattn.ops import reference
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
-from vattn.ops.triton.decode_fast import Tuning
+from vattn.ops.triton.decode_packed import PackedTuning
 from vattn.ops.variants import ALLOWED, using
 
-CUTS = (
-    Tuning(2, 4, 4), Tuning(2, 3, 6, max_registers=168), Tuning(2, 4, 6, max_registers=168),
-    Tuning(2, 4, 8, max_registers=128), Tuning(4, 4, 3, max_registers=168),
-    Tuning(2, 3, 4, slots=2), Tuning(2, 4, 4, slots=2), Tuning(2, 3, 6, slots=2, max_registers=168),
-    Tuning(2, 4, 6, slots=2, max_registers=168), Tuning(2, 4, 8, slots=2, max_registers=128),
-    Tuning(2, 3, 8, slots=2, max_registers=128), Tuning(4, 4, 3, slots=2, max_registers=168),
-    Tuning(4, 4, 4, slots=2, max_registers=128), Tuning(1, 4, 12, slots=2, max_registers=168),
+CUTS = tuple(
+    PackedTuning(*cut, **more)
+    for cut, more in (
+        ((2, 4, 4), {}), ((2, 3, 6), {"max_registers": 168}), ((2, 4, 6), {"max_registers": 168}),
+        ((2, 4, 8), {"max_registers": 128}), ((4, 4, 3), {"max_registers": 168}), ((2, 3, 4), {"slots": 2}),
+        ((2, 4, 4), {"slots": 2}), ((2, 3, 6), {"slots": 2, "max_registers": 168}),
+        ((2, 4, 6), {"slots": 2, "max_registers": 168}), ((2, 4, 8), {"slots": 2, "max_registers": 128}),
+        ((2, 3, 8), {"slots": 2, "max_registers": 128}), ((4, 4, 3), {"slots": 2, "max_registers": 168}),
+        ((4, 4, 4), {"slots": 2, "max_registers": 128}), ((1, 4, 12), {"slots": 2, "max_registers": 168}),
+    )
 )  # fmt: skip
 """Cuts of the decode kernel; those whose buffers don't fit a multiprocessor run fewer CTAs than they count on."""
+
+AHEAD = (2, 4, 8)
+"""Tiles that are fetched before a request's query is turned, with the cut in use."""
 
 UPDATES = ((1024, 1), (1024, 2), (512, 1), (2048, 2))
 """Columns and warps of a program of the store."""
 
 
-def name_of(tuning: Tuning) -> str:
+def name_of(tuning: PackedTuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
-def decode_steps(cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor) -> dict[str, Callable]:
+def cuts(in_use: PackedTuning, ahead: bool) -> list[PackedTuning]:
+    """Return the cuts to time: every one, or the one in use with tiles fetched ahead."""
+    others = [replace(in_use, ahead=tiles) for tiles in AHEAD]
+    return others if ahead else [*CUTS, *others]
+
+
+def decode_steps(
+    cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, ahead: bool = False
+) -> dict[str, Callable]:
     """Return the calls to time by name, each compared with the reference on two requests."""
     config = cache.config
     args = cache.step(seq_len, query, table)
@@ -64,7 +78,8 @@ def decode_steps(cache: Filled, num_reqs: int, seq_len: int, query: Tensor, tabl
     )
     expected, _ = reference.paged_attention(two, config)
     accepted = KV_FORMATS[config.kv_cache_dtype].packed and decode_packed.accepts(args, config)
-    for tuning in CUTS if accepted else ():
+    in_use = decode_packed.choose_tuning(config, num_reqs, query.device) if accepted else None
+    for tuning in cuts(in_use, ahead) if in_use else ():
         shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
@@ -108,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--formats", default="", help="comma separated; default: every packed one")
-    parser.add_argument("--what", choices=("both", "decode", "store"), default="both")
+    parser.add_argument("--what", choices=("both", "decode", "ahead", "store"), default="both")
     parser.add_argument("--compile", action="store_true", help="compile and compare all cuts, time none")
     options = parser.parse_args()
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
@@ -126,11 +141,11 @@ def main() -> None:
     for name in names:
         cache = Filled(name, key, value, FULL)
         cells: dict[str, dict[str, Timer]] = {}
-        if options.what != "decode":
+        if options.what in ("both", "store"):
             cells["store 8192"] = {BASELINE: Timer([lambda: base.store(slots)]), **store_timers(cache, slots)}
         for (num_reqs, seq_len), (query, table) in inputs.items() if options.what != "store" else ():
             calls = {BASELINE: decode_steps(base, num_reqs, seq_len, query, table)["in use"]}
-            calls |= decode_steps(cache, num_reqs, seq_len, query, table)
+            calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "ahead")
             cells[f"{num_reqs} x {seq_len}"] = {label: Timer([call]) for label, call in calls.items()}
         for cell, timers in cells.items() if not options.compile else ():
             times = beside_baseline(timers, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -61,11 +62,22 @@ def test_ragged_requests(fmt: str, size: int) -> None:
 @pytest.mark.parametrize("fmt", PACKED)
 def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_packed
-    from vattn.ops.triton.decode_fast import Tuning
 
-    tuning = Tuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
+    tuning = decode_packed.PackedTuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
     monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
     check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
+
+
+@pytest.mark.parametrize("ahead", [2, 8])
+@pytest.mark.parametrize("fmt", PACKED)
+def test_tiles_are_fetched_ahead(fmt: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.triton import decode_packed
+
+    for tunings in (decode_packed.TUNINGS, decode_packed.MANY_TUNINGS):
+        for name, tuning in tunings.items():
+            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, ahead=ahead))
+    check(fmt, [1, 16, 31, 33, 300, 900, 2500], padding=2, sliding_window=700, kv_cache_layout="HND")
+    check(fmt, [40] * 300 + [1, 129], num_heads=24)
 
 
 def test_small_and_large_queries_keep_their_digits() -> None:
