@@ -341,3 +341,39 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
     mixed = decode_batch([300, 17], query_lens=[1, 2], padding=0).with_backend("TRITON_ATTN")
     mixed.run()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("lengths", [[900, 40], [3000, 7, 900, 64, 1, 200, 5000, 33] * 3], ids=["few", "many"])
+def test_reductions_that_start_behind_the_main_kernels_wait(lengths: list[int], cache: dict[str, Any]) -> None:
+    """They read the schedule of this replay, which the kernel ahead has just made, and give the same bits."""
+    from vattn.ops.triton import decode_fast
+    from vattn.ops.variants import using
+
+    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, **cache)
+    shape = decode_fast.plan_shape(batch.config, len(lengths), len(lengths), batch.args.query.device)
+    args = batch.args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
+    tuning = decode_fast.choose_tuning(batch.config, len(lengths))
+    released = dataclasses.replace(tuning, overlap="released")
+
+    def step() -> None:
+        decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
+        for _ in range(3):
+            decode_fast.decode(args, batch.config, released)
+
+    with using(reduction="ready"):
+        assert decode_fast.choose_tuning(batch.config, len(lengths)).overlap == (
+            "released" if tuning.overlap else False
+        )
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    whole = args.seq_lens.clone()
+    for turn in range(40):
+        args.seq_lens.copy_(torch.where(torch.arange(len(lengths), device="cuda") % 5 == turn % 5, 1, whole))
+        graph.replay()
+        got, lse = args.output.clone(), args.lse.clone()
+        decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
+        decode_fast.decode(args, batch.config, dataclasses.replace(tuning, overlap=False))
+        assert torch.equal(got, args.output) and torch.equal(lse, args.lse)

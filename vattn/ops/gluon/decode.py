@@ -489,12 +489,13 @@ def decode_kernel(
 
     SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
     time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
-    first, or at the end if it is "end".
+    first, or at the end if it is "end"; "released": only then let the reduction start.
     """
     ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
-    let_next_kernel_start()
+    if OVERLAP != "released":
+        let_next_kernel_start()
     keys = gl.allocate_shared_memory(key_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], key_boxes.layout)
     values = gl.allocate_shared_memory(
         value_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], value_boxes.layout
@@ -512,6 +513,10 @@ def decode_kernel(
         mbarrier.init(key_ready.index(i), count=1)
         mbarrier.init(value_ready.index(i), count=1)
         mbarrier.init(released.index(i), count=1)
+    if OVERLAP == "released":
+        # What the reduction reads beside this kernel's results is there from here on.
+        wait_for_previous_kernel()
+        let_next_kernel_start()
     gl.warp_specialize(
         [
             (consume, (

@@ -33,6 +33,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast, decode_packed, launch
 from vattn.ops.triton.epilogue import groups_fit_heads
+from vattn.ops.variants import using
 
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
@@ -136,6 +137,9 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             decode_packed.decode(args, config)
             return found
         decode_fast.decode(args, config)
+        if config.sinks:
+            with using(reduction="ready"):
+                decode_fast.decode(args, config)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
             written = config if finished else config.with_plain_output()

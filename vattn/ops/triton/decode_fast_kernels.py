@@ -360,11 +360,15 @@ def decode_kernel(
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
-    kernel before may still run, so wait for it first, or at the end if it is "end".
+    kernel before may still run, so wait for it first, or at the end if it is "end"; "released": only then let the
+    reduction start, which so finds all that came before this kernel.
     """
-    tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP != "released":
+        tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
+    if OVERLAP == "released":
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
@@ -495,7 +499,7 @@ def reduce_kernel(
     """Combine the partial results of split requests; programs walk over (split row, head, COLUMNS of the head).
 
     Partial results are of TOKENS rows each. If these are several, rows of padding are written here as well.
-    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done.
+    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one.
     """
     tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:
