@@ -285,11 +285,33 @@ def test_what_is_no_model() -> None:
         ((torch.zeros(32, 32, dtype=E4M3), torch.tensor([float("nan")]), "fp8_dynamic"), errors.ScaleError),
         ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.zeros(1)), errors.ScaleError),
         ((torch.zeros(32, 64, dtype=E4M3).t(), torch.ones(1), "fp8_dynamic"), errors.StrideError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", None, torch.zeros(5)), errors.ShapeError),
+        ((torch.zeros(32, 32, dtype=E4M3), 1.0, "fp8_dynamic"), errors.DtypeError),
+        (([0], torch.ones(1), "fp8_dynamic"), errors.DtypeError),
     ],
 )
 def test_wrong_parts(arguments: tuple[Any, ...], kind: type[Exception]) -> None:
     with pytest.raises(kind):
         FP8Linear(*arguments)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_wrong_inputs(fmt: str) -> None:
+    """Not one of them is cut, joined or rounded to something that fits."""
+    quantised = make_fp8(fmt, make_linear(bias=False))
+    for shape in ((2, 128), (4, 128), (0, 128), (2, 512), ()):
+        with pytest.raises(errors.ShapeError, match=r"\[\.\.\., 256\]"):
+            quantised(torch.zeros(shape))
+    for dtype in (torch.int64, torch.float64, torch.complex64, E4M3):
+        with pytest.raises(errors.DtypeError, match="bfloat16"):
+            quantised(torch.zeros(2, 256, dtype=dtype))
+    assert quantised(torch.zeros(0, 256)).shape == (0, 208)
+
+
+def test_what_is_no_plain_layer() -> None:
+    for layer in (3, make_fp8("fp8_dynamic")):
+        with pytest.raises(errors.ConfigError, match=r"plain nn\.Linear"):
+            FP8Linear.of(layer, "fp8_dynamic")  # type: ignore[arg-type]
 
 
 # In transformers models

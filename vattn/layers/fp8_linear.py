@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
-from vattn.formats import FP8_E4M3_MAX, dtype_name
+from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 from vattn.ops.linear import scaled_product
 from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
 
@@ -20,6 +20,8 @@ BLOCK = 128
 
 ALIGNMENT = 16
 """Features of a linear layer are a multiple of this: what FP8 products of GPUs take."""
+
+INPUT_DTYPES = tuple(MODEL_DTYPES.values())
 
 GPU_COLUMNS = 4 * BLOCK
 """On a GPU the input features of a linear with blocks are a multiple of this: releases of torch differ about others."""
@@ -100,8 +102,9 @@ class FP8Linear(nn.Linear):
 
     Raises:
         ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError: when
-            called, with an input in another dtype than the bias, and for what `torch._scaled_mm` cannot do on a GPU,
-            scales of rows and blocks in other dtypes than bf16, and blocks with K that is no multiple of 512.
+            called, with an input of another width, in another dtype than the bias or in none of a model, and for what
+            `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16, and blocks with
+            K that is no multiple of 512.
             GradientError: gradients are enabled and the input requires one. DtypeError: when a state dict is loaded
             whose weight is not of codes.
 
@@ -130,12 +133,18 @@ class FP8Linear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.format = linear_format(format)
+        given = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
+        for name, x in given.items():
+            if not isinstance(x, Tensor) and (x is not None or name.startswith("weight")):
+                raise DtypeError(f"{name} of type {type(x).__name__}", "a tensor", "torch.tensor([...])")
         if weight.dim() != 2 or not weight.is_contiguous():
             raise StrideError(
                 f"a weight of shape {tuple(weight.shape)} with strides {weight.stride()}", "[N, K], contiguous",
                 "call weight.contiguous()",
             )  # fmt: skip
         self.out_features, self.in_features = weight.shape
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise ShapeError(f"a bias of shape {tuple(bias.shape)}", f"({self.out_features},)", "check the bias")
         check_sizes(self.in_features, self.out_features, self.format)
         if weight.dtype is not torch.float8_e4m3fn:
             raise DtypeError(f"a weight in {weight.dtype}", "e4m3 codes", "make it with FP8Linear.of(linear, format)")
@@ -167,7 +176,13 @@ class FP8Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, format: str, input_scale: Tensor | None = None) -> FP8Linear:
-        """Return a linear layer quantised; its weight is left as it is, its bias is shared."""
+        """Return a linear layer quantised; its weight is left as it is, its bias is shared.
+
+        Raises:
+            ConfigError: it is none, or FP8 already; and what the class raises.
+        """
+        if not isinstance(linear, nn.Linear) or isinstance(linear, FP8Linear):
+            raise ConfigError(f"{type(linear).__name__} to quantise", "a plain nn.Linear", "pass the plain layer")
         scale = weight_scale(linear.weight, linear_format(format))
         return cls(encode_weight(linear.weight, scale), scale, format, input_scale, linear.bias)
 
@@ -175,6 +190,10 @@ class FP8Linear(nn.Linear):
         """Return `x @ weight.T + bias` of x `[..., K]`, in its dtype."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise GradientError("a gradient through FP8Linear", "inference", "call the model under torch.no_grad()")
+        if x.dtype not in INPUT_DTYPES:
+            raise DtypeError(f"an input in {x.dtype}", ", ".join(MODEL_DTYPES), "cast it")
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise ShapeError(f"an input of {tuple(x.shape)}", f"[..., {self.in_features}]", "check the layer before")
         if self.bias is not None and self.bias.dtype is not x.dtype:
             raise DtypeError(
                 f"an input in {x.dtype} with a bias in {self.bias.dtype}", "one dtype", "linear.to(x.dtype)"
@@ -196,6 +215,8 @@ class FP8Linear(nn.Linear):
             return quant_fp8_group(rows, BLOCK, column_major=True)
         if self.format.rows:
             return quant_fp8_per_token(rows)
+        if not rows.shape[0]:
+            return rows.to(torch.float8_e4m3fn), torch.ones(1, device=rows.device)
         largest = rows.float().abs().amax().clamp(min=MIN_ABSMAX)
         scale = (largest / largest.new_full((), FP8_E4M3_MAX)).reshape(1)
         return quant_fp8_static(rows, scale), scale
