@@ -38,7 +38,7 @@ def make_layer(projection: nn.Module | None = None, *, blocks: int = 24, block_s
     config = vattn.CacheConfig(block_size=block_size, cache_dtype=options.pop("cache_dtype", "auto"))
     options = {"decode_threshold": 2, **options}
     layer = vattn.MLAAttention(
-        N, SCALE, P, R, V, 16, latent, kv_b_proj, cache_config=config, prefix="0.attn", **options
+        N, SCALE, P, R, V, 16, latent, kv_b_proj, cache_config=config, **{"prefix": "0.attn", **options}
     )
     if blocks:
         vattn.allocate_kv_cache(layer, num_blocks=blocks, dtype=torch.float32, device="cpu")
@@ -236,6 +236,36 @@ def test_weights_change_in_place_and_are_asked_for() -> None:
         assert relative_l2(layer(*given, metadata=step), formula(*given, layer._kv_b_proj[0].weight)) < 2e-6
 
 
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel for this")
+
+
+def unreadable() -> dict[str, tuple[type[VattnError], nn.Module]]:
+    weight = torch.randn(N * (P + V), L).to(torch.float8_e4m3fn)
+    blocks = torch.rand(N * (P + V) // 16, L // 8)
+    found: dict[str, tuple[type[VattnError], nn.Module]] = {
+        "no forward": (ConfigError, FP8Linear(weight.float().to(torch.float8_e5m2), blocks)),
+        "a forward that fails": (ConfigError, Fails()),
+        "stored exponents as bytes": (
+            ScaleError, FP8Linear(weight, blocks.to(torch.uint8), "weight_scale_inv", [16, 8])
+        ),
+        "scales of other blocks": (ShapeError, FP8Linear(weight, blocks, "weight_scale_inv", [15, 8])),
+    }  # fmt: skip
+    for block in ([16.0, 8.0], "ab", [16], [0, 0], [-16, -8], 3, torch.tensor([16, 8])):
+        found[f"blocks of {block}"] = (ConfigError, FP8Linear(weight, blocks, "weight_scale_inv", block))
+    return found
+
+
+@pytest.mark.parametrize("name", list(unreadable()))
+def test_projections_that_cannot_be_read_are_refused_and_change_nothing(name: str) -> None:
+    error, module = unreadable()[name]
+    layer = make_layer(module, blocks=0)
+    with pytest.raises(error):
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    assert layer.kv_cache is None and layer.config is None and layer.kv_b_weight is None
+
+
 def changed_weights() -> dict[str, tuple[nn.Module, Callable[[Any], object]]]:
     found = projections()
     linear = nn.Sequential(nn.Linear(L, L, bias=False), nn.Linear(L, N * (P + V), bias=False))
@@ -312,8 +342,23 @@ def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "sparse without an indexer": (ConfigError, {"use_sparse": True}),
         "a workspace below one block": (ConfigError, {"workspace_tokens": 7}),
         "an unknown backend": (UnknownOptionError, {"attn_backend": "TORCH_SDPA"}),
+        "a backend without a name": (UnknownOptionError, {"attn_backend": ""}),
+        "backends": (UnknownOptionError, {"attn_backend": ["TORCH_MLA"]}),
+        "a prefix that is no text": (ConfigError, {"prefix": ["a"]}),
         "a block size that no backend has": (ConfigError, {"block_size": 12}),
     }
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+@pytest.mark.parametrize("value", [None, "4", 4.5, True, 0, 1e40], ids=repr)
+def test_sizes_and_scales_that_are_none_are_refused(place: int, value: object) -> None:
+    # Heads, scale, P, R, V, query rank, L.
+    sizes: list[Any] = [N, SCALE, P, R, V, None, L]
+    if place == 5 and value is None:
+        return
+    sizes[0 if place == 1 and value != 1e40 else place] = value
+    with pytest.raises(ConfigError):
+        vattn.MLAAttention(*sizes, nn.Linear(L, N * (P + V), bias=False))
 
 
 @pytest.mark.parametrize("name", list(bad_layers()))

@@ -25,6 +25,9 @@ WEIGHT_FORMATS = ("none", "fp8_tensor", "fp8_block128")
 
 DECODE_THRESHOLD = 8
 
+_MOST_SCALE = (2 - 2.0**-23) * 2.0**127
+"""The largest number of fp32."""
+
 
 @known_fields
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class MLAConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        _check(abs(self.scale) <= _MOST_SCALE, f"scale={self.scale!r}", "a factor that fp32 holds", "check the scale")
         self._check_formats()
         check_stripe(self)
 

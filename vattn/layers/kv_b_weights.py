@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.errors import ConfigError, ShapeError
+from vattn.errors import ConfigError, ScaleError, ShapeError
+from vattn.formats import dtype_name
+from vattn.host_integers import integer
 from vattn.ops.mla_weights import dequantise_blocks
 
 _BLOCK = (128, 128)
@@ -27,6 +29,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     Raises:
         ConfigError: a bias, a module that is not linear, or weights on meta.
         ShapeError: the module projects between other widths, or its scales fit no granularity.
+        ScaleError: scales of a dtype that is no float.
     """
     weight: Any = getattr(module, "weight", None)
     if type(weight).__name__ == "DTensor":
@@ -40,7 +43,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
             "loaded weights",
             "load the model before its cache is bound",
         )
-    if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2:
+    if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.layout is torch.strided:
         scale = next(
             (getattr(module, n, None) for n in ("weight_scale", "weight_scale_inv") if hasattr(module, n)), None
         )
@@ -74,11 +77,17 @@ def weights_version(module: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
+    if not scale.is_floating_point():
+        raise ScaleError(
+            f"kv_b_proj's scales of {dtype_name(scale.dtype)}",
+            "scales of a float dtype, float8_e8m0fnu for stored exponents",
+            "view exponents as torch.float8_e8m0fnu",
+        )
     if scale.numel() == 1:
         return weight.float() * scale.float().view(1)
     if scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
         return weight.float() * scale.float().view(-1, 1)
-    high, wide = (int(size) for size in (block or _BLOCK))
+    high, wide = _block_size(block)
     blocks = -(-weight.shape[0] // high), -(-weight.shape[1] // wide)
     if tuple(scale.shape) != blocks:
         raise ShapeError(
@@ -87,6 +96,17 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
             "set weight_block_size on the module",
         )
     return dequantise_blocks(weight, scale, high, wide)
+
+
+def _block_size(block: Any) -> tuple[int, int]:
+    sizes = _BLOCK if block is None else [integer(n) for n in block] if isinstance(block, (list, tuple)) else []
+    if len(sizes) != 2 or not all(size and size > 0 for size in sizes):
+        raise ConfigError(
+            f"weight_block_size={block!r:.60} on kv_b_proj",
+            "two positive ints, rows and columns",
+            "set it to [128, 128]",
+        )
+    return sizes[0], sizes[1]  # type: ignore[return-value]
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -112,9 +132,17 @@ def _asked(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
 
 
 def _made(module: nn.Module, rows: Tensor) -> Any:
-    with torch.no_grad():
-        made = module(rows)
-    return made[0] if isinstance(made, tuple) else made
+    try:
+        with torch.no_grad():
+            made = module(rows)
+    except Exception as error:
+        raise ConfigError(
+            f"kv_b_proj {type(module).__name__} fails on latents {tuple(rows.shape)} of {dtype_name(rows.dtype)}: "
+            f"{type(error).__name__}: {error!s:.160}",
+            "a linear module of a weight that is read (16 or 32 bits, or e4m3 with scales), or that runs on latents",
+            "the cause is attached",
+        ) from error
+    return made[0] if isinstance(made, tuple) and made else made
 
 
 def _check_linear(module: nn.Module, unit: Tensor, made: Tensor) -> None:
@@ -134,8 +162,9 @@ def _check_linear(module: nn.Module, unit: Tensor, made: Tensor) -> None:
         "x + y": (unit + unit.roll(1, 0), made + made.roll(1, 0), sums),
     }
     for name, (rows, expected, tolerance) in probes.items():
-        got = _made(module, rows).float()
-        if not (got - expected).norm() <= tolerance * made.norm():
+        got = _made(module, rows)
+        # In fp64, where squares of large weights do not overflow.
+        if not (got.double() - expected.double()).norm() <= tolerance * made.double().norm():
             raise ConfigError(
                 f"kv_b_proj {type(module).__name__} is not linear: of {name} it makes what no weight does",
                 "a linear module without a bias, dropout or activation: latent attention multiplies by its weight",

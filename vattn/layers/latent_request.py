@@ -17,6 +17,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.grouped_metadata import GroupedMetadata
+from vattn.host_integers import integer, read_count
 from vattn.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -30,17 +31,21 @@ def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
         raise ConfigError(
             f"kv_b_proj of type {type(kv_b_proj).__name__} in {name}", "a linear module", "pass the projection"
         )
-    if layer.attn_backend != "auto" and layer.attn_backend not in mla_backends():
+    if not isinstance(layer.prefix, str):
+        raise ConfigError(f"prefix={layer.prefix!r:.60}", "a text", "pass the layer's name in its model")
+    for size in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"):
+        read_count(size, getattr(layer, size), 1, f"check the {size} of {name}")
+    if layer.attn_backend not in ("auto", *mla_backends()):
         raise UnknownOptionError(
             f"attn_backend {layer.attn_backend!r} of latent attention in {name}",
             ", ".join(("auto", *mla_backends())),
             "choose one of these names",
         )
     rank = layer.q_lora_rank
-    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+    if rank is not None and (integer(rank) or 0) < 1:
         raise ConfigError(f"q_lora_rank={rank!r} in {name}", "None or a positive int", "pass None for none")
     tokens = layer.workspace_tokens
-    if tokens is not None and (not isinstance(tokens, int) or tokens < layer.cache_config.block_size):
+    if tokens is not None and (integer(tokens) or 0) < layer.cache_config.block_size:
         raise ConfigError(
             f"workspace_tokens={tokens!r} in {name}",
             f"None, or an int from {layer.cache_config.block_size} on, one block",

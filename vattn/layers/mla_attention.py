@@ -22,7 +22,6 @@ from vattn.errors import (
     ScaleError,
     ShapeError,
     UnsupportedRequestError,
-    VattnError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.layers.kv_b_weights import projection_weight, weights_version
@@ -140,11 +139,10 @@ class MLAAttention(OwnBuffers):
         self.prefix = prefix
         self.cache_config = cache_config or CacheConfig()
         self.quant_config = quant_config or QuantConfig()
-        self.attn_backend = attn_backend or "auto"
+        self.attn_backend = "auto" if attn_backend is None else attn_backend
         self.num_heads, self.num_kv_heads, self.scale = num_heads, 1, scale
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        self.head_size = kv_lora_rank + qk_rope_head_dim
         self.use_sparse, self.indexer = use_sparse, indexer
         self.workspace_tokens = options["workspace_tokens"]
         self.config: Any = None
@@ -152,6 +150,7 @@ class MLAAttention(OwnBuffers):
         # In a tuple it is no submodule: its owner saves and moves it.
         self._kv_b_proj = (kv_b_proj,)
         check_latent_arguments(self, kv_b_proj)
+        self.head_size = kv_lora_rank + qk_rope_head_dim
         self._request: dict[str, Any] = {
             "num_heads": num_heads,
             "qk_nope_head_dim": qk_nope_head_dim,
@@ -321,12 +320,17 @@ class MLAAttention(OwnBuffers):
                 "use vattn.allocate_kv_cache(model, num_blocks=...)",
             )
         self._check_values()
+        workspace = None
+        if self.workspace_tokens is not None:
+            elements = int(self.workspace_tokens) * elements_per_token(config)
+            with torch.inference_mode(False):
+                workspace = torch.empty(elements, dtype=dtype, device=storage.device)
         before = self.config, self.kv_cache
         # Ranks gather weights where the cache is.
         self.config, self.kv_cache = config, storage
         try:
             self.process_weights_after_loading(dtype)
-        except VattnError:
+        except BaseException:
             self.config, self.kv_cache = before
             raise
         weight = self.kv_b_weight
@@ -335,10 +339,7 @@ class MLAAttention(OwnBuffers):
             self._buffers["kv_b_weight"] = weight.to(storage.device)
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
-        if self.workspace_tokens is not None:
-            elements = self.workspace_tokens * elements_per_token(config)
-            with torch.inference_mode(False):
-                self._buffers["workspace"] = torch.empty(elements, dtype=dtype, device=storage.device)
+        self._buffers["workspace"] = workspace
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
 
