@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from benchmarks.timing import Timer, interleave
 from vattn.backends import selector
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
+from vattn.ops import variants
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization import quantise_output
 
@@ -42,6 +44,9 @@ FORMATS: dict[str, tuple[str, str]] = {
 }
 DECODE = [(1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 4096), (128, 2048), (256, 1024)]
 PREFILL = ["1 x 8k", "16 x 1k", "chunk 4 x 512 of 8k"]
+WAYS = {"clusters": {"few_requests": "clusters"}, "reduction ready": {"reduction": "ready"}}
+"""Of one request, beside what runs now."""
+
 SMALL_DECODE, SMALL_PREFILL = [(1, 1024), (32, 1024)], ["1 x 8k"]
 
 Inputs = tuple[AttentionArgs, AttentionConfig]
@@ -107,6 +112,21 @@ def by_backend(inputs: Inputs) -> Callable[[], object]:
     return lambda: backend.attention(*inputs)
 
 
+def by_way(**changes: Any) -> Callable[[Inputs], Callable[[], object]]:
+    """Return calls of the path that the backend chooses under other variants."""
+
+    def make(inputs: Inputs) -> Callable[[], object]:
+        call = by_backend(inputs)
+
+        def step() -> object:
+            with variants.using(**changes):
+                return call()
+
+        return step
+
+    return make
+
+
 def by_triton(inputs: Inputs) -> Callable[[], object]:
     """Return a call of the general Triton kernel."""
     from vattn.ops.triton.launch import paged_attention
@@ -151,6 +171,9 @@ def cells(small: bool) -> list[tuple[str, Callable[[], list[Inputs]], Callable[[
         for batch, context in SMALL_DECODE if small else DECODE:
             name = f"decode {'fp8' if fp8 else 'bf16'} {batch} x {context}"
             found.append((name, lambda b=batch, c=context, f=fp8: decode_inputs(b, c, f), by_backend))
+        for context, (way, changes) in itertools.product((1024,) if small else (1024, 8192), WAYS.items()):
+            name = f"decode {'fp8' if fp8 else 'bf16'} 1 x {context}, {way}"
+            found.append((name, lambda c=context, f=fp8: decode_inputs(1, c, f), by_way(**changes)))
     for cell in SMALL_PREFILL if small else PREFILL:
         found.append((f"prefill bf16 {cell}", lambda c=cell: prefill_inputs(c), by_backend))
         found.append((f"prefill bf16 {cell}, Triton", lambda c=cell: prefill_inputs(c), by_triton))
@@ -179,12 +202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results; a table goes beside them as .md")
     parser.add_argument("--small", action="store_true", help="few cells")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
     args = parser.parse_args()
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "rows": [],
     }  # fmt: skip
-    for name, make, call in cells(args.small):
+    for name, make, call in (cell for cell in cells(args.small) if args.only in cell[0]):
         row = run_cell(name, make(), call)
         result["rows"].append(row)
         print(row["cell"], row["us"], {k: v.get("ratio", "failed") for k, v in row["formats"].items()}, flush=True)

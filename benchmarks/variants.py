@@ -231,10 +231,35 @@ def _cuts(*cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
     return tuple(by_cut(", ".join(f"{key} {value}" for key, value in cut.items()), fp8_query, **cut) for cut in cuts)
 
 
+def _decode_questions() -> Iterator[Question]:
+    """Yield decode steps that miss their bars, or nearly: one kernel for few requests, reductions that need no wait."""
+    from vattn.ops.triton.decode_fast import Tuning
+
+    clusters = by_variant("clusters", few_requests="clusters")
+    ready = by_variant("reduction ready", reduction="ready")
+    everyone = ("fa3", "flashinfer", "xqa", "cudnn")
+    narrow = by_tuning("2 heads, 3 stages, released", Tuning(2, 3, 4, overlap="released"))
+    for name, bf16, fp8 in (("1x1k", 1.5, 1.1), ("1x8k", 1.25, 1.2), ("1x128k", 1.0, 1.4)):
+        work = WORKS[f"decode {name}"]
+        yield Question("clusters", LLAMA, work, "bf16", (DEFAULT, clusters, ready), bf16, everyone)
+        yield Question("clusters", LLAMA, work, "fp8", (DEFAULT, clusters, narrow), fp8, everyone)
+    deep = [
+        by_tuning(f"slots 4, {stages} stages, released", Tuning(2, stages, 1, slots=4, overlap="released"))
+        for stages in (5, 6)
+    ]
+    yield Question("one wave", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, narrow, *deep), 1.05, everyone)
+    for name, bar in (("32x1k", 1.25), ("8x1k", 1.0)):
+        yield Question("one wave", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, ready), bar, everyone)
+    ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
+    for cache in ("bf16", "fp8"):
+        yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))
+
+
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
     from vattn.ops.triton.decode_fast import Tuning
 
+    yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed, late = {"pack": 1}, {"pack": -1}, by_variant("late", prefill_rescale="late")
     for work in (prompt, prompts):
