@@ -51,6 +51,10 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
     """
     if not callable(model):
         raise ConfigError(f"a model of type {type(model).__name__}", "a torch.nn.Module", "pass the model first")
+    if not getattr(model, "enabled", True):
+        raise ConfigError("a model that disable() took off vattn", "a model on vattn", "enable it again")
+    if getattr(getattr(model, "wrapped", None), "training", False):
+        raise ConfigError("a model in training mode", "one in eval mode: dropout would change tokens", "model.eval()")
     found = getattr(model, "kv_cache", None) if cache is None else cache
     if not isinstance(found, KVCacheAllocation):
         raise _no_cache(model, cache)

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
 
-from vattn.errors import CacheError, MissingPackageError, RequestError, VattnError
+from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.assembly import (
     capture,
     check_count,
@@ -80,8 +81,8 @@ class Generator:
         UnsupportedRequestError: the model cannot be captured as a CUDA graph.
 
     The same tokens come out as one by one, up to the first step whose two best logits are closer than what matrix
-    products of other shapes differ by: those of the model are not ours. Not thread-safe: add, cancel and step from one
-    thread.
+    products of other shapes differ by: those of the model are not ours. Not thread-safe: add and step from one thread;
+    a step inside of another is refused.
 
     Example:
         >>> import torch, transformers, vattn
@@ -118,7 +119,8 @@ class Generator:
         check_count("token_budget", token_budget)
         if max_queue is not None:
             check_count("max_queue", max_queue)
-        check_kind("reuse_prefixes", reuse_prefixes, bool)
+        if not isinstance(reuse_prefixes, bool):
+            raise ConfigError(f"reuse_prefixes={reuse_prefixes!r:.60}", "True or False", "change reuse_prefixes")
         check_kind("speculation", speculation, PromptLookup)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
@@ -138,10 +140,16 @@ class Generator:
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         _OWNERS[_place(cache)] = self
+        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
+        self._layers = [(layer, layer.kv_cache.data_ptr()) for layer in layers[:1]]
         self._launcher = Launcher(forward, builder, graphs, self._blocks)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
+        self._step, self._cancelled, self._streams = Lock(), deque[Request](), 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
     def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
         """Queue a prompt.
@@ -171,12 +179,17 @@ class Generator:
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is, and give its blocks back; one that has ended stays as it is.
 
+        While a step runs, in a logits processor or another thread, the request ends when the step does.
+
         Raises:
             RequestError: no request, or one of another generator.
         """
         if not isinstance(request, Request):
             raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
-        self.scheduler.cancel(request)
+        self.scheduler.check_held(request)
+        self._cancelled.append(request)
+        if self._step.acquire(blocking=False):
+            self._end_step()
 
     @property
     def busy(self) -> bool:
@@ -189,12 +202,42 @@ class Generator:
         The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
         error in the model leaves no request half computed: they wait, and the next step computes them again.
         """
+        if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
+            raise CacheError(
+                "a step of a generator whose model has another cache now",
+                "the cache that the generator was made for",
+                "make a new generator after allocating a cache",
+            )
         if _OWNERS.get(_place(self.cache)) is not self:
             raise CacheError(
                 "a step of a generator whose cache another generator has taken",
                 "one generator for a cache: the newest",
                 "use that one, or give each a model with a cache of its own",
             )
+        if not self._step.acquire(blocking=False):
+            raise RequestError(
+                "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
+                "one step at a time, from one thread",
+                "add requests there, and run them by the steps that run already",
+            )
+        try:
+            came = self._run_step()
+        finally:
+            self._end_step()
+        for one in came if self._streams else ():
+            if one.request.watcher is not None:
+                one.request.watcher.append(one)
+        return came
+
+    def _end_step(self) -> None:
+        """End the requests that were cancelled meanwhile, and let the next step begin."""
+        try:
+            while self._cancelled:
+                self.scheduler.cancel(self._cancelled.popleft())
+        finally:
+            self._step.release()
+
+    def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
         now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
@@ -206,9 +249,23 @@ class Generator:
         except BaseException:
             self._ahead = now
             raise
-        came = self._accept(now)
+        try:
+            came = self._accept(now)
+        except BaseException:
+            self._start_again()
+            raise
         self._count(now, came, begin)
         return came
+
+    def _start_again(self) -> None:
+        """Forget the steps on their way, behind an interruption: who has no token of one yet computes it again."""
+        self._ahead = None
+        for request in reversed(list(self.scheduler.running)):
+            request.coming = False
+            if request.done:
+                self.scheduler.retire(request)
+            else:
+                self.scheduler.preempt(request)
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
@@ -313,10 +370,10 @@ class Generator:
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Progress]:
-        """Run prompts to their end, yielding what each step brought, in the order in which it came.
+        """Run prompts to their end, yielding what each step brought for them, in the order in which it came.
 
         Prompts are queued when the iteration begins. Those that cannot be served come first, as failed requests.
-        Stopping the iteration cancels what is left.
+        Stopping the iteration cancels what is left. Streams may take turns: whoever runs a step, each gets its own.
 
         Raises:
             ConfigError: see `generate`.
@@ -349,6 +406,8 @@ class Generator:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
                 as many samplings as neither one nor the prompts. Nothing has run then.
         """
+        if not isinstance(progress, bool):
+            raise ConfigError(f"progress={progress!r:.60}", "True or False", "progress=True shows a bar")
         requests = [self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling, self.tokenizer)]
         bar = _bar(len(requests)) if progress else None
         for came in self._run_to_end(requests):
@@ -376,12 +435,21 @@ class Generator:
             return request
 
     def _run_to_end(self, requests: list[Request]) -> Iterator[Progress]:
+        """Run requests to their end; steps of others may bring their tokens too."""
+        came = deque(Progress(request, "", ()) for request in requests if request.done)
+        for request in requests:
+            request.watcher = came
+        self._streams += 1
         try:
-            yield from (Progress(request, "", ()) for request in requests if request.done)
-            while any(not request.done for request in requests):
-                yield from self.step()
+            while came or any(not request.done for request in requests):
+                if came:
+                    yield came.popleft()
+                else:
+                    self.step()
         finally:
+            self._streams -= 1
             for request in requests:
+                request.watcher = None
                 self.cancel(request)
 
     def _count(self, now: Launched, came: Sequence[Progress], begin: float) -> None:

@@ -31,12 +31,17 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
         if request.first_token is None:
             request.first_token = time.monotonic()
             request.plain = request.stream is None and not request.sampling.stopping_criteria
+        known = len(request.output)
         try:
             reason = _append(request, token)
             text += _show(request, bool(reason))
         except VattnError as failed:
             request.end(FAILED, "error", failed)
             break
+        except BaseException:
+            # Interrupted in a criterion or a tokenizer: the token is chosen again.
+            del request.output[known:]
+            raise
         if reason != "stop token":
             came.append(token)
         if request.stream is not None and request.stream.stopped:

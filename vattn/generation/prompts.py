@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vattn.errors import ConfigError, RequestError
@@ -32,7 +32,10 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int
                 f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
             ) from error
     try:
-        ids = [operator.index(token) for token in prompt]
+        tokens = list(prompt)
+        if isinstance(prompt, (bytes, set, frozenset, Mapping)) or any(isinstance(token, bool) for token in tokens):
+            raise TypeError("no sequence of token ids")
+        ids = [operator.index(token) for token in tokens]
     except TypeError as error:
         raise RequestError(
             f"a prompt of {str(prompt)[:60]!r}", "a text or a flat sequence of token ids", "encode it first"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vattn.block_pool import BlockTable
 from vattn.block_tables import HybridBlockTable
@@ -13,6 +15,9 @@ from vattn.errors import RequestError, VattnError
 from vattn.generation.lookup import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.generation.text import TextStream
+
+if TYPE_CHECKING:
+    from vattn.generation.statistics import Progress
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -61,6 +66,8 @@ class Request:
         self.plain = False
         self.index: LookupIndex | None = None
         self.stream: TextStream | None = None
+        # Where what comes of it is put for an iteration that waits for it.
+        self.watcher: deque[Progress] | None = None
         self._keys: list[str] = []
 
     def __repr__(self) -> str:

@@ -303,10 +303,16 @@ class Scheduler:
         Raises:
             RequestError: a request of another generator.
         """
-        if request.done:
-            return
-        if request in self.running or request in self.waiting:
+        self.check_held(request)
+        if not request.done:
             self.retire(request)
-        else:
+            request.end(CANCELLED, "cancelled")
+
+    def check_held(self, request: Request) -> None:
+        """Refuse a request of another generator, unless it has ended.
+
+        Raises:
+            RequestError: it is one.
+        """
+        if not request.done and request not in self.running and request not in self.waiting:
             raise RequestError(f"{request!r}, which is not in this generator", "its own requests", "check which one")
-        request.end(CANCELLED, "cancelled")

@@ -1,0 +1,157 @@
+"""A generator used as it should not be: steps in steps, interruptions, threads, dropped streams, other caches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import vattn
+from vattn import errors
+
+pytest.importorskip("transformers")
+
+from tests.generator_support import GREEDY, PROMPTS, check_empty, make_generator, one_by_one
+from tests.hf_families import make_model
+from vattn.integrations.transformers import PackedModel, disable, enable
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [one_by_one(make_model("llama"), prompt, 12) for prompt in PROMPTS[:4]]
+
+
+def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[list[int]]) -> None:
+    """A callback that runs the generator fails its own request; one that cancels ends requests behind the step."""
+    generator = make_generator(packed)
+
+    def runs(ids: Any, scores: Any) -> bool:
+        generator.generate([[1, 2]], GREEDY)
+        return False
+
+    def cancels(ids: Any, scores: Any) -> bool:
+        generator.cancel(requests[1])
+        return False
+
+    wanted = [vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(runs,)), GREEDY, GREEDY]
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["failed", "finished", "finished"]
+    assert "a step inside of another" in str(requests[0].error)
+    assert [request.output for request in requests[1:]] == expected[1:3]
+    wanted[0] = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(cancels,))
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["finished", "cancelled", "finished"]
+    assert [request.output for request in requests] == [
+        expected[0],
+        expected[1][: len(requests[1].output)],
+        expected[2],
+    ]
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_an_interrupted_step_is_computed_again(
+    packed: PackedModel, expected: list[list[int]], seed: int | None
+) -> None:
+    """Whatever a step was interrupted in, the tokens are those of an undisturbed run."""
+    generator = make_generator(packed)
+    count = [0]
+
+    def interrupted(ids: Any, scores: Any) -> bool:
+        count[0] += 1
+        if count[0] in (3, 4, 11, 12):
+            raise KeyboardInterrupt
+        return False
+
+    sampling: dict[str, Any] = {} if seed is None else {"temperature": 1.3, "seed": seed}
+    plain = vattn.Sampling(12, stop_token_ids=(), **sampling)
+    watched = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(interrupted,), **sampling)
+    wanted = [request.output for request in generator.generate(PROMPTS[:4], plain)]
+    requests = [
+        generator.add(prompt, one) for prompt, one in zip(PROMPTS, [plain, watched, plain, watched], strict=False)
+    ]
+    raised = 0
+    while generator.busy:
+        try:
+            generator.step()
+        except KeyboardInterrupt:
+            raised += 1
+    assert raised == 4 and [request.output for request in requests] == wanted
+    assert seed is not None or wanted == expected[:4]
+    check_empty(generator)
+
+
+def test_streams_that_take_turns_each_get_their_own(packed: PackedModel, expected: list[list[int]]) -> None:
+    generator = make_generator(packed)
+    streams = [generator.stream([prompt], GREEDY) for prompt in PROMPTS[:2]]
+    dropped = generator.stream([PROMPTS[2]], GREEDY)
+    came: list[list[int]] = [[], []]
+    next(dropped)
+    del dropped
+    for index in [0, 1, 1, 1, 0] * 20:
+        one = next(streams[index], None)
+        came[index] += one.tokens if one is not None else ()
+    assert came == expected[:2]
+    check_empty(generator)
+
+
+def test_cancelling_from_another_thread(packed: PackedModel) -> None:
+    """A cancel during a step ends the request when the step does; a second step at the same time is refused."""
+    generator = make_generator(packed)
+    problems: list[BaseException] = []
+
+    def elsewhere(ids: Any, scores: Any) -> bool:
+        def work() -> None:
+            generator.cancel(requests[0])
+            try:
+                generator.step()
+            except errors.RequestError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return False
+
+    sampling = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(elsewhere,))
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, [GREEDY, sampling], strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["cancelled", "finished"] and len(problems) == 12
+    check_empty(generator)
+
+
+def test_caches_and_models_that_changed_are_refused() -> None:
+    packed = enable(make_model("llama"), num_blocks=64)
+    generator = make_generator(packed)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(errors.ConfigError, match="a copy of a generator"):
+            copied(generator)
+    packed.allocate(num_blocks=8)
+    with pytest.raises(errors.CacheError, match="has another cache now"):
+        generator.generate([PROMPTS[1]], GREEDY)
+    packed.model.train()
+    with pytest.raises(errors.ConfigError, match="training mode"):
+        make_generator(packed)
+    packed.model.eval()
+    disable(packed)
+    with pytest.raises(errors.ConfigError, match="took off vattn"):
+        vattn.Generator(packed)
+
+
+@pytest.mark.parametrize("prompt", [[True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5])])
+def test_what_has_no_order_or_no_ids_is_no_prompt(packed: PackedModel, prompt: Any) -> None:
+    with pytest.raises(errors.RequestError, match="flat sequence of token ids"):
+        make_generator(packed).add(prompt)
