@@ -74,9 +74,10 @@ class Variants:
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
             which must not be one that writes them.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
-            for as many heads as it was timed with.
+            for as many heads as it was timed with, and not over listed keys.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
-            but for outputs in FP8 groups and NVFP4.
+            but for outputs in FP8 groups and NVFP4, keys that come in chunks, and heads of other columns than 192 and
+            128.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged
             eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as

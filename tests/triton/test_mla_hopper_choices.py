@@ -1,0 +1,93 @@
+"""Which latent steps Hopper's kernels take under which variants, and how what they split is merged: no GPU needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mla_support import make_mla_config, random_mla_batch
+from vattn.backends.base import DeviceInfo
+from vattn.ops import variants
+
+pytest.importorskip("triton")
+
+from vattn.ops.gluon import mla_prefill_launch, mla_sparse
+from vattn.ops.triton import mla_reduce
+
+HOPPER = DeviceInfo("cuda", (9, 0))
+
+
+def layer(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "num_heads": 16, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
+        "dtype": "bfloat16", "block_size": 64, "backend": "TRITON_MLA", **changes,
+    }  # fmt: skip
+    return make_mla_config(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "ways"),
+    [
+        ({}, 1, {"measured", "gluon"}),
+        ({}, 2, {"gluon"}),
+        ({"qk_nope_head_dim": 64, "v_head_dim": 64}, 1, {"gluon"}),
+        ({"qk_nope_head_dim": 64}, 1, set()),
+        ({"output_format": "nvfp4"}, 1, {"gluon"}),
+    ],
+)
+def test_prompts(changes: dict[str, Any], chunks: int, ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = layer(**changes)
+    monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, device: not mla_prefill_launch.refusals(c, HOPPER))
+    args = random_mla_batch(config, [70], [90])
+    for way in ("plain", "measured", "gluon"):
+        with variants.using(latent_prefill=way):
+            assert mla_prefill_launch.accepts(args, config, 128, chunks) == (way in ways)
+            assert not mla_prefill_launch.accepts(args, config, 64, chunks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({"num_heads": 128}, {"measured", "gluon"}),
+        ({"num_heads": 16}, set()),
+        ({"num_heads": 128, "kv_cache_dtype": "fp8_e4m3"}, {"gluon"}),
+        ({"num_heads": 8, "kv_cache_dtype": "fp8_e4m3"}, {"gluon"}),
+        ({"num_heads": 128, "kv_cache_dtype": "fp8_ds_mla"}, set()),
+    ],
+)
+def test_sparse_steps(changes: dict[str, Any], ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = layer(sparse=True, qk_nope_head_dim=16, v_head_dim=16, **changes)
+    monkeypatch.setattr(mla_sparse, "_can_run", lambda c, device: not mla_sparse.refusals(c, HOPPER))
+    args = random_mla_batch(config, [1, 1], [90, 7], topk=20)
+    absorbed = torch.empty(2, config.num_heads, config.head_size)
+    for way in ("plain", "measured", "gluon"):
+        with variants.using(latent_fp8=way):
+            expected = "measured" in ways if config.kv_cache_dtype == "bfloat16" else way in ways
+            assert mla_sparse.accepts(absorbed, args, config) == expected
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 16, 64, 200])
+@pytest.mark.parametrize("rows", [16, 1024, 16384])
+def test_merges_fit_registers_and_the_device(splits: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, int, dict[str, Any]]] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: launched.append((self.name, torch.Size(grid).numel(), given))
+
+    for name in ("mla_reduce_kernel", "mla_merge_parts_kernel"):
+        monkeypatch.setattr(mla_reduce, name, Kernel(name))
+    for parts in ("small", "large", "tiles"):
+        with variants.using(latent_parts=parts):
+            mla_reduce.merge_parts(rows, splits, 16, 16, 132, parts != "small", output=torch.empty(1, 16, 512))
+    (first, _, _), *others = launched
+    assert first == "mla_reduce_kernel"
+    for name, programs, given in others:
+        assert name == "mla_merge_parts_kernel" and given["FULL"]
+        assert given["STEP"] >= min(splits, 64) and given["STEP"] * given["COLUMNS"] <= 2048
+        assert 512 % given["COLUMNS"] == 0 and 0 < programs <= min(rows * 512 // given["COLUMNS"], 132 * 16)
