@@ -195,7 +195,7 @@ def test_wrong_choices_are_refused() -> None:
 
 def test_the_choice_is_part_of_the_cache_key() -> None:
     passes = [FusionPass(False, ("none",), (), choice) for choice in rope_kv_cache.ROPE_CHOICES]
-    assert len({p.uuid() for p in passes}) == 3 and passes[0] != passes[1]
+    assert len({p.uuid() for p in passes}) == len(passes) and passes[0] != passes[1]
 
 
 def test_strict_asks_for_rope_only_where_it_always_should_be() -> None:

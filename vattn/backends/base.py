@@ -294,6 +294,8 @@ class Backend:
 
     name: str
     capabilities: Capabilities
+    rope_attention_tokens: int = 0
+    """Tokens up to which a decode step of `rope_attention` may be one kernel."""
 
     def problem(self) -> str | None:
         """Return why this backend cannot be used in this process at all, `None` if it can."""
@@ -445,3 +447,7 @@ class Backend:
         """
         self.rope_kv_cache_update(update, rope, config)
         self.attention(args, config)
+
+    def rope_attention_limits(self, rope: RopeConfig, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return why no step of `vattn::rope_attention` is one kernel, empty if some are."""
+        return [f"backend {self.name} has no such kernel"]

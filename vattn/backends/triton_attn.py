@@ -49,6 +49,8 @@ class TritonAttentionBackend(Backend):
         cuda_graphs="full",
     )
 
+    rope_attention_tokens = 32
+
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say how many columns the kernels multiply for a head, where there are more than it has, and what is fixed."""
         from vattn.ops.triton import encoder
@@ -154,10 +156,16 @@ class TritonAttentionBackend(Backend):
         """Run `vattn::rope_attention`: decode steps of few tokens on Hopper in one launch and a reduction."""
         from vattn.ops.triton import decode_rope
 
-        if update.query.is_cuda and decode_rope.accepts(update, args, config):
+        if update.query.is_cuda and decode_rope.accepts(update, args, rope, config):
             decode_rope.decode(update, args, rope, config)
         else:
             super().rope_attention(update, args, rope, config)
+
+    def rope_attention_limits(self, rope: RopeConfig, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return why no step of `vattn::rope_attention` is one kernel, empty if some are."""
+        from vattn.ops.triton import decode_rope
+
+        return decode_rope.refusals(rope, config, device)
 
 
 def takes_rounded_queries(config: AttentionConfig) -> str:

@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="compile everything")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
-    chosen = [case for case in cases() if not decode_rope.refusals(case.config, HOPPER)]
+    chosen = [case for case in cases() if not decode_rope.refusals(case.rope, case.config, HOPPER)]
     if not options.all:
         chosen = chosen[options.seed % 5 :: 5]
     failures = 0

@@ -26,10 +26,11 @@ from vattn.rope_config import RopeConfig
 
 HEAD_SIZES = Sizes(values=(64, 128))
 MOST_TOKENS = 32
-"""Tokens of a step: a program compares every tile with the slots of all of them, a value a thread."""
+"""Tokens of a step: a program compares every tile with the slots of all of them, a value a thread. Also in the backend,
+which says so in reports."""
 
 
-def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
+def refusals(rope: RopeConfig, config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why no step of a layer goes this way, empty if such of up to `MOST_TOKENS` rows do."""
     found = decode_fast.refusals(config, device)
     if config.query_load != "plain":
@@ -41,21 +42,23 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"{config.group_size} query heads per KV head (runs up to {QUERY_ROWS.value})")
     if OUTPUT_FORMATS[config.output_format].group_size:
         found.append(f"output_format {config.output_format} (runs fp8_static and the model dtype)")
+    if rope.norm != "none" and config.kv_cache_dtype in QUANTISED_CACHES:
+        found.append(f"a norm ahead of a {config.kv_cache_dtype} cache")
     return found
 
 
-def accepts(update: RopeUpdateArgs, args: AttentionArgs, config: AttentionConfig) -> bool:
+def accepts(update: RopeUpdateArgs, args: AttentionArgs, rope: RopeConfig, config: AttentionConfig) -> bool:
     """Return whether one kernel turns, writes and attends the rows of this call."""
     num_tokens, num_reqs = update.query.shape[0], args.seq_lens.shape[0]
     if num_tokens != num_reqs or num_tokens > MOST_TOKENS or update.value.dtype != update.key.dtype:
         return False
-    return runs(config, update.query.device) and not decode_fast.choose_tuning(config, num_reqs).slots
+    return runs(rope, config, update.query.device) and not decode_fast.choose_tuning(config, num_reqs).slots
 
 
 @lru_cache(maxsize=4096)
-def runs(config: AttentionConfig, device: torch.device) -> bool:
+def runs(rope: RopeConfig, config: AttentionConfig, device: torch.device) -> bool:
     """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+    return not refusals(rope, config, DeviceInfo.of(device))
 
 
 def decode(
