@@ -261,6 +261,9 @@ def test_plain_weights_are_no_codes() -> None:
     with pytest.raises(errors.DtypeError, match=r"block\.\w+\.weight in torch.float32"):
         model.load_state_dict(plain, strict=False)
     assert torch.equal(before.view(torch.uint8), model["block"].q_proj.weight.view(torch.uint8))
+    broken = model.state_dict() | {"block.q_proj.weight_scale": torch.zeros(64, 1)}
+    with pytest.raises(errors.ScaleError, match=r"block\.q_proj\.weight_scale that is not positive"):
+        model.load_state_dict(broken)
 
 
 def test_what_is_no_model() -> None:

@@ -105,8 +105,8 @@ class FP8Linear(nn.Linear):
             called, with an input of another width, in another dtype than the bias or in none of a model, and for what
             `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16, and blocks with
             K that is no multiple of 512.
-            GradientError: gradients are enabled and the input requires one. DtypeError: when a state dict is loaded
-            whose weight is not of codes.
+            GradientError: gradients are enabled and the input requires one. DtypeError, ScaleError: when a state
+            dict is loaded whose weight is not of codes, or whose scales are not positive and finite.
 
     Example:
         >>> import torch
@@ -163,9 +163,7 @@ class FP8Linear(nn.Linear):
                 "one value with fp8_static, and with it alone",
                 "calibrate with vattn.calibrate(model, batches, linears=True)",
             )
-        for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
-            if scale is not None and not scale.is_meta and not bool(((scale > 0) & scale.isfinite()).all()):
-                raise ScaleError(f"a {name} that is not positive and finite", "positive ones", "check the checkpoint")
+        _check_scales({"a weight_scale": weight_scale, "an input_scale": input_scale})
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         # Scales of its own: layers that share one could not be saved by safetensors.
@@ -290,6 +288,7 @@ class FP8Linear(nn.Linear):
                 "e4m3 codes with their scale",
                 "load plain weights into the plain model, and quantise it then",
             )
+        _check_scales({prefix + name: state_dict.get(prefix + name) for name in ("weight_scale", "input_scale")})
         scale = state_dict.get(prefix + "weight_scale")
         if self.scales_rows and scale is not None and scale.shape == (self.out_features, 1):
             state_dict[prefix + "weight_scale"] = scale[:, 0]
@@ -304,6 +303,17 @@ class FP8Linear(nn.Linear):
         """Say the sizes and the format."""
         granularity = {0: "", 1: f", {self.weight_scale.numel()} weight scale(s)", 2: ", blocks of 128 x 128"}
         return f"{super().extra_repr()}, {self.format.name}{granularity[self.weight_scale.dim()]}"
+
+
+def _check_scales(scales: dict[str, Tensor | None]) -> None:
+    """Refuse scales that are not positive and finite.
+
+    Raises:
+        ScaleError: so it is.
+    """
+    for name, scale in scales.items():
+        if scale is not None and not scale.is_meta and not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ScaleError(f"{name} that is not positive and finite", "positive ones", "check the checkpoint")
 
 
 def _moved(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
