@@ -30,6 +30,9 @@ _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gl
 OWN_WAYS: dict[str, dict[str, Any]] = {name: {"latent_parts": name} for name in ("large", "tiles")}
 """Other ways of vattn's decode, timed beside the default: no peers."""
 
+OUTPUT_WAYS: dict[str, dict[str, Any]] = {name: {"latent_output": name} for name in ("deep", "early")}
+"""Other ways of its quantised outputs."""
+
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
 CELLS: tuple[Cell, ...] = (
@@ -129,6 +132,8 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
     elif cell.changes:
         steps["plain"] = make(**cell.against)
+        if "output_format" in cell.changes and cell.kind == "op" and inputs.device == "cuda":
+            steps |= {name: inputs.op_under(chosen, **cell.changes) for name, chosen in OUTPUT_WAYS.items()}
     elif inputs.device == "cuda" and cell.tokens == abs(cell.length):
         _, missing = load_peers(peers)
         if "fa3.so" in missing:
@@ -159,11 +164,10 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
     row: dict[str, Any] = {"cell": number, "name": cell.name, "us": {name: round(t, 2) for name, t in times.items()}}
     if own is not None and len(times) > 1:
         # Of several peers the fastest counts.
-        others = [t for name, t in times.items() if name != "vattn" and name not in OWN_WAYS]
+        ways = [*OWN_WAYS, *OUTPUT_WAYS]
+        others = [t for name, t in times.items() if name != "vattn" and name not in ways]
         ratio = min(others) / own if others else 1.0
-        row |= {
-            f"ratio of {name}": round(min(others) / times[name], 3) for name in OWN_WAYS if name in times and others
-        }
+        row |= {f"ratio of {name}": round(min(others) / times[name], 3) for name in ways if name in times and others}
         if cell.kind == "sparse":
             ratio = times["dense"] / own
         row["ratio"] = round(ratio, 3)
