@@ -132,7 +132,7 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
     elif cell.changes:
         steps["plain"] = make(**cell.against)
-        if "output_format" in cell.changes and cell.kind == "op" and inputs.device == "cuda":
+        if "output_format" in cell.changes and cell.kind == "op" and cell.tokens == 1 and inputs.device == "cuda":
             steps |= {name: inputs.op_under(chosen, **cell.changes) for name, chosen in OUTPUT_WAYS.items()}
     elif inputs.device == "cuda" and cell.tokens == abs(cell.length):
         _, missing = load_peers(peers)
