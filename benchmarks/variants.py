@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import sys
 import time
@@ -250,6 +251,10 @@ def _decode_questions() -> Iterator[Question]:
     yield Question("one wave", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, narrow, *deep), 1.05, everyone)
     for name, bar in (("32x1k", 1.25), ("8x1k", 1.0)):
         yield Question("one wave", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, ready), bar, everyone)
+    shares = by_variant("even shares", decode_schedule="shares")
+    for name, cache in itertools.product(("32x1k", "8x8k", "32x8k", "64x4k"), ("bf16", "fp8")):
+        work, ways = WORKS[f"decode {name}"], (DEFAULT, shares)
+        yield Question("shares", LLAMA, work, cache, ways, 1.0, ("cudnn", "xqa"))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
     for cache in ("bf16", "fp8"):
         yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))

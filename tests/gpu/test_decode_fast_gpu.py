@@ -377,3 +377,11 @@ def test_reductions_that_start_behind_the_main_kernels_wait(lengths: list[int], 
         decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
         decode_fast.decode(args, batch.config, dataclasses.replace(tuning, overlap=False))
         assert torch.equal(got, args.output) and torch.equal(lse, args.lse)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+def test_even_shares_of_equal_lengths(cache: dict[str, Any]) -> None:
+    from vattn.ops.variants import using
+
+    with using(decode_schedule="shares"):
+        check(decode_batch([700] * 32, num_heads=32, num_kv_heads=8, **cache), plan=True)

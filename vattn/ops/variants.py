@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "quick"),
     "few_requests": ("split", "clusters"),
     "reduction": ("waits", "ready"),
+    "decode_schedule": ("estimated", "shares"),
     "prefill_rescale": ("always", "late"),
     "prefill_loads": ("one", "two"),
 }
@@ -61,6 +62,8 @@ class Variants:
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head.
         reduction: when the kernel that merges parts reads the schedule, behind a main kernel that overlaps with what is
             before it: "waits", when that has ended; "ready", while it runs, since it starts this one behind its wait.
+        decode_schedule: how decode steps are spread: "estimated", equal chunks or even shares, whichever should be
+            faster; "shares", even shares, which leave no multiprocessor without work.
         prefill_rescale: when Hopper's prefill kernel multiplies its results by what their weights have shrunk:
             "always", at every key tile; "late", where a row's maximum has grown by more than 2^8 (16-bit weights, heads
             of 128 and 256).
@@ -99,6 +102,7 @@ class Variants:
     packed_store: str = "plain"
     few_requests: str = "split"
     reduction: str = "waits"
+    decode_schedule: str = "estimated"
     prefill_rescale: str = "always"
     prefill_loads: str = "one"
 

@@ -248,6 +248,7 @@ def plan(
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
         TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        SHARES=current().decode_schedule == "shares",
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
