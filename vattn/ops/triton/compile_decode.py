@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import itertools
 import os
@@ -135,6 +136,9 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         stack.enter_context(mock.patch.object(launch, "_launch_finish"))  # Compiled with the general kernel.
         if KV_FORMATS[config.kv_cache_dtype].packed:
             decode_packed.decode(args, config)
+            if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:
+                tuning = decode_packed.choose_tuning(config, num_reqs, query.device)
+                decode_packed.decode(args, config, dataclasses.replace(tuning, ahead=4))
             return found
         decode_fast.decode(args, config)
         if config.sinks:
