@@ -120,3 +120,15 @@ def test_reserved_blocks_and_groups() -> None:
     grouped = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=64, layers=model)
     with pytest.raises(MetadataError, match="with groups"):
         grouped.advance(grouped.build([1], [20], [[[1, 2]], [[3, 4]]]), [])
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_inference_mode_may_change_between_steps(modes: tuple[bool, bool]) -> None:
+    builder = make()
+    with torch.inference_mode(modes[0]):
+        step = builder.build([1, 1], [16, 20], [[1], [2, 3]])
+    with torch.inference_mode(modes[1]):
+        step = builder.advance(step, [4])
+    with torch.inference_mode(modes[0]):
+        step = builder.advance(step, [])
+    assert step.slot_mapping.tolist() == [65, 53] and step.seq_lens.tolist() == [18, 22]
