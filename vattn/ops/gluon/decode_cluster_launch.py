@@ -18,10 +18,8 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.gluon.decode_cluster import decode_cluster_kernel
 from vattn.ops.triton import decode_fast
-from vattn.ops.triton.decode_fast_kernels import FP16_QUERY_SHRINK
 from vattn.ops.triton.epilogue import groups_fit_heads
 from vattn.ops.triton.launch import _launch_finish
-from vattn.ops.triton.mask import LOG2E
 
 HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
 MAX_GROUP_SIZE = 8
@@ -103,7 +101,7 @@ def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
     if quantised:
         key, value = key.view(torch.int16), value.view(torch.int16)
     common = decode_fast._common_arguments(args, config, output)
-    score_scale, soft_cap = _score_scales(config)
+    score_scale, soft_cap = decode_fast.score_scales(config)
     constants = decode_fast.decode_constants(config, tuning)
     return {
         **common, **{name: constants[name] for name in _CONSTANTS}, "query": args.query, "key_cache": key,
@@ -116,16 +114,6 @@ def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
         "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages, "OVERLAP": True,
         "num_warps": SLOTS, "launch_pdl": True,
     }  # fmt: skip
-
-
-def _score_scales(config: AttentionConfig) -> tuple[float, float]:
-    """Return what scores are multiplied by, and the soft cap, both in units of log2 e."""
-    scale, soft_cap = config.scale * LOG2E.value, 1.0
-    if config.logits_soft_cap is not None:
-        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
-    if config.kv_cache_dtype in decode_fast.QUANTISED_CACHES:
-        scale /= FP16_QUERY_SHRINK.value
-    return scale, soft_cap
 
 
 _CONSTANTS = ("BLOCK_SIZE", "WINDOW", "FP8", "QUERY_SCALE", "SOFT_CAP", "DTYPE")

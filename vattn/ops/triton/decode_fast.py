@@ -458,16 +458,21 @@ def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int
     return (sizes.ctas * -(-config.num_kv_heads // tuning.heads),)
 
 
+def score_scales(config: AttentionConfig) -> tuple[float, float]:
+    """Return what products of a query and a key are multiplied by, and the soft cap, in units of log2 e."""
+    scale, soft_cap = config.scale * LOG2E.value, 1.0
+    if config.logits_soft_cap is not None:
+        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
+    if config.kv_cache_dtype in QUANTISED_CACHES:
+        scale /= FP16_QUERY_SHRINK.value
+    return scale, soft_cap
+
+
 def cache_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what a main kernel takes of the cache, its tables and scales, and what it multiplies scores by."""
     key, value = key_value_views(args.kv_cache, config)
     quantised = config.kv_cache_dtype in QUANTISED_CACHES
-    log2_e = LOG2E.value
-    score_scale, soft_cap = config.scale * log2_e, 1.0
-    if config.logits_soft_cap is not None:
-        score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
-    if quantised:
-        score_scale /= FP16_QUERY_SHRINK.value
+    score_scale, soft_cap = score_scales(config)
     return {
         "key_boxes": _boxes(key, tuning, quantised), "value_boxes": _boxes(value, tuning, quantised),
         "block_table": args.block_table, "table_stride": args.block_table.stride(0),
