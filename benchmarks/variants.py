@@ -255,6 +255,8 @@ def _decode_questions() -> Iterator[Question]:
     for name, cache in itertools.product(("32x1k", "8x8k", "32x8k", "64x4k"), ("bf16", "fp8")):
         work, ways = WORKS[f"decode {name}"], (DEFAULT, shares)
         yield Question("shares", LLAMA, work, cache, ways, 1.0, ("cudnn", "xqa"))
+    drafts = (DEFAULT, by_variant("two loaders", prefill_loads="two"))
+    yield Question("drafts", LLAMA, WORKS["speculative 64x4k, 8"], "bf16", drafts, 1.0, ("fa3",))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
     for cache in ("bf16", "fp8"):
         yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))
