@@ -476,6 +476,29 @@ def test_wrong_steps_are_refused_and_change_nothing() -> None:
         make_layer(blocks=0)(*inputs(5), metadata=step)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "value", [None, 3, [[1.0]], torch.tensor(1.0), torch.ones(5)], ids=["None", "3", "list", "0", "1"]
+)
+def test_what_is_no_tensor_of_rows_is_refused(place: int, value: Any) -> None:
+    layer = make_layer()
+    given: list[Any] = list(inputs(5))
+    given[place] = value
+    for step in (make_builder(layer).build([5], [5], TABLES[:1]), None):
+        with torch.no_grad(), pytest.raises(ShapeError):
+            layer(*given, metadata=step)
+
+
+@pytest.mark.parametrize(
+    "shape", [(5.0, N * V), ("5", N * V), (-5, -N * V), (-1, N * V), (torch.tensor(5), N * V)], ids=str
+)
+def test_output_shapes_that_are_none_are_refused(shape: Any) -> None:
+    layer = make_layer()
+    with torch.no_grad(), pytest.raises(ShapeError, match="output_shape"):
+        layer(*inputs(5), shape, metadata=make_builder(layer).build([5], [5], TABLES[:1]))
+    assert not layer.kv_cache.any()
+
+
 def test_layers_of_a_model_have_equal_ops_and_save_nothing() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -98,6 +98,18 @@ def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMeta
     return metadata
 
 
+def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: MLAAttention) -> tuple[Tensor, Tensor]:
+    """Return latents and rotated keys `[T, R]`; refuse what is no tensor of rows."""
+    for name, rows, width in (
+        ("kv_c_normed", kv_c_normed, layer.kv_lora_rank),
+        ("k_pe", k_pe, layer.qk_rope_head_dim),
+    ):
+        if not isinstance(rows, Tensor) or rows.dim() < 2:
+            came = f"has shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"is {type(rows).__name__}"
+            raise ShapeError(f"{name} {came} in layer {layer.prefix!r}", f"a tensor [tokens, {width}]", f"pass {name}")
+    return kv_c_normed, k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
+
+
 def listed_positions(layer: MLAAttention, num_tokens: int) -> Tensor | None:
     """Return int32 `[T, K]`, what the layer's indexer lists for this step; `None` for a dense layer."""
     if not layer.use_sparse:

@@ -238,7 +238,9 @@ def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> Non
         raise ShapeError(f"output_shape={shape!r:.60}", "a shape, or None", "leave it out for the layer's own")
     size = 1
     for length in shape:
-        size *= length
+        size = size * length if isinstance(length, (int, torch.SymInt)) and length >= 0 else -1
+        if size < 0:
+            break
     if size != output.numel():
         raise ShapeError(
             f"output_shape={tuple(shape)} for {output.numel()} elements",

@@ -25,7 +25,7 @@ from vattn.errors import (
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.layers.kv_b_weights import projection_weight, weights_version
-from vattn.layers.latent_request import check_latent_arguments, listed_positions, plain_step
+from vattn.layers.latent_request import check_latent_arguments, latent_rows, listed_positions, plain_step
 from vattn.layers.latent_rotary import LatentRotary, check_table, rope_string
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
@@ -379,8 +379,7 @@ class MLAAttention(OwnBuffers):
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
         q = split_heads("q", q, heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
-        if k_pe.dim() == 3 and k_pe.shape[1] == 1:
-            k_pe = k_pe.squeeze(1)
+        kv_c_normed, k_pe = latent_rows(kv_c_normed, k_pe, self)
         result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
         if metadata is None:
             if not torch.compiler.is_compiling():
