@@ -2,6 +2,7 @@
 
     python benchmarks/packed.py --json packed.json
     python benchmarks/packed.py --formats int4_per_token_head --what decode
+    python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what ahead    # the cut in use, tiles fetched ahead
 
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
