@@ -236,7 +236,7 @@ def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> Non
         raise ShapeError("metadata in the place of output_shape", "a shape, or None", "pass it as metadata=step")
     if not isinstance(shape, (tuple, list)):
         raise ShapeError(f"output_shape={shape!r:.60}", "a shape, or None", "leave it out for the layer's own")
-    size = 1
+    size: Any = 1
     for length in shape:
         size = size * length if isinstance(length, (int, torch.SymInt)) and length >= 0 else -1
         if size < 0:
