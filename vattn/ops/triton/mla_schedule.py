@@ -153,8 +153,8 @@ def mla_schedule_kernel(
         split = num_splits + tl.cumsum(is_split, 0) - is_split
         if FULL:
             known = request < num_reqs
-            start = tl.load(query_start_loc + request, mask=known, other=0)
-            rows = tl.load(query_start_loc + request + 1, mask=known, other=0) - start
+            token = tl.load(query_start_loc + request, mask=known, other=0)
+            rows = tl.load(query_start_loc + request + 1, mask=known, other=0) - token
             seq_len = tl.maximum(tl.load(seq_lens + request, mask=known, other=0), 0)
         for first_part in range(0, tl.max(parts, 0), PARTS):
             part = first_part + tl.arange(0, PARTS)[None, :]
@@ -178,7 +178,7 @@ def mla_schedule_kernel(
             tl.store(record + 3, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
             tl.store(record + 4, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
             if FULL:
-                tl.store(record + 5, tl.zeros_like(index) + start[:, None], mask=mask)
+                tl.store(record + 5, tl.zeros_like(index) + token[:, None], mask=mask)
                 tl.store(record + 6, tl.zeros_like(index) + rows[:, None], mask=mask)
                 tl.store(record + 7, tl.zeros_like(index) + seq_len[:, None], mask=mask)
         record = schedule + (1 + max_items + split) * FIELDS
@@ -186,7 +186,7 @@ def mla_schedule_kernel(
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
         if FULL:
-            tl.store(record + 3, start, mask=is_split > 0)
+            tl.store(record + 3, token, mask=is_split > 0)
             tl.store(record + 4, rows, mask=is_split > 0)
         line += tl.sum(tiles, 0)
         num_items += tl.sum(parts, 0)
