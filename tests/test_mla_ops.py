@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conformance import fuzz_mla
 from tests.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
 from vattn.errors import (
@@ -320,3 +322,11 @@ def test_no_backend_is_named_for_what_none_runs() -> None:
     config = make_mla_config(output_format="fp8_static", output_arithmetic="approximate_divide")
     with pytest.raises(UnsupportedRequestError, match=r"TORCH_MLA +: output_arithmetic approximate_divide"):
         torch.ops.vattn.mla_attention(*args._replace(config=config.encode()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_small_requests_equal_the_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(15):
+        request = fuzz_mla.draw(rng, "TORCH_MLA")
+        assert fuzz_mla.check(request), request
