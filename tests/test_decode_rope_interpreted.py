@@ -68,14 +68,8 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "cache",
-    [pytest.param({}, id="plain", marks=SLOW), pytest.param(FP8, id="fp8", marks=SLOW),
-     pytest.param({**FP8, **FP8_QUERY}, id="fp8 query", marks=SLOW)],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [{}, FP8, {**FP8, **FP8_QUERY}], ids=["plain", "fp8", "fp8 query"])
 def test_ragged_requests(cache: dict[str, Any]) -> None:
     config = config_of(**cache)
     check(make_step(config, NEOX, [1] * 5, LENGTHS), config, NEOX)
@@ -98,7 +92,8 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "partial" else SLOW) for n in ROPES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ROPES))
 def test_rotations(name: str) -> None:
     rope, made = ROPES[name]
     config = config_of(**FP8, **(FP8_QUERY if "norm" in name else {}))

@@ -53,6 +53,7 @@ def test_it_computes_what_the_graph_computed(name: str, attend: None) -> None:
         check_same(both_ways(capture, target, model, lengths), form)
 
 
+@pytest.mark.slow
 def test_it_is_bitwise_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for choice in ("always", "attend"):
@@ -83,6 +84,7 @@ def test_a_quantised_output_is_joined_too(attend: None) -> None:
     assert torch.equal(*(codes.view(torch.uint8) for codes in results))
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_model(attend: None) -> None:
     model = Stack(3)
     for index, layer in enumerate(model.layers):
@@ -130,6 +132,7 @@ def test_an_exception_leaves_the_pair(attend: None, monkeypatch: pytest.MonkeyPa
     assert "vattn.rope_kv_cache_update" in targets(capture.after[0].graph)
 
 
+@pytest.mark.slow
 def test_strict_asks_for_it() -> None:
     def written(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         query, key = chunked(layer, query, key, positions)

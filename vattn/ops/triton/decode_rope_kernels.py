@@ -239,6 +239,20 @@ def place_of(page, tile, num_blocks, TILES_PER_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_tile(
+    cache, place, kv_head, kv_head_mask, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, STRIDES: tl.constexpr
+):
+    """Return a tile of the cache `[heads, 16, W]`, the one of that place among all; zeros if there is none."""
+    TILES: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
+    block = tl.maximum(place, 0).to(tl.int64) // TILES
+    row = (tl.maximum(place, 0) % TILES) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    start = cache + block * STRIDES[0] + kv_head[:, None, None] * STRIDES[2] + (row * STRIDES[1])[None, :, None]
+    head_limit = tl.where(place >= 0, 1, 0)
+    there = (tl.where(kv_head_mask, 0, 1) < head_limit)[:, None, None]
+    return tl.load(start + tl.arange(0, WIDTH)[None, None, :], mask=there, other=0)
+
+
+@triton.jit
 def write_rows(
     key, value, cos, sin, positions, slot_mapping, weight, key_cache, value_cache, key_scale, value_scale, token,
     kv_head, kv_head_mask, num_slots, num_rows, key_stride, key_head_stride, value_stride, value_head_stride,
@@ -423,9 +437,9 @@ def rope_decode_kernel(
             for tile in tl.range(first_new, end_new, num_stages=1):
                 new_page = tl.load(table + tile // TILES_PER_BLOCK, eviction_policy=KEEP)
                 place = place_of(new_page, tile, num_blocks, TILES_PER_BLOCK)
-                inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
-                keys = key_boxes.load([new_page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                values = value_boxes.load([new_page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
+                # Plain loads, all under way at once with those of the new rows.
+                keys = load_tile(key_cache, place, kv_head, kv_head_mask, BLOCK_SIZE, WIDTH, K_STRIDES)
+                values = load_tile(value_cache, place, kv_head, kv_head_mask, BLOCK_SIZE, WIDTH, V_STRIDES)
                 found = tl.max(tl.where(places == place, tokens, -1), 0)
                 # Between two such tiles there may be others, which the loop has taken.
                 tile_end = tl.where(found >= 0, visible_end(new_page, num_blocks, end), 0)
