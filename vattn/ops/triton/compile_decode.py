@@ -137,8 +137,8 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         if KV_FORMATS[config.kv_cache_dtype].packed:
             decode_packed.decode(args, config)
             if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:
-                tuning = decode_packed.choose_tuning(config, num_reqs, query.device)
-                decode_packed.decode(args, config, dataclasses.replace(tuning, ahead=4))
+                in_use = decode_packed.choose_tuning(config, num_reqs, query.device)
+                decode_packed.decode(args, config, dataclasses.replace(in_use, ahead=4))
             return found
         decode_fast.decode(args, config)
         if config.sinks:
