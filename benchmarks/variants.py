@@ -269,9 +269,11 @@ def questions() -> Iterator[Question]:
     yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed, late = {"pack": 1}, {"pack": -1}, by_variant("late", prefill_rescale="late")
+    loaders = by_variant("two loaders", prefill_loads="two")
+    all_ways = (DEFAULT, late, loaders, by_variant("late, two loaders", prefill_loads="two", prefill_rescale="late"))
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, late), 0.95, ("fa3",))
-    names = ("paired", "paired_hoisted", "wide", "wide_hoisted")
+        yield Question("wide", WIDE, work, "bf16", all_ways, 0.95, ("fa3",))
+    names = ("paired", "paired_hoisted", "paired_late", "wide", "wide_hoisted")
     contiguous = by_general_kernel("wide, contiguous", True)
     yield Question("general", LLAMA, prompt, "bf16", (*map(by_general_kernel, names), contiguous), 0.7, ("fa3",))
     yield Question("general", LLAMA, prompts, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
@@ -282,7 +284,7 @@ def questions() -> Iterator[Question]:
     for layer, work in ((WINDOW, WORKS["prefill 1x32k"]), (LLAMA, SAME_PAIRS), (LLAMA, WORKS["prefill 32x1k"])):
         yield Question("window prompts", layer, work, "bf16", (DEFAULT, late), 1.0, ("fa3",))
     for work in (prompt, WORKS["prefill 1x32k"], prompts, WORKS["prefill mixed 1 to 8k"], WORKS["chunk 4x512 of 8k"]):
-        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT, late), 1.0, ("fa3",))
+        yield Question("prompts", LLAMA, work, "bf16", all_ways, 1.0, ("fa3",))
         yield Question("prompts", LLAMA, work, "fp8", (DEFAULT_FP8, *_cuts(packed, fp8_query=True)), 1.0, ("fa3",))
     for work in (prompt, prompts):
         yield Question("wide fp8", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(apart, fp8_query=True)), 0.95, ("fa3",))

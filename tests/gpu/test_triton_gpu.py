@@ -95,13 +95,19 @@ def test_large(case: str) -> None:
     assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
 
 
-@pytest.mark.parametrize("way", ["paired_hoisted", "wide_hoisted"])
+@pytest.mark.parametrize("scale", [0.01, None, 4.0])
+@pytest.mark.parametrize("way", ["paired_hoisted", "wide_hoisted", "paired_late"])
 @pytest.mark.parametrize("case", ["long", "long-window", "long-negative"])
-def test_places_inside_blocks_computed_once(case: str, way: str) -> None:
+def test_places_inside_blocks_computed_once(case: str, way: str, scale: float | None) -> None:
+    changes, lens = LARGE[case]
+    if scale is not None:
+        changes = {**changes, "scale": scale if changes.get("scale", 1.0) > 0 else -scale}
+    config = make_config(**{**LLAMA, **changes, "backend": "TRITON_ATTN"})
+    limits = Limits.of(torch.device("cuda"))
     with variants.using(general_prefill=way):
-        config = make_config(**{**LLAMA, **LARGE[case][0]})
-        assert choose_tiles(config, 1388, 4, 1500, Limits.of(torch.device("cuda"))).hoisted
-        test_large(case)
+        chosen = choose_tiles(config, 1388, 4, 1500, limits)
+        assert chosen.hoisted and chosen.late == (limits.hopper and way == "paired_late")
+        assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
 
 
 @pytest.mark.parametrize("part", range(14))

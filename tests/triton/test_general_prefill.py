@@ -83,6 +83,10 @@ def test_wide_tiles_are_taken_where_they_fit() -> None:
         assert tiles_of() == replace(paired, hoisted=True)
         for other in ({"block_size": 0}, {"block_size": 128}, {"block_size": 24}, {"head_size_v": 64}):
             assert not tiles_of(**other).hoisted
+    with variants.using(general_prefill="paired_late"):
+        assert tiles_of() == replace(paired, hoisted=True, late=True)
+        for other in (tiles_of("sm_100"), tiles_of(block_size=0), tiles_of(head_size_v=64)):
+            assert not other.late
     with variants.using(general_prefill="wide_hoisted"):
         assert tiles_of(block_size=128) == replace(
             plain, tile=128, masked_tile=64, num_stages=3, folded=True, hoisted=True

@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted"),
+    "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted", "paired_late"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
@@ -50,7 +50,9 @@ class Variants:
         general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
             "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit;
             "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor;
-            "wide_hoisted" and "paired_hoisted", these with places inside blocks computed once for all steps.
+            "wide_hoisted" and "paired_hoisted", these with places inside blocks computed once for all steps;
+            "paired_late", the last with results rescaled on Hopper only where a row's maximum has grown by more than
+            2^8.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it;

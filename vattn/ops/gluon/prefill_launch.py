@@ -1,8 +1,9 @@
 """Host side of the Hopper prefill kernel: which layers and calls it takes, its schedule and its launch.
 
 An FP8 query on an FP8 cache is multiplied in FP8, the weights included. They are rounded to e4m3, half a unit of which
-is 2**-4 of a weight, so a row is off by at most that much of its size and by 2 % as a rule. With a 16-bit query an FP8
-cache is widened to fp16 without loss.
+is 2**-4 of a weight, so a row is off by at most that much of its size and by 2 % as a rule. Scores are summed 32
+products at a time, and each time what lies more than 13 bits below the largest exponent is cut off:
+`tests/fp8_products.py` does the same bit by bit. With a 16-bit query an FP8 cache is widened to fp16 without loss.
 
 Shapes choose it: many query rows per request on average. The op reads no length on the host; any split of the rows over
 the requests is computed right, a request of few rows merely wastes most of its tile.
@@ -35,6 +36,7 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
+from vattn.ops.variants import current
 
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
@@ -296,6 +298,8 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         MODEL=_GLUON_DTYPES[config.dtype],
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
+        LOADERS=2 if cache == "plain" and cut.groups == 2 and current().prefill_loads == "two" else 1,
+        LATE=cache != "native" and config.head_size >= 128 and current().prefill_rescale == "late",
     )
 
 

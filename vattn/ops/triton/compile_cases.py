@@ -39,7 +39,7 @@ from vattn.rope_config import RopeConfig
 
 TARGETS: dict[str, Limits] = {
     "sm_80": Limits(108, 163 << 10, native_fp8=False, warpgroups=False),
-    "sm_90": Limits(132, 227 << 10, native_fp8=True),
+    "sm_90": Limits(132, 227 << 10, native_fp8=True, hopper=True),
     "sm_100": Limits(148, 227 << 10, native_fp8=True),
     "gfx942": Limits(304, 64 << 10, native_fp8=False, most_rows=32, warpgroups=False),
 }
@@ -419,7 +419,7 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
 
 
-_GENERAL_WAYS = ("folded", "wide", "wide_hoisted", "paired_hoisted")
+_GENERAL_WAYS = ("folded", "wide", "wide_hoisted", "paired_hoisted", "paired_late")
 
 
 def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:

@@ -46,6 +46,7 @@ class Limits:
         warpgroups: whether matrix instructions read keys from shared memory (sm_90, sm_100); elsewhere they pass
             through registers.
         interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
+        hopper: whether results lie in registers as Hopper's matrix instructions leave them.
     """
 
     processors: int
@@ -54,6 +55,7 @@ class Limits:
     most_rows: int = 128
     warpgroups: bool = True
     interpreted: bool = False
+    hopper: bool = False
 
     @staticmethod
     @lru_cache
@@ -67,7 +69,7 @@ class Limits:
         native = (properties.major, properties.minor) >= (8, 9)
         shared = properties.shared_memory_per_block_optin
         major, count = properties.major, properties.multi_processor_count
-        return Limits(count, shared, native, warpgroups=major in (9, 10))
+        return Limits(count, shared, native, warpgroups=major in (9, 10), hopper=major == 9)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Tiles:
             tile ahead.
         hoisted: whether that loop computes where keys lie in their blocks once; its tiles are whole blocks of whole
             rows in the dtype of the products then.
+        late: whether that loop rescales its results only where a row's maximum has grown by much.
     """
 
     block_m: int
@@ -100,6 +103,7 @@ class Tiles:
     masked_tile: int = 0
     folded: bool = False
     hoisted: bool = False
+    late: bool = False
 
     @property
     def block_q(self) -> int:
@@ -155,7 +159,10 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
             cut = replace(beside, tile=64, masked_tile=32, num_stages=3, folded=True)
         else:
             cut = replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
-        return replace(cut, hoisted=way.endswith("hoisted") and _is_whole_blocks(config, cut.tile))
+        hoisted = way.endswith(("hoisted", "late")) and _is_whole_blocks(config, cut.tile)
+        # Of narrow tiles, whose warps hold 16 rows of 128 columns; beside wide ones products would be serialised.
+        late = way.endswith("late") and limits.hopper and config.head_size_v == 128 and cut.block_m == 64
+        return replace(cut, hoisted=hoisted, late=late)
     return replace(chosen, folded=True)
 
 
