@@ -85,9 +85,9 @@ def rope_attention(*arguments: Any) -> None:
     _check_turns("rope_attention", backend)
     dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
     update, call = args.parts(torch.empty(args.query.shape, dtype=dtype, device=args.query.device))
+    checks.check_rope_attention(args, config)
     checks.check_rope_kv_cache_update(update, rope, config)
     checks.check_attention(call, config)
-    checks.check_rope_attention(args, config)
     backend.rope_attention(update, call, rope, config)
 
 
