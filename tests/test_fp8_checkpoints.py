@@ -32,6 +32,7 @@ from tests.fp8_checkpoints import (
 )
 from tests.test_fp8_linears import calibrated, make_llama
 from tests.test_transformers import PROMPTS, Runner, eager_logits
+from vattn.integrations.fp8_checkpoint_config import input_format, refuse_ignored
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 
 FP8 = vattn.CacheConfig(cache_dtype="fp8")
@@ -289,6 +290,15 @@ HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["
 
 LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "too many scales": (beside("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
+    "a row of scales": (beside("weight_scale", torch.ones(1, 256)), errors.ScaleError, r"\(1, 256\).*\[256, 1\]"),
+    "whole scales": (beside("weight_scale", torch.ones(256).int()), errors.ScaleError, "weight_scale in torch.int32"),
+    "e4m3 of an input": (
+        beside("input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        errors.ScaleError,
+        "input_scale in torch.float8_e4m3fn",
+    ),
+    "left out": (described(ignore=["lm_head", UP]), errors.ConfigError, f"{UP}.weight in FP8, which ignore"),
+    "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
     "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
     "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
     "zero point": (beside("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
@@ -371,7 +381,6 @@ def test_layers_that_are_no_longer_plain(whole: Path) -> None:
 
 def test_the_group_of_a_layer() -> None:
     """Names go before patterns, and those before the class, whatever the order of the groups."""
-    from vattn.integrations.fp8_checkpoint import input_format
 
     def group(targets: list[str], strategy: str) -> dict[str, Any]:
         inputs = {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
@@ -385,6 +394,83 @@ def test_the_group_of_a_layer() -> None:
     asked = {"quant_method": "compressed-tensors", "config_groups": groups}
     names = ("layers.0.down_proj", "layers.1.down_proj", "layers.1.up_proj")
     assert [input_format(asked, name) for name in names] == ["fp8_dynamic", "fp8_per_token", "fp8_dynamic"]
+
+
+FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+NO_DICTIONARY = (errors.ConfigError, "a dictionary")
+
+GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({part: "x"}, *NO_DICTIONARY) for part in ("weights", "input_activations", "output_activations")),
+    *(({part: [1]}, *NO_DICTIONARY) for part in ("weights", "input_activations")),
+    ({"weights": {**FP8_ARGS, "strategy": ["tensor"]}}, errors.ConfigError, r"strategy=\['tensor'\]"),
+    ({"input_activations": {**FP8_ARGS, "strategy": {}}}, errors.ConfigError, r"strategy=\{\}"),
+    ({"weights": {**FP8_ARGS, "symmetric": "no"}}, errors.ConfigError, "symmetric='no'.*true or false"),
+    ({"input_activations": {**FP8_ARGS, "dynamic": "false"}}, errors.ConfigError, "dynamic='false'"),
+    ({"weights": {**FP8_ARGS, "num_bits": 4}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    ({"weights": {**FP8_ARGS, "type": "int"}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    ({"format": "int-quantized"}, errors.UnsupportedRequestError, "format='int-quantized'"),
+]
+
+
+@pytest.mark.parametrize("fault", range(len(GROUP_FAULTS)))
+def test_groups_that_mean_something_else(fault: int) -> None:
+    change, kind, text = GROUP_FAULTS[fault]
+    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
+    asked = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    assert input_format(asked, UP) == "fp8_static"
+    with pytest.raises(kind, match=text):
+        input_format({**asked, "config_groups": {"g": group | change}}, UP)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, *NO_DICTIONARY),
+        ({"quant_method": "compressed-tensors", "transform_config": "x"}, *NO_DICTIONARY),
+        ({"quant_method": "fp8", "weight_block_size": 128}, errors.ConfigError, "weight_block_size=128"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, errors.UnsupportedRequestError, r"\[64, 64\]"),
+        ({"quant_method": "fp8", "activation_scheme": "foo"}, errors.ConfigError, "'foo'.*dynamic or static"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, errors.UnsupportedRequestError, "fmt='e5m2'"),
+    ],
+)
+def test_configurations_that_mean_something_else(asked: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        input_format(asked, UP)
+
+
+@pytest.mark.parametrize("fmt", ["float-quantized", "naive-quantized", None])
+def test_formats_of_codes_as_they_are(fmt: str | None) -> None:
+    """Groups have one of their own where the whole is of several."""
+    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
+    asked = {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"g": group}}
+    assert input_format(asked, UP) == "fp8_static"
+    mixed = {**asked, "format": "mixed-precision", "config_groups": {"g": {**group, "format": fmt}}}
+    assert input_format(mixed, UP) == "fp8_static"
+
+
+def test_what_a_configuration_leaves_out() -> None:
+    """Entries that leave other layers out are fine, those that name an FP8 layer or cannot be read are not."""
+    names = (UP, f"language.{UP}")
+    for key, fine, contradicting in (
+        ("ignore", ["lm_head", "up_proj", "re:.*lm_head", UP + "x"], [UP, names[1], "re:.*up_proj", "Linear"]),
+        ("ignored_layers", ["lm_head"], [UP]),
+        (
+            "modules_to_not_convert",
+            ["lm_head", "up", "mlp.up", "model.layers.1.mlp.u", "visual", ""],
+            ["up_proj", "mlp.up_proj", "model.layers.1", r"model\.layers\.\d+\.mlp", UP],
+        ),
+    ):
+        refuse_ignored({key: fine}, names)
+        refuse_ignored({key: None}, names)
+        for entry in contradicting:
+            with pytest.raises(errors.ConfigError, match=f"which {key} leaves out by"):
+                refuse_ignored({key: [entry]}, names)
+        for entries in (3, "lm_head", [3], {}):
+            with pytest.raises(errors.ConfigError, match=f"{key}=.* a list of names"):
+                refuse_ignored({key: entries}, names)
+    for key in ("ignore", "modules_to_not_convert"):
+        with pytest.raises(errors.ConfigError, match=f"{key} with 're:\\('.*regular expressions"):
+            refuse_ignored({key: ["re:("]}, names)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from vattn.calibration import linears_of, root_of
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
 from vattn.fp8_linears import check_device, check_untouched, has_own_forward, replace
+from vattn.integrations.fp8_checkpoint_config import CACHED, input_format, not_supported, refuse_ignored
 from vattn.integrations.fp8_saving import describe_linears
 from vattn.keywords import known_keywords
-from vattn.layers.fp8_linear import BLOCK, LINEAR_FORMATS, FP8Linear
+from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
 
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Entries of a quantisation configuration that promise scales of the cache."""
@@ -38,9 +38,6 @@ CACHE_NAMES = {
 }
 """Names of the cache's scales in checkpoints, and which of ours each gives."""
 
-
-CACHED = ("k_proj", "v_proj")
-"""Linear layers whose output's scale is the cache's."""
 
 USED = {"weight", "bias", *SCALE_NAMES, *INPUT_NAMES, "k_scale", "v_scale", "kv_scale"}
 """Names of tensors beside an FP8 weight that linear layers or the cache take."""
@@ -225,10 +222,12 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
 
     Raises:
         ConfigError: no local folder, no FP8 weights in it, files that cannot be read or hold a tensor twice, other
-            shapes or biases than the model's, layers with hooks or a forward of their own, merged projections,
-            `own_linears`. UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations,
-            sparse weights, FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales
-            and other tensors that are missing or that nothing would use, codes of NaN. DeviceError: a GPU without FP8.
+            shapes or biases than the model's, a configuration that cannot be read or leaves out a layer which is in
+            FP8, layers with hooks or a forward of their own, merged projections, `own_linears`.
+            UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations, sparse weights,
+            FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales and other
+            tensors that are missing or that nothing would use, scales in other shapes or dtypes, codes of NaN.
+            DeviceError: a GPU without FP8.
             The model is as it was then.
 
     Example: see the guide, "Hugging Face models".
@@ -264,6 +263,7 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
                 "one weight for each linear layer",
                 "name a checkpoint of this model alone",
             )
+        refuse_ignored(checkpoint.quantization, (name, weight.removesuffix(".weight")))
         made[name] = _read(checkpoint, weight.removesuffix("weight"), name, linears[name])
     _check_all_used(checkpoint, set(weights))
     for name, linear in made.items():
@@ -294,10 +294,14 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
     check_device(device, LINEAR_FORMATS[fmt])
     dtype = linear.bias.dtype if linear.bias is not None else None
     bias = checkpoint.tensor(prefix + "bias").to(device, dtype) if prefix + "bias" in checkpoint else None
+    check_scales({prefix + "weight_scale": scale, prefix + "input_scale": given})
     if not LINEAR_FORMATS[fmt].blocks:
-        if scale.numel() not in (1, linear.out_features):
+        rows = linear.out_features
+        if scale.numel() != 1 and tuple(scale.shape) not in ((rows,), (rows, 1)):
             raise ScaleError(
-                f"{scale.numel()} scales of {prefix}weight", f"1 or {linear.out_features}", "check the checkpoint"
+                f"{scale.numel()} scales of {prefix}weight, of shape {tuple(scale.shape)}",
+                f"1 or {rows}, of shape [{rows}] or [{rows}, 1]",
+                "check the checkpoint",
             )
         scale = scale.reshape(-1)
         if LINEAR_FORMATS[fmt].rows:
@@ -312,7 +316,7 @@ def _check_linear(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Lin
     """Refuse codes that the linear layer of this name cannot have."""
     codes = checkpoint.tensor(prefix + "weight")
     if codes.dtype is not torch.float8_e4m3fn:
-        raise _other(f"weights in {codes.dtype}", name)
+        raise not_supported(f"weights in {codes.dtype}", name)
     if codes.shape != (linear.out_features, linear.in_features):
         raise ConfigError(f"{prefix}weight of {tuple(codes.shape)}", f"that of {name}", "check the checkpoint")
     if (prefix + "bias" in checkpoint) != (linear.bias is not None):
@@ -333,76 +337,6 @@ def _scale(checkpoint: Checkpoint, prefix: str, names: tuple[str, ...]) -> Tenso
     if len(found) > 1:
         raise ScaleError(f"{prefix}{found[0]} and {found[1]}", "one of them", "check the checkpoint")
     return checkpoint.tensor(prefix + found[0]) if found else None
-
-
-def input_format(quantization: dict[str, Any], name: str) -> str:
-    """Return how a checkpoint's configuration wants the input of a linear layer quantised, as a name of ours.
-
-    Raises:
-        UnsupportedRequestError: in a way that FP8Linear does not.
-    """
-    method = quantization.get("quant_method")
-    if method == "fp8":
-        blocks, static = quantization.get("weight_block_size"), quantization.get("activation_scheme") == "static"
-        if blocks is None:
-            return "fp8_static" if static else "fp8_per_token"
-        if list(blocks) == [BLOCK, BLOCK] and not static and quantization.get("scale_fmt", "float") == "float":
-            return "fp8_group128"
-        raise _other(f"blocks of {blocks}, {quantization.get('activation_scheme')} inputs", name)
-    if method == "compressed-tensors":
-        sparse, rotated = quantization.get("sparsity_config") or {}, quantization.get("transform_config") or {}
-        if sparse.get("format", "dense") != "dense" or rotated.get("config_groups"):
-            raise _other("sparse weights" if not rotated.get("config_groups") else "rotations (transform_config)", name)
-        group = _group(quantization, name)
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        if inputs is None or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-            raise _other("inputs that are not FP8", name)
-        if not (weights.get("symmetric", True) and inputs.get("symmetric", True)):
-            raise _other("zero points (symmetric is false)", name)
-        if group.get("output_activations") and not name.endswith(CACHED):
-            raise _other("quantised outputs", name)
-        kind = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
-        known = {
-            ("tensor", "tensor", False): "fp8_static", ("channel", "tensor", False): "fp8_static",
-            ("tensor", "tensor", True): "fp8_dynamic", ("channel", "tensor", True): "fp8_dynamic",
-            ("tensor", "token", True): "fp8_per_token", ("channel", "token", True): "fp8_per_token",
-            ("block", "group", True): "fp8_group128",
-        }  # fmt: skip
-        sizes = (weights.get("block_structure"), inputs.get("group_size"))
-        if kind not in known or (kind[0] == "block" and sizes != ([BLOCK, BLOCK], BLOCK)):
-            raise _other(f"weights by {kind[0]}, inputs by {kind[1]}, {'dynamic' if kind[2] else 'static'}", name)
-        return known[kind]
-    raise _other(f"quant_method={method!r}", name)
-
-
-def _group(quantization: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the group of a compressed-tensors configuration that a linear layer belongs to.
-
-    As that library has it: names before patterns, those in alphabetical order, and the class at last.
-    """
-    try:
-        groups = {target: group for group in quantization["config_groups"].values() for target in group["targets"]}
-        named = [target for target in groups if target == name]
-        patterns = sorted(target for target in groups if target.startswith("re:"))
-        matching = [*named, *(target for target in patterns if re.match(target[3:], name)), "Linear"]
-    except (AttributeError, KeyError, TypeError, re.error) as error:
-        raise ConfigError(
-            f"config_groups that cannot be read ({type(error).__name__}: {error})",
-            "groups with targets",
-            "check config.json",
-        ) from error
-    for target in matching:
-        if isinstance(groups.get(target), dict):
-            return groups[target]
-    raise _other("no group of the configuration", name)
-
-
-def _other(what: str, name: str) -> UnsupportedRequestError:
-    return UnsupportedRequestError(
-        f"{name}: {what}",
-        "FP8 of weights and inputs: transformers' fp8, compressed-tensors' float-quantized",
-        "let transformers dequantise this checkpoint, and use vattn.quantise_linears",
-    )
 
 
 def _check_all_used(checkpoint: Checkpoint, weights: set[str]) -> None:

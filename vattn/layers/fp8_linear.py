@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
 from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
+from vattn.keywords import known_keywords
 from vattn.ops.linear import scaled_product
 from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
 
@@ -22,6 +23,9 @@ ALIGNMENT = 16
 """Features of a linear layer are a multiple of this: what FP8 products of GPUs take."""
 
 INPUT_DTYPES = tuple(MODEL_DTYPES.values())
+
+SCALE_DTYPES = (*INPUT_DTYPES, torch.float64)
+"""Of scales that are given; a layer keeps them in fp32."""
 
 GPU_COLUMNS = 4 * BLOCK
 """On a GPU the input features of a linear with blocks are a multiple of this: releases of torch differ about others."""
@@ -101,12 +105,12 @@ class FP8Linear(nn.Linear):
             compressed-tensors, and both shapes load.
 
     Raises:
-        ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError, ShapeError: when
-            called, with an input of another width, in another dtype than the bias or in none of a model, and for what
-            `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than bf16, and blocks with
-            K that is no multiple of 512.
+        ArgumentsError, ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError,
+            ShapeError: when called, with an input of another width, in another dtype than the bias or in none of a
+            model, and for what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than
+            bf16, and blocks with K that is no multiple of 512.
             GradientError: gradients are enabled and the input requires one. DtypeError, ScaleError: when a state
-            dict is loaded whose weight is not of codes, or whose scales are not positive and finite.
+            dict is loaded whose weight is not of codes, or whose scales are not positive, finite and in a float dtype.
 
     Example:
         >>> import torch
@@ -123,6 +127,7 @@ class FP8Linear(nn.Linear):
     quantises_input = True
     own_product = False
 
+    @known_keywords
     def __init__(
         self,
         weight: Tensor,
@@ -163,7 +168,7 @@ class FP8Linear(nn.Linear):
                 "one value with fp8_static, and with it alone",
                 "calibrate with vattn.calibrate(model, batches, linears=True)",
             )
-        _check_scales({"a weight_scale": weight_scale, "an input_scale": input_scale})
+        check_scales({"a weight_scale": weight_scale, "an input_scale": input_scale})
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         # Scales of its own: layers that share one could not be saved by safetensors.
@@ -288,7 +293,7 @@ class FP8Linear(nn.Linear):
                 "e4m3 codes with their scale",
                 "load plain weights into the plain model, and quantise it then",
             )
-        _check_scales({prefix + name: state_dict.get(prefix + name) for name in ("weight_scale", "input_scale")})
+        check_scales({prefix + name: state_dict.get(prefix + name) for name in ("weight_scale", "input_scale")})
         scale = state_dict.get(prefix + "weight_scale")
         if self.scales_rows and scale is not None and scale.shape == (self.out_features, 1):
             state_dict[prefix + "weight_scale"] = scale[:, 0]
@@ -305,13 +310,15 @@ class FP8Linear(nn.Linear):
         return f"{super().extra_repr()}, {self.format.name}{granularity[self.weight_scale.dim()]}"
 
 
-def _check_scales(scales: dict[str, Tensor | None]) -> None:
-    """Refuse scales that are not positive and finite.
+def check_scales(scales: dict[str, Tensor | None]) -> None:
+    """Refuse scales that are not positive and finite, and those in dtypes that are no scale's.
 
     Raises:
         ScaleError: so it is.
     """
     for name, scale in scales.items():
+        if scale is not None and scale.dtype not in SCALE_DTYPES:
+            raise ScaleError(f"{name} in {scale.dtype}", "fp32, fp64, bf16 or fp16", "check the checkpoint")
         if scale is not None and not scale.is_meta and not bool(((scale > 0) & scale.isfinite()).all()):
             raise ScaleError(f"{name} that is not positive and finite", "positive ones", "check the checkpoint")
 
