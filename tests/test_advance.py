@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import vattn
+from vattn.context_parallel import ContextParallel
 from vattn.errors import MetadataError
 
 NUMBERS = "num_reqs num_actual_tokens max_query_len max_seq_len num_prefills num_prefill_tokens num_decodes".split()
@@ -120,6 +122,50 @@ def test_reserved_blocks_and_groups() -> None:
     grouped = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=64, layers=model)
     with pytest.raises(MetadataError, match="with groups"):
         grouped.advance(grouped.build([1], [20], [[[1, 2]], [[3, 4]]]), [])
+
+
+@pytest.mark.parametrize("block", [1 << 31, (1 << 32) + 3, 1 << 63, 1 << 70])
+def test_ids_beyond_int32_are_refused(block: int) -> None:
+    """Without a known size of the cache too; the last id of int32 is one."""
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=32, max_seq_len=64)
+    step = builder.build([1], [16], [[1]])
+    before = {key: tensor.clone() for key, tensor in step.tensors().items()}
+    with pytest.raises(MetadataError):
+        builder.build([16], [16], [[block]])
+    if block < 1 << 63:
+        with pytest.raises(MetadataError, match="from 0 to 2147483647"):
+            builder.build([16], [16], torch.tensor([[block]]))
+    with pytest.raises(MetadataError, match="from 0 to 2147483647"):
+        builder.advance(step, [block])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in step.tensors().items())
+    step = builder.advance(step, [(1 << 31) - 1])
+    builder.check(step)
+    assert step.block_table[0].tolist() == [1, (1 << 31) - 1, 0, 0]
+    with pytest.raises(MetadataError, match="block -5"):
+        step.block_table[0, 0] = -5
+        builder.check(step)
+
+
+@pytest.mark.parametrize("kind", [np.array, np.uint8, torch.tensor, torch.IntTensor, tuple])
+def test_blocks_of_numpy_and_torch(kind: Any) -> None:
+    builder = make()
+    step = builder.build([1, 1], [16, 20], [[1], [2, 3]])
+    for wrong in (np.array([4.5]), torch.tensor([[4]]), np.array(4), torch.tensor([True]), np.array(["4"])):
+        with pytest.raises(MetadataError, match="a flat sequence of ints"):
+            builder.advance(step, wrong)  # type: ignore[arg-type]
+    step = builder.advance(step, np.array([4], np.uint8) if kind is np.uint8 else kind([4]))
+    assert step.slot_mapping.tolist() == [64, 52]
+    assert builder.advance(step, kind([])[:0] if kind is torch.IntTensor else []).seq_lens.tolist() == [18, 22]
+
+
+def test_builders_that_never_advance() -> None:
+    flash = vattn.FlashAttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64)
+    with pytest.raises(MetadataError, match="advance_step"):
+        flash.advance(flash.build([1], [16], [[1]]), [2])
+    ranks = ContextParallel(rank=0, world_size=2, interleave=16)
+    builder = vattn.AttentionMetadataBuilder(2, 8, 64, context_parallel=ranks)
+    with pytest.raises(MetadataError, match="context_parallel="):
+        builder.advance(builder.build([1], [20], [[1]]), [])
 
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True)])

@@ -133,6 +133,20 @@ def test_cancelling_from_another_thread(packed: PackedModel) -> None:
     check_empty(generator)
 
 
+def test_cancelling_what_another_generator_has(packed: PackedModel) -> None:
+    """Refused whether it waits or has ended; its own, of every way to end, may be cancelled again."""
+    generator = make_generator(packed)
+    ended = [*generator.generate([PROMPTS[1], []], GREEDY), generator.add(PROMPTS[1], GREEDY)]
+    generator.cancel(ended[2])
+    assert [request.state for request in ended] == ["finished", "failed", "cancelled"]
+    waiting, other = generator.add(PROMPTS[1], GREEDY), make_generator(packed)
+    for request in (*ended, waiting):
+        with pytest.raises(errors.RequestError, match="not in this generator"):
+            other.cancel(request)
+        generator.cancel(request)
+    assert waiting.state == "cancelled" and ended[0].state == "finished"
+
+
 def test_caches_and_models_that_changed_are_refused() -> None:
     packed = enable(make_model("llama"), num_blocks=64)
     generator = make_generator(packed)

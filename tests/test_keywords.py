@@ -38,6 +38,15 @@ MISSPELT = {
     "its class": (lambda: ContextParallel(0, 2, interlave=4), "ContextParallel", "interlave", "interleave"),
     "a builder": (lambda: builder(layer=None), "AttentionMetadataBuilder", "layer", "layers"),
     "build": (lambda: builder().build([1], seq_len=[1]), "AttentionMetadataBuilder.build", "seq_len", "seq_lens"),
+    "advance": (lambda: builder().advance(None, blocks=[]), "AttentionMetadataBuilder.advance", "blocks", "new_blocks"),
+    "add": (lambda: vattn.Generator.add(None, [1], samplin=None), "Generator.add", "samplin", "sampling"),
+    "stream": (
+        lambda: vattn.Generator.stream(None, [[1]], samplings=None),
+        "Generator.stream",
+        "samplings",
+        "sampling",
+    ),
+    "generate": (lambda: vattn.Generator.generate(None, [[1]], progres=1), "Generator.generate", "progres", "progress"),
     "a layer": (lambda: vattn.Attention(2, 16, 0.25, windows=5), "Attention", "windows", "per_layer_sliding_window"),
 }
 

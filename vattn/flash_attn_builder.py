@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +150,18 @@ class FlashAttentionMetadataBuilder:
             _padded=(context_lens, seq_start_loc),
             _replan=self._inner.replan,
             **encoder,
+        )
+
+    def advance(self, metadata: Any, new_blocks: Any = ()) -> NoReturn:
+        """Refuse: these steps are moved on by the device, with `FlashAttentionMetadata.advance_step`.
+
+        Raises:
+            MetadataError: always.
+        """
+        raise MetadataError(
+            "advance() of a FlashAttentionMetadataBuilder",
+            "builders whose steps have no order of prefills and decodes",
+            "call advance_step() of the step, or build() for each step",
         )
 
     def _count_prefills(self, queries: list[int], lengths: list[int]) -> int:

@@ -141,7 +141,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         metadata.mark_dynamic()
         return metadata
 
-    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any]) -> AttentionMetadata:
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
         """Refuse: what becomes of blocks behind windows is read from whole tables.
 
         Raises:

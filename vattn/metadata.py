@@ -16,6 +16,8 @@ from torch import Tensor
 from vattn.context_parallel.stripe import Stripe
 from vattn.errors import MetadataError
 
+_INT32_END = 1 << 31
+
 OPTIONAL_STEP_FIELDS = (
     "encoder_seq_lens",
     "cross_block_table",
@@ -323,24 +325,30 @@ def check_seq_lens(query_lens: Tensor, seq_lens: Tensor) -> None:
         )
 
 
+def most_blocks(num_blocks: int | None) -> int:
+    """Return how many block ids there are: those of the cache, if its size is known, as far as int32 tables reach."""
+    return _INT32_END if num_blocks is None else min(num_blocks, _INT32_END)
+
+
 def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_blocks: int | None) -> None:
     """Raise MetadataError for a host table that is too narrow for a length or has a used entry out of range."""
-    needed = (seq_lens + (block_size - 1)) // block_size
+    needed, most = (seq_lens + (block_size - 1)) // block_size, most_blocks(num_blocks)
     if bool((needed > table.shape[1]).any()):
         row = int(needed.argmax())
         raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
     if table.numel():
         # Most steps are right everywhere, past the last blocks too, and one pass tells.
         lowest, highest = table.aminmax()
-        if lowest >= 0 and (num_blocks is None or highest < num_blocks):
+        # As ints: beside an int32 tensor a bound beyond int32 wraps.
+        if int(lowest) >= 0 and int(highest) < most:
             return
-    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
-    wrong = used & ((table < 0) if num_blocks is None else (table < 0) | (table >= num_blocks))
+    used, table = torch.arange(table.shape[1]) < needed.unsqueeze(1), table.long()
+    wrong = used & ((table < 0) | (table >= most))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         raise MetadataError(
             f"request {row}: entry {column} of the block table is block {int(table[row, column])}",
-            "block ids >= 0" if num_blocks is None else f"block ids from 0 to {num_blocks - 1}",
+            f"block ids from 0 to {most - 1}",
             "check the block allocator, or pass the cache's real num_blocks",
         )
 

@@ -334,7 +334,8 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
-    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any]) -> AttentionMetadata:
+    @known_keywords
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
         """Return the step behind a step of decodes: each of its requests gets one new token more.
 
         The metadata is what `build` would return for the same requests with lengths one larger; only what differs is
@@ -344,7 +345,8 @@ class AttentionMetadataBuilder:
             metadata: what `build` or `advance` returned last, with one new token for each request. Its buffers are
                 rewritten.
             new_blocks: ids of the blocks that begin with a new token, in the order of their requests: one wherever
-                `seq_lens` of the step before is a multiple of the block size.
+                `seq_lens` of the step before is a multiple of the block size, whether or not the table that `build`
+                got had an entry to spare. A list, or 1-D integers of numpy or torch on the host.
 
         Raises:
             MetadataError: another step than the last one, or one with more than lengths and tables; other blocks than

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vattn.errors import MetadataError
 from vattn.host_integers import integer
-from vattn.metadata import AttentionMetadata
-from vattn.step_input import Limits, Step, check_capacity
+from vattn.metadata import AttentionMetadata, most_blocks
+from vattn.step_input import Limits, Step, check_capacity, read_integers
 
 if TYPE_CHECKING:
     from vattn.step_buffers import StepBuffers
@@ -135,8 +136,12 @@ def _check_may_follow(step: Step) -> None:
 
 def _read_blocks(blocks: Any, count: int, limits: Limits) -> list[int]:
     """Return the ids of new blocks, or refuse what the cache does not have."""
+    if isinstance(blocks, Tensor) or hasattr(blocks, "__array__"):
+        blocks = read_integers("new_blocks", blocks).tolist()
     if isinstance(blocks, (str, bytes)) or not isinstance(blocks, Sequence):
-        raise MetadataError(f"new_blocks={blocks!r:.60}", "a list of block ids", "pass [] where no block begins")
+        raise MetadataError(
+            f"new_blocks={blocks!r:.60}", "a list of block ids, or 1-D host integers", "pass [] where no block begins"
+        )
     if len(blocks) != count:
         raise MetadataError(
             f"{len(blocks)} new blocks for {count} requests whose new token begins a block",
@@ -146,9 +151,11 @@ def _read_blocks(blocks: Any, count: int, limits: Limits) -> list[int]:
     ids = [-1 if (block := integer(came)) is None else block for came in blocks]
     if not ids:
         return ids
-    if min(ids) < 0 or (limits.num_blocks is not None and max(ids) >= limits.num_blocks):
-        most = "" if limits.num_blocks is None else f" to {limits.num_blocks - 1}"
-        raise MetadataError(f"new blocks {blocks!r:.80}", f"block ids from 0{most}", "check the block allocator")
+    most = most_blocks(limits.num_blocks)
+    if min(ids) < 0 or max(ids) >= most:
+        raise MetadataError(
+            f"new blocks {blocks!r:.80}", f"block ids from 0 to {most - 1}", "check the block allocator"
+        )
     if limits.reserved_blocks and any(1 <= block <= limits.reserved_blocks for block in ids):
         raise MetadataError(
             f"new blocks {blocks!r:.80}, of which one holds sinks",

@@ -151,6 +151,7 @@ class Generator:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
+    @known_keywords
     def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
         """Queue a prompt.
 
@@ -367,6 +368,7 @@ class Generator:
             if end // size > request.published:
                 self._blocks.publish(request, end)
 
+    @known_keywords
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Progress]:
@@ -385,6 +387,7 @@ class Generator:
 
         return run()
 
+    @known_keywords
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -431,6 +434,7 @@ class Generator:
             return self.add(prompt, sampling)
         except VattnError as error:
             request = Request([], sampling if isinstance(sampling, Sampling) else Sampling())
+            request.holder = self.scheduler.mark
             request.end(FAILED, "error", error)
             return request
 

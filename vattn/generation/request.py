@@ -57,6 +57,8 @@ class Request:
         # them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
         self.row = -1
+        # The mark of the scheduler that it was given to.
+        self.holder: object = None
         self.freed: list[int] = []
         self.behind, self.room, self.published = len(self.prompt), 0, 0
         # Whether a token that is on its way counts already, and at which place among those that its step brings.

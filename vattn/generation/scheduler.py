@@ -135,6 +135,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        # What its requests carry, those that have ended too.
+        self.mark = object()
         self._changes = 0
 
     def add(self, request: Request) -> None:
@@ -167,6 +169,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait", f"up to {self.max_queue}", "run steps first, or raise max_queue"
             )
+        request.holder = self.mark
         self.waiting.append(request)
 
     def schedule(self) -> Batch:
@@ -309,10 +312,11 @@ class Scheduler:
             request.end(CANCELLED, "cancelled")
 
     def check_held(self, request: Request) -> None:
-        """Refuse a request of another generator, unless it has ended.
+        """Refuse a request of another generator, even if it has ended.
 
         Raises:
             RequestError: it is one.
         """
-        if not request.done and request not in self.running and request not in self.waiting:
+        held = request.holder is self.mark
+        if not held or not (request.done or request in self.running or request in self.waiting):
             raise RequestError(f"{request!r}, which is not in this generator", "its own requests", "check which one")
