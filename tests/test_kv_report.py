@@ -74,6 +74,10 @@ def test_standard_error() -> None:
         (["--margin", "0.5"], "from 1"),
         (["--margin", "1.5", "--formats", "int8_per_token_head"], "--margin 1.5 with --formats int8_per_token_head"),
         (["--formats", "bf16"], "fp8_e4m3"),
+        (["--json", "nowhere/out.json"], "--json nowhere/out.json, which cannot be written"),
+        (["--json", "."], "--json ., which cannot be written"),
+        (["--plot", "nowhere/out.png"], "--plot nowhere/out.png, which cannot be written"),
+        (["--plot", "out.xyz"], ".png"),
     ],
 )
 def test_wrong_use(capsys: Any, arguments: list[str], text: str) -> None:

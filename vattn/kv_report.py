@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -105,7 +106,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yield one row per variant of the weights, format and source of scales; progress goes to stderr.
 
     Raises:
-        ConfigError: a text or model that cannot be used, an unknown format, or a number out of range.
+        ConfigError: a text or model that cannot be used, an unknown format, a number out of range, or a file of results
+            that could not be written.
+        MissingPackageError: a plot without matplotlib.
     """
     from vattn.generation.command import load_model
 
@@ -113,6 +116,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     if options.outliers is not None and not 1 <= options.outliers <= 24:
         raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
+    _check_output("--json", options.json)
+    _check_output("--plot", options.plot)
+    if options.plot:
+        _check_image(options.plot)
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
     margin = _margin(options.margin, formats)
@@ -266,6 +273,33 @@ def _read(path: Path, most: int) -> str:
         raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
 
 
+def _check_output(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before what goes there takes minutes to measure."""
+    if path is None:
+        return
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"{option} {path}, which cannot be written",
+            "a file in a folder that exists and may be written to",
+            "make the folder first, or name another file",
+        )
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
+    return Figure
+
+
+def _check_image(path: Path) -> None:
+    known = _figure()().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError(f"--plot {path}", f"names that end in .{', .'.join(sorted(known))}", "name it so")
+
+
 def _windows(ids: list[int]) -> list[list[int]]:
     """Cut ids into requests, each beginning with the last token of the one before."""
     if len(ids) < 2:
@@ -349,14 +383,10 @@ def plot(rows: list[Row], path: Path) -> None:
     Raises:
         MissingPackageError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
     variants = list(dict.fromkeys(row.weights for row in rows))
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row.cache for row in rows[1:]))}
     markers = {"unit": "x", "calibrated": "o", "calibrated per head": "^"}
-    figure = Figure(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
+    figure = _figure()(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
     for panel, weights in zip(panels, variants, strict=True):
         for row in rows:

@@ -194,8 +194,8 @@ def drawn(name: str, count: int, seed: int) -> Iterator[tuple[int, AttentionConf
     yield from random.Random(f"{seed} {name}").sample(found, min(count, len(found)))
 
 
-def main() -> int:
-    """Check and count; return 1 if anything was wrong."""
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of a run; whoever asks for cases that there are not is told so by argparse, and exits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every case; otherwise a sample by VATTN_FUZZ_SEED")
     parser.add_argument(
@@ -205,7 +205,25 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="cases of each format without --all")
     parser.add_argument("--only", type=int, help="the one case of this number")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    part, parts = options.part
+    if not 0 <= part < parts:
+        parser.error(f"argument --part: {part} {parts}; I is from 0 to N - 1")
+    if options.count < 1:
+        parser.error(f"argument --count: {options.count}; at least 1")
+    if options.only is not None:
+        if parts > 1:
+            parser.error("argument --only: one case has no parts; leave --part out")
+        for name in options.formats:
+            last = len(cases(name)) - 1
+            if not 0 <= options.only <= last:
+                parser.error(f"argument --only: {options.only}; {name} has the cases 0 to {last}")
+    return options
+
+
+def main() -> int:
+    """Check and count; return 1 if anything was wrong."""
+    options = read_options()
     count, wrong, done = 1 << 30 if options.all else options.count, 0, Counter[str]()
     for name in options.formats:
         start, chosen = time.monotonic(), sorted(drawn(name, count, fuzz_seed()), key=lambda c: c[0])
