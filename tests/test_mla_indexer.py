@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import vattn
 from tests.mla_support import make_mla_config
 from tests.support import relative_l2
-from vattn.errors import CacheNotBoundError, ConfigError, DtypeError, ShapeError, VattnError
+from vattn.errors import CacheNotBoundError, ConfigError, DtypeError, MetadataError, ShapeError, VattnError
 from vattn.layers.latent_rotary import LatentRotary
 from vattn.layers.lightning_indexer import LightningIndexer
 from vattn.mla_config import MLAConfig
@@ -253,6 +253,30 @@ def test_a_table_without_a_row_for_the_longest_request_is_refused() -> None:
                 with pytest.raises(ShapeError, match=r"tables of 16 rows.*position 16.*longer tables"):
                     layer(*given, metadata=step, rotary=rotary)
                 assert torch.equal(layer.kv_cache, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions_on_the_host_without_a_row_are_refused(dtype: torch.dtype) -> None:
+    layer = vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False))
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    step = vattn.AttentionMetadataBuilder(2, 8, 64, 16, layers=layer).build([3], [3], [[1]], num_tokens_padded=5)
+    given, table = (torch.randn(5, 2, 20), torch.randn(5, 20), torch.randn(5, 1, 8)), torch.rand(16, 4)
+    before = layer.kv_cache.clone()
+    for places, error, match in (
+        ([0, -1, 2, 0, 0], MetadataError, r"position -1 .*0 to 15"),
+        ([0, -64, 2, 0, 0], MetadataError, r"position -64 "),
+        ([0, 16, 2, 0, 0], ShapeError, r"16 rows.*position 16"),
+        # Those of padding may be any.
+        ([0, 15, 2, -3, 99], None, ""),
+    ):
+        rotary = LatentRotary(table, table, torch.tensor(places, dtype=dtype), None, RopeConfig(8))
+        with torch.no_grad():
+            if error is None:
+                assert layer(*given, metadata=step, rotary=rotary).isfinite().all()
+                continue
+            with pytest.raises(error, match=match):
+                layer(*given, metadata=step, rotary=rotary)
+        assert torch.equal(layer.kv_cache, before)
 
 
 def bad_updates() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:

@@ -269,11 +269,14 @@ def test_projections_that_cannot_be_read_are_refused_and_change_nothing(name: st
 def changed_weights() -> dict[str, tuple[nn.Module, Callable[[Any], object]]]:
     found = projections()
     linear = nn.Sequential(nn.Linear(L, L, bias=False), nn.Linear(L, N * (P + V), bias=False))
+    plain = nn.Linear(L, N * (P + V), bias=False)
     return {
         "a part in place": (linear, lambda module: module[0].weight.mul_(2.0)),
         "another parameter": (linear, lambda module: setattr(module[1], "weight", nn.Parameter(-module[1].weight))),
         "a scale": (found["blocks"][0], lambda module: module.weight_scale_inv.mul_(2.0)),
         "a buffer": (found["opaque"][0], lambda module: module.packed.neg_()),
+        "data of another address": (plain, lambda module: setattr(module.weight, "data", -module.weight.data)),
+        "another dtype": (nn.Linear(L, N * (P + V), bias=False), lambda module: module.half()),
     }
 
 
@@ -289,6 +292,81 @@ def test_eager_calls_notice_changes_in_any_part(name: str) -> None:
             layer(*given, metadata=step)
         layer.process_weights_after_loading()
         assert not torch.equal(layer(*given, metadata=step), before)
+
+
+def test_changes_that_torch_does_not_count_are_read_when_asked_for() -> None:
+    layer = make_layer()
+    step, given, weight = make_builder(layer).build([5], [5], TABLES[:1]), inputs(5), layer._kv_b_proj[0].weight
+    with torch.no_grad():
+        for change in (lambda: weight.data.mul_(2.0), lambda: weight.detach().numpy().__imul__(2.0)):
+            before = layer(*given, metadata=step)
+            change()
+            assert torch.equal(layer(*given, metadata=step), before)
+            layer.process_weights_after_loading()
+            assert relative_l2(layer(*given, metadata=step), formula(*given, weight)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "dtype", [3, "bfloat16", torch.int32, torch.bool, torch.float64, torch.float8_e4m3fn, torch.ones(2)], ids=repr
+)
+@pytest.mark.parametrize("blocks", [0, 4])
+def test_dtypes_that_no_model_has_are_refused(dtype: Any, blocks: int) -> None:
+    layer = make_layer(blocks=blocks)
+    before = layer.kv_b_weight
+    with pytest.raises(ConfigError, match=r"act_dtype=.*Allowed: .*torch\.float32.*Try: "):
+        layer.process_weights_after_loading(dtype)
+    assert layer.kv_b_weight is before
+    layer.process_weights_after_loading(torch.float32)
+    with pytest.raises(UnknownOptionError, match=r"dtype.*act_dtype"):
+        layer.process_weights_after_loading(dtype=torch.float32)
+
+
+def unusable() -> dict[str, tuple[type[VattnError], str, Callable[[Any], object]]]:
+    """Return what makes an e4m3 projection with a scale per row unusable."""
+    return {
+        "a scale of 0": (ScaleError, "1 of 66 scales.* 0.0", lambda m: m.weight_scale[3].fill_(0.0)),
+        "a scale below 0": (ScaleError, "1 of 66 scales.* -1.0", lambda m: m.weight_scale[3].fill_(-1.0)),
+        "a scale of NaN": (ScaleError, "1 of 66 scales.* nan", lambda m: m.weight_scale[3].fill_(float("nan"))),
+        "an infinite scale": (ScaleError, "1 of 66 scales.* inf", lambda m: m.weight_scale[3].fill_(float("inf"))),
+        "codes of NaN": (
+            ConfigError, "1 values.* nan in row 3, column 5", lambda m: m.weight.view(torch.uint8)[3, 5].fill_(127)
+        ),
+        "scales under two names": (
+            ConfigError, "weight_scale and weight_scale_inv", lambda m: setattr(m, "weight_scale_inv", m.weight_scale)
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(unusable()))
+def test_values_that_cannot_be_weights_are_refused_and_change_nothing(name: str) -> None:
+    error, match, spoil = unusable()[name]
+    module = projections()["per channel"][0]
+    layer = make_layer(module)
+    before = layer.kv_b_weight.clone()
+    with torch.no_grad():
+        spoil(module)
+    with pytest.raises(error, match=match):
+        layer.process_weights_after_loading()
+    assert torch.equal(layer.kv_b_weight, before)
+    other = make_layer(module, blocks=0)
+    with pytest.raises(error, match=match):
+        vattn.allocate_kv_cache(other, num_blocks=4, dtype=torch.float32)
+    assert other.kv_cache is None and other.config is None and other.kv_b_weight is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e6])
+@pytest.mark.parametrize("opaque", [False, True])
+def test_weights_that_are_not_finite_are_refused(value: float, opaque: bool) -> None:
+    weight = torch.rand(N * (P + V), L)
+    weight[4, 2] = value
+    plain = nn.Linear(L, N * (P + V), bias=False)
+    plain.weight.data.copy_(weight)
+    layer = make_layer(Opaque(weight) if opaque else plain, blocks=0)
+    with pytest.raises(ConfigError, match="not finite in float16"):
+        layer.process_weights_after_loading(torch.float16)
+    assert layer.kv_b_weight is None
+    if value == 1e6:
+        layer.process_weights_after_loading(torch.bfloat16)
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token", "nvfp4"])
@@ -320,6 +398,34 @@ def test_sparse_rows_see_what_the_indexer_lists() -> None:
         got = layer(*given, metadata=step)
     expected = formula(*given, layer._kv_b_proj[0].weight)
     assert relative_l2(got[:5], expected[:5]) < 2e-6 and relative_l2(got[5], expected[5]) > 1e-3
+
+
+def bad_indexers() -> dict[str, tuple[type[VattnError], Any]]:
+    found: dict[str, tuple[type[VattnError], Any]] = {"an object": (ConfigError, object())}
+    for name, error, buffer in (
+        ("None", ConfigError, None),
+        ("a list", ConfigError, [[0, 1]]),
+        ("one row", ShapeError, torch.zeros(4, dtype=torch.int32)),
+        ("no columns", ShapeError, torch.zeros(4, 0, dtype=torch.int32)),
+        ("int64", DtypeError, torch.zeros(4, 2, dtype=torch.int64)),
+    ):
+        indexer = Indexer(1, 1)
+        indexer.topk_indices = buffer  # type: ignore[assignment]
+        found[name] = error, indexer
+    return found
+
+
+@pytest.mark.parametrize("name", list(bad_indexers()))
+def test_indexers_without_a_list_to_read_are_refused(name: str) -> None:
+    error, bad = bad_indexers()[name]
+    with pytest.raises(error, match=r"topk_indices.*Allowed: .*int32.*Try: "):
+        make_layer(blocks=0, use_sparse=True, indexer=bad)
+    good = Indexer(4, 2)
+    layer = make_layer(blocks=0, use_sparse=True, indexer=good)
+    good.topk_indices = getattr(bad, "topk_indices", None)  # type: ignore[assignment]
+    with pytest.raises(error, match="topk_indices"):
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    assert layer.kv_cache is None and layer.config is None
 
 
 def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,21 @@ _SAME = 1e-3
 """Relative error up to which two results of a module asked for its weight are the same, as one linear map has them."""
 
 
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+class TensorState(NamedTuple):
+    """What tells one state of a tensor from another without looking at its values."""
+
+    identity: int
+    version: int
+    """As torch counts changes in place; -1 of a tensor made in inference mode, whose changes it does not count."""
+    address: int
+    """Of the first value; 0 of a tensor without memory of its own."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 1) -> Tensor:
     """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by, or one rank's `rows / shards` of it.
 
@@ -27,9 +42,9 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     some more to see that it is linear.
 
     Raises:
-        ConfigError: a bias, a module that is not linear, or weights on meta.
+        ConfigError: a bias, a module that is not linear, weights on meta, or scales under both names.
         ShapeError: the module projects between other widths, or its scales fit no granularity.
-        ScaleError: scales of a dtype that is no float.
+        ScaleError: scales of a dtype that is no float, or some that are not positive and finite.
     """
     weight: Any = getattr(module, "weight", None)
     if type(weight).__name__ == "DTensor":
@@ -44,9 +59,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
             "load the model before its cache is bound",
         )
     if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.layout is torch.strided:
-        scale = next(
-            (getattr(module, n, None) for n in ("weight_scale", "weight_scale_inv") if hasattr(module, n)), None
-        )
+        scale = _scale(module)
         if weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and scale is None:
             _check_shape(tuple(weight.shape), allowed, columns)
             return weight.detach().float()
@@ -59,12 +72,29 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     return _asked(module, allowed, columns)
 
 
-def weights_version(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return what tells one state of a module's weights from another, as far as torch counts changes.
+def check_values(weight: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a weight with values that are not finite, or that are not in the dtype it will have. Reads the device.
+
+    Raises:
+        ConfigError: NaN, infinities, or values beyond the dtype.
+    """
+    wrong = ~weight.to(dtype).isfinite()
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise ConfigError(
+            f"kv_b_proj's weight has {int(wrong.sum())} values that are not finite in {dtype_name(dtype)}, such as "
+            f"{float(weight[row, column])} in row {row}, column {column}",
+            f"weights that are finite in {dtype_name(dtype)}",
+            "load the model before its cache is bound; check the checkpoint's weights and scales",
+        )
+
+
+def weights_version(module: nn.Module) -> tuple[TensorState, ...]:
+    """Return what tells one state of a module's weights from another without looking at values.
 
     Looked at are the parameters of the module and its parts and buffers called `weight...`; other buffers, which may be
-    counters, and plain tensors called so where there are none. Of tensors made in inference mode no change in place is
-    seen.
+    counters, and plain tensors called so where there are none. Not seen are values written in place where torch does
+    not count: to tensors made in inference mode, through `.data` or `.detach().numpy()`.
     """
     found: list[Tensor] = []
     for part in module.modules():
@@ -73,7 +103,31 @@ def weights_version(module: nn.Module) -> tuple[tuple[int, int], ...]:
     if not found:
         found = [t for name, t in vars(module).items() if name.startswith("weight") and isinstance(t, Tensor)]
         found += list(module.buffers())
-    return tuple((id(t), -1 if t.is_inference() else t._version) for t in found)
+    return tuple(
+        TensorState(id(t), -1 if t.is_inference() else t._version, _address(t), tuple(t.shape), t.dtype) for t in found
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    if type(tensor).__name__ == "DTensor":
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        # Sparse tensors, and classes of tensors that wrap others.
+        return 0
+
+
+def _scale(module: nn.Module) -> Any:
+    """Return the scales beside a weight, under either name; `None` for none."""
+    given = [name for name in _SCALES if getattr(module, name, None) is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"kv_b_proj {type(module).__name__} with {' and '.join(given)}",
+            "scales under one of these names: both are factors of the codes",
+            "set the one that does not belong to the weight to None",
+        )
+    return getattr(module, given[0]) if given else None
 
 
 def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
@@ -82,6 +136,15 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
             f"kv_b_proj's scales of {dtype_name(scale.dtype)}",
             "scales of a float dtype, float8_e8m0fnu for stored exponents",
             "view exponents as torch.float8_e8m0fnu",
+        )
+    wide_scale = scale.float()
+    wrong = ~(wide_scale.isfinite() & (wide_scale > 0))
+    if bool(wrong.any()):
+        raise ScaleError(
+            f"{int(wrong.sum())} of {scale.numel()} scales of kv_b_proj are no factors, such as "
+            f"{float(wide_scale[wrong][0])}",
+            "positive finite scales",
+            "load the model before its cache is bound; check the checkpoint's scales",
         )
     if scale.numel() == 1:
         return weight.float() * scale.float().view(1)
@@ -152,7 +215,7 @@ def _check_linear(module: nn.Module, unit: Tensor, made: Tensor) -> None:
     Signs and halves survive every rounding; a sum is rounded once more.
     """
     if not made.isfinite().all():
-        # Weights that are not loaded yet; plain ones are not looked at either.
+        # No probe could tell; `check_values` refuses these.
         return
     sums = max(_SAME, 4 * torch.finfo(unit.dtype).eps)
     probes = {

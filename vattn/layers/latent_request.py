@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from vattn import context
 from vattn.backends.mla import mla_backends
 from vattn.errors import (
     ConfigError,
+    DtypeError,
     MetadataError,
     ScaleError,
     ShapeError,
     UnknownOptionError,
     UnsupportedRequestError,
 )
+from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.host_integers import integer, read_count
 from vattn.metadata import AttentionMetadata
@@ -57,6 +60,8 @@ def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
             "an indexer with use_sparse=True, and only with it",
             "pass both or neither",
         )
+    if layer.use_sparse:
+        check_indexer(layer.indexer, layer.prefix)
     quant, cache = layer.quant_config, layer.cache_config
     if quant.v_scale is not None:
         raise ScaleError(f"v_scale in {name}", "k_scale alone: a cached row is key and value", "drop v_scale")
@@ -70,6 +75,35 @@ def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
     if asked:
         raise UnsupportedRequestError(
             f"{', '.join(asked)} in {name}", "latent attention without it", f"leave {asked[0]} out"
+        )
+
+
+def check_indexer(indexer: object, prefix: str) -> None:
+    """Refuse what has no list of positions to read, whatever the step.
+
+    Raises:
+        ConfigError: `topk_indices` is missing or no tensor.
+        ShapeError, DtypeError: it is no int32 `[max_tokens, K]`.
+    """
+    buffer = getattr(indexer, "topk_indices", None)
+    allowed = "an object whose topk_indices is an int32 tensor [max_tokens, K], K >= 1"
+    if not isinstance(buffer, Tensor):
+        kind = f"topk_indices of type {type(buffer).__name__}"
+        came = kind if hasattr(indexer, "topk_indices") else "no topk_indices"
+        raise ConfigError(
+            f"indexer of type {type(indexer).__name__} with {came} in layer {prefix!r}",
+            allowed,
+            "pass a LightningIndexer, or make the buffer in the indexer's constructor",
+        )
+    if buffer.dim() != 2 or not buffer.shape[1]:
+        raise ShapeError(
+            f"indexer.topk_indices has shape {tuple(buffer.shape)} in layer {prefix!r}",
+            allowed,
+            "make the buffer for the largest step",
+        )
+    if buffer.dtype != torch.int32:
+        raise DtypeError(
+            f"indexer.topk_indices is {dtype_name(buffer.dtype)} in layer {prefix!r}", allowed, "make it int32"
         )
 
 

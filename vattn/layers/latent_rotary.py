@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from vattn.errors import ConfigError, ShapeError
+from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.metadata import AttentionMetadata
 from vattn.rope_config import RopeConfig
 
@@ -30,7 +31,11 @@ class LatentRotary(NamedTuple):
     sin: Tensor
     """As `cos`."""
     positions: Tensor | None
-    """int32 or int64 `[T]`, `None`: the tables have a row for every token."""
+    """int32 or int64 `[T]`, `None`: the tables have a row for every token.
+
+    Eager calls refuse positions on the CPU that have no row. Nothing reads those on another device, or in compiled
+    code: -n to -1 count from the table's end, and others without a row give keys of NaN.
+    """
     norm_weight: Tensor | None
     """`[L]`, of the latent's RMSNorm, if `rope` names one."""
     rope: str | RopeConfig
@@ -38,16 +43,41 @@ class LatentRotary(NamedTuple):
 
 
 def check_table(rotary: LatentRotary, metadata: AttentionMetadata, prefix: str) -> None:
-    """Refuse a table without a row for every position of the step, as far as the host knows positions: the step's own.
+    """Refuse positions without a row in the table, as far as the host knows them: the step's own, and any on the CPU.
 
     Raises:
         ShapeError: the table is too short.
+        MetadataError: a position is negative.
     """
     rows = rotary.cos.shape[0] if rotary.cos.dim() == 2 else 0
+    if rows:
+        _check_positions(rotary.positions, rows, metadata.num_actual_tokens, prefix)
     if rotary.positions is not None and rotary.positions is metadata.positions and 0 < rows <= metadata.max_position:
         raise ShapeError(
             f"LatentRotary with tables of {rows} rows in layer {prefix!r}, in a step with position "
             f"{metadata.max_position}",
+            "a row for every position up to the builder's max_seq_len",
+            "make longer tables",
+        )
+
+
+def _check_positions(positions: object, rows: int, tokens: int, prefix: str) -> None:
+    # Other types and dtypes are the op's to refuse; subclasses may have no values.
+    if type(positions) is not Tensor or positions.device.type != "cpu" or positions.dim() != 1:
+        return
+    real = positions[:tokens]
+    if real.dtype not in (torch.int32, torch.int64) or not real.shape[0]:
+        return
+    least, most = int(real.min()), int(real.max())
+    if least < 0:
+        raise MetadataError(
+            f"LatentRotary with position {least} in layer {prefix!r}",
+            f"0 to {rows - 1}, rows of its tables",
+            "pass the step's metadata.positions",
+        )
+    if most >= rows:
+        raise ShapeError(
+            f"LatentRotary with tables of {rows} rows in layer {prefix!r}, in a step with position {most}",
             "a row for every position up to the builder's max_seq_len",
             "make longer tables",
         )

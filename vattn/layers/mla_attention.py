@@ -24,8 +24,15 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.layers.kv_b_weights import projection_weight, weights_version
-from vattn.layers.latent_request import check_latent_arguments, latent_rows, listed_positions, plain_step
+from vattn.keywords import known_keywords
+from vattn.layers.kv_b_weights import TensorState, check_values, projection_weight, weights_version
+from vattn.layers.latent_request import (
+    check_indexer,
+    check_latent_arguments,
+    latent_rows,
+    listed_positions,
+    plain_step,
+)
 from vattn.layers.latent_rotary import LatentRotary, check_table, rope_string
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.own_buffers import OwnBuffers
@@ -86,8 +93,8 @@ class MLAAttention(OwnBuffers):
             part of the `num_heads` query heads, while `kv_b_proj` has all of them, or on every rank its own).
 
     Raises:
-        ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
-            decide, at `bind_kv_cache` where dtype or device decide.
+        ConfigError, ScaleError, ShapeError, DtypeError, UnknownOptionError, UnsupportedRequestError: at construction
+            where the values alone decide, at `bind_kv_cache` where dtype, device or weights decide.
 
     State: the prepared weights are a buffer outside of the state dict, written in place. The cache is one too; moving
     the layer to another device drops it.
@@ -171,7 +178,7 @@ class MLAAttention(OwnBuffers):
             self._request.update(partial_request(self.context_parallel))
         self._op_config = ""
         self._plan_key = ""
-        self._weights_read: tuple[tuple[int, int], ...] | None = None
+        self._weights_read: tuple[TensorState, ...] | None = None
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
             self._register_tensors()
@@ -223,10 +230,14 @@ class MLAAttention(OwnBuffers):
         weight = self.kv_b_weight
         return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[1]
 
+    @known_keywords
     def process_weights_after_loading(self, act_dtype: torch.dtype | None = None) -> None:
         """Read `kv_b_proj` into the layer's own weights, in place where they exist: captured graphs stay valid.
 
-        `bind_kv_cache` does it too; call it after the weights change.
+        `bind_kv_cache` does it too; call it after the weights change. Eager calls refuse to run until then where a
+        change shows in a tensor's identity, version, address, shape or dtype. Values written through `.data`
+        (`weight.data.mul_`, `.data.copy_`), through `.detach().numpy()` or to tensors made in inference mode show in
+        none of them, and nothing is noticed in compiled code and graphs: there the old weights go on being used.
 
         Args:
             act_dtype: model dtype; default that of the bound cache.
@@ -234,16 +245,19 @@ class MLAAttention(OwnBuffers):
         Under context parallelism every rank calls it, for a `kv_b_proj` that holds a rank's heads is gathered.
 
         Raises:
-            ConfigError: no dtype is known yet, or the weights are on meta, or the module has a bias or is not linear.
+            ConfigError: no dtype is known yet, or one that no model has, or the weights are on meta or not finite in
+                it, or the module has a bias, scales under two names or is not linear.
             ShapeError: the projection has another geometry than the layer.
+            ScaleError: scales of e4m3 weights that are not positive and finite.
             RankError: under context parallelism, some ranks have all heads in `kv_b_proj` and others their own.
         """
-        dtype = act_dtype if self.config is None else getattr(torch, self.config.dtype)
-        if dtype is None or (act_dtype is not None and act_dtype != dtype):
+        model = tuple(MODEL_DTYPES.values()) if self.config is None else (MODEL_DTYPES[self.config.dtype],)
+        dtype = model[0] if act_dtype is None and self.config is not None else act_dtype
+        if not isinstance(dtype, torch.dtype) or dtype not in model:
             raise ConfigError(
-                f"process_weights_after_loading(act_dtype={act_dtype}) in layer {self.prefix!r}",
-                "a model dtype, that of the bound cache if there is one",
-                "pass act_dtype=torch.bfloat16, or bind a cache first",
+                f"process_weights_after_loading(act_dtype={act_dtype!r:.60}) in layer {self.prefix!r}",
+                f"{', '.join(map(str, model))}{'' if self.config is None else ', that of the bound cache'}",
+                "pass act_dtype=torch.bfloat16, or bind a cache first" if self.config is None else "leave it out",
             )
         columns = self.qk_nope_head_dim + self.v_head_dim
         weight = self._all_heads_weight(columns, dtype).view(self.num_heads, columns, self.kv_lora_rank)
@@ -261,6 +275,7 @@ class MLAAttention(OwnBuffers):
         with telling_others(parallel):
             # Transposed weights come as views, and clones keep their strides.
             weight = projection_weight(self._kv_b_proj[0], rows, self.kv_lora_rank, shards).contiguous()
+            check_values(weight, dtype)
         if parallel is None:
             return weight
         parallel.agree({"layer": self.prefix, "rows of kv_b_proj": weight.shape[0]})
@@ -308,6 +323,8 @@ class MLAAttention(OwnBuffers):
 
         Raises:
             CacheError: the storage does not fit the request.
+            ConfigError, ShapeError, ScaleError: weights that cannot be read, as of `process_weights_after_loading`, or
+                an indexer that is none.
             UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
         """
         config = self.resolve_config(dtype, storage.device, target)
@@ -320,6 +337,8 @@ class MLAAttention(OwnBuffers):
                 "use vattn.allocate_kv_cache(model, num_blocks=...)",
             )
         self._check_values()
+        if self.use_sparse:
+            check_indexer(self.indexer, self.prefix)
         workspace = None
         if self.workspace_tokens is not None:
             elements = int(self.workspace_tokens) * elements_per_token(config)
