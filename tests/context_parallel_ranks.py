@@ -22,7 +22,7 @@ import vattn
 from tests.support import poisoned_empty, relative_l2
 from vattn.context_parallel import ContextParallel
 from vattn.context_parallel.combine import combine, combine_parts, gather_heads
-from vattn.errors import MetadataError, RankError, UnknownOptionError, VattnError
+from vattn.errors import ConfigError, MetadataError, RankError, UnknownOptionError, VattnError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.quantization import quantise_output
 
@@ -336,6 +336,8 @@ def ranks_that_disagree_are_told(rank: int, world: int) -> None:
         ContextParallel.of(interleave=1 + (rank == 1))
     with refused("check=False on rank 1"):
         ContextParallel.of(check=rank != 1)
+    with refused("check='no'", ConfigError):
+        ContextParallel.of(check="no")  # type: ignore[arg-type]
     with refused("capacity of the builder of rank 1"):
         vattn.AttentionMetadataBuilder(4, 64, 64 + (rank == 1), context_parallel=parallel)
     layer = vattn.Attention(HEADS, SIZE, 0.25 + (rank == 1), KV_HEADS, context_parallel=parallel)
@@ -376,6 +378,65 @@ def what_one_rank_refuses_the_others_are_told(rank: int, world: int) -> None:
     with refused("the builder with" if rank == 1 else "rank 1 refused", VattnError):
         vattn.AttentionMetadataBuilder(4, 64, 64, layers=other, context_parallel=parallel)
     assert time.monotonic() - begin < PATIENT / 2
+
+
+@case
+def a_missed_of_keeps_no_later_one_from_meeting(rank: int, world: int) -> None:
+    """A late rank does not read what was said when it was missed, and the next call of all ranks meets."""
+    # By files a wait lasts whole seconds.
+    if rank != 1:
+        with refused(
+            "found no answer of all others about interleave, combine, check within 0.2 s: rank 1 did not come"
+        ):
+            ContextParallel.of(interleave=4, timeout=0.2)
+    dist.barrier()
+    if rank == 1:
+        with refused("found no answer of all others"):
+            ContextParallel.of(timeout=0.2)
+    dist.barrier()
+    for parallel in [ContextParallel.of(timeout=PATIENT) for _ in range(2)]:
+        parallel.agree({"after a missed one": 1})
+
+
+@case
+def a_group_of_checks_that_one_rank_cannot_make_is_told(rank: int, world: int) -> None:
+    """All ranks raise, whether torch counts the group on that rank or not, and their next call makes one."""
+    make = dist.new_group
+
+    def broken(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            make(ranks, **options)
+            raise RuntimeError("no route to host")
+        return make(ranks, **options)
+
+    def absent(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            raise RuntimeError("no route to host")
+        return make(ranks, **options)
+
+    for function, seconds in ((broken, PATIENT), (absent, 1)):
+        dist.new_group = function if rank == 1 else make
+        try:
+            with refused("no route to host" if rank == 1 else "could not make the group in which ranks compare"):
+                ContextParallel.of(timeout=seconds)
+        finally:
+            dist.new_group = make
+        ContextParallel.of(timeout=PATIENT).agree({"after a broken one": 1})
+
+
+@case
+def a_lost_connection_is_no_timeout(rank: int, world: int) -> None:
+    parallel, gather = ContextParallel.of(timeout=PATIENT), dist.all_gather
+
+    def closed(*tensors: object, group: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    dist.all_gather = closed
+    try:
+        with refused(f"rank {rank} of {world} lost another rank 0.0 s after it asked about a fact"):
+            parallel.agree({"a fact": 1})
+    finally:
+        dist.all_gather = gather
 
 
 @case

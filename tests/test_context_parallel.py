@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ from tests.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.context_parallel import ContextParallel, Stripe
 from vattn.context_parallel.combine import combine_parts, joint_lse
+from vattn.context_parallel.meeting import confirm, meet, refuse
 from vattn.errors import (
     ConfigError,
     DtypeError,
@@ -296,3 +301,69 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 def test_checks_without_a_group_say_nothing_and_errors_are_ours() -> None:
     PAIR.agree({"anything": 1})
     assert issubclass(RankError, VattnError)
+
+
+HERE = threading.local()
+"""The store of the rank that runs in a thread."""
+
+STORE = "torch.distributed.distributed_c10d._get_default_store"
+
+
+class Member:
+    """What a meeting asks of a process group, and this rank's way to the store."""
+
+    def __init__(self, rank: int, store: Any, name: str = "group") -> None:
+        self.rank, self.size, self.store, self.group_name = lambda: rank, lambda: 3, store, name
+
+    def come(self, interleave: int, timeout: float) -> str:
+        """Return what this rank raises at a meeting, or `""`."""
+        HERE.store = self.store
+        try:
+            confirm(self, meet(self, {"interleave": interleave}, timeout), None, timeout)
+        except RankError as error:
+            return str(error)
+        return ""
+
+
+def meet_at_once(members: list[Member], interleave: int, timeout: float) -> list[str]:
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(lambda member: member.come(interleave, timeout), members))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no stores")
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_a_missed_meeting_is_over_for_all_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who came are told, what was said there is not read again, and ranks may have come unequally often."""
+    monkeypatch.setattr(STORE, lambda: HERE.store)
+    first: Any = dist.HashStore() if kind == "memory" else dist.TCPStore("localhost", 0, is_master=True)
+    # A client of TCP serves one thread at a time.
+    stores = [first, *(first if kind == "memory" else dist.TCPStore("localhost", first.port) for _ in range(2))]
+    members = [Member(rank, store) for rank, store in enumerate(stores)]
+    for number in range(2):
+        assert "within 0.05 s: rank 1, 2 did not come" in meet_at_once(members[:1], 2, 0.05)[0]
+        missed = meet_at_once(members[:2], 2, 0.1)
+        assert all("2 did not come" in text for text in missed), missed
+        assert meet_at_once(members, 4 + number, 60) == ["", "", ""]
+    HERE.store = members[2].store
+    refuse(members[2])
+    assert all("rank 2 refused" in text for text in meet_at_once(members[:2], 2, 60))
+    assert meet_at_once(members, 2, 60) == ["", "", ""]
+
+    hasty, patient, _ = (Member(rank, store, "others") for rank, store in enumerate(stores))
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(patient.come, 2, 60)
+        first.wait(["vattn/context_parallel/others/0/1"])
+        assert "rank 2 did not come" in hasty.come(2, 0.1)
+        assert said.result().startswith("rank 0 of 3 gave up waiting for the others' answers about interleave")
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no stores")
+def test_a_store_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, keys: object) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(STORE, Gone)
+    member = Member(1, None)
+    assert "rank 1 of 3 cannot reach the store of its process group: Broken pipe" in member.come(2, 1)
+    refuse(member)

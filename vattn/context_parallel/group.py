@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from vattn.context_parallel.meeting import meet, refuse
+from vattn.context_parallel.meeting import confirm, meet, refuse
 from vattn.context_parallel.stripe import MAX_PERIOD, Stripe
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
 from vattn.host_integers import check_seconds
@@ -102,8 +103,9 @@ class ContextParallel:
             timeout: seconds that a check waits.
 
         Raises:
-            ConfigError: no process group, or this rank is not in it.
-            RankError: the ranks were asked for different things, or one did not come.
+            ConfigError: no process group, this rank is not in it, or an argument is none.
+            RankError: the ranks were asked for different things, one did not come, or their group could not be made.
+                All ranks may call it again.
         """
         from torch import distributed
 
@@ -125,16 +127,14 @@ class ContextParallel:
             parallel = ContextParallel(
                 distributed.get_rank(group), len(ranks), interleave, combine, group.group_name, timeout=timeout
             )
+            if not isinstance(check, bool):
+                raise ConfigError(f"check={check!r:.60}", "True or False", "change check")
         except VattnError:
             refuse(group)
             raise
-        meet(group, {"interleave": interleave, "combine": combine, "check": bool(check)}, timeout)
+        place = meet(group, {"interleave": interleave, "combine": combine, "check": check}, timeout)
         if check:
-            # Of its own, so that a check that fails by its timeout leaves the user's group as it was.
-            own = distributed.new_group(
-                ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-            )
-            parallel = dataclasses.replace(parallel, check_group_name=own.group_name)
+            parallel = dataclasses.replace(parallel, check_group_name=_group_of_checks(group, ranks, place, timeout))
         return parallel
 
     @property
@@ -203,17 +203,47 @@ class ContextParallel:
             )
         mine = torch.tensor(numbers + [0] * (FACTS - len(numbers)), dtype=torch.int64)
         all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        begin = time.monotonic()
         try:
             distributed.all_gather(all_of_them, mine, group=group)
         except Exception as error:
             _missed[group] = about
+            waited = time.monotonic() - begin
+            came = f"found no answer of all others about {about} within {self.timeout:g} s"
+            if waited < 0.9 * self.timeout:
+                came = f"lost another rank {waited:.1f} s after it asked about {about}"
             raise RankError(
-                f"rank {self.rank} of {self.world_size} found no answer of all others about {about} within "
-                f"{self.timeout:g} s",
+                f"rank {self.rank} of {self.world_size} {came}",
                 "every rank at the same step: what one of them raises, all must meet",
                 f"look for an error on another rank; the group says: {str(error).splitlines()[0]:.160}",
             ) from error
         return all_of_them
+
+
+def _group_of_checks(group: ProcessGroup, ranks: list[int], place: str, timeout: float) -> str:
+    """Make a gloo group of the ranks that met; return its name.
+
+    It is apart from the user's group, so that a check that fails by its timeout leaves that as it was.
+
+    Raises:
+        RankError: this rank or another could not make it.
+    """
+    from torch import distributed
+    from torch.distributed.distributed_c10d import _world
+
+    name, failure, groups = "", None, len(_world.pg_names)
+    options: Any = {"timeout": timedelta(seconds=timeout), "backend": "gloo", "use_local_synchronization": True}
+    try:
+        name = distributed.new_group(ranks, **options).group_name
+    except Exception as error:
+        failure = error
+        if len(_world.pg_names) == groups:
+            # Torch names a group after how many a rank has: where one rank alone made it, no later names would be
+            # equal. An error here repeats the one that is told below.
+            with contextlib.suppress(Exception):
+                distributed.new_group([distributed.get_rank()], **options)
+    confirm(group, place, failure, timeout)
+    return name
 
 
 def _hash(fact: object) -> int:
