@@ -182,6 +182,7 @@ BAD = {
     "bias not square": ({"tree_bias": torch.zeros(1, 2, 3), "tree_id": [0, 0]}, "(1, 2, 3)"),
     "tree out of range": ({"tree_bias": torch.zeros(1, 2, 2), "tree_id": [0, 1]}, "tree_id[1]=1 with 1 trees"),
     "many ranges": ({"mm_ranges": [[], [(0, 1), (2, 3)]]}, "max_mm_ranges"),
+    "ranges beyond 32 bits": ({"mm_ranges": [[(0, 2**32 + 3)], []]}, "32 bits"),
 }
 
 

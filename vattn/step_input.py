@@ -290,7 +290,14 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
             f"at most {limits.mm_ranges}",
             "give the builder max_mm_ranges=",
         )
-    return ranges.long()
+    ranges = ranges.long()
+    if ranges.numel() and not -(2**31) <= int(ranges.min()) <= int(ranges.max()) < 2**31:
+        raise MetadataError(
+            f"mm_ranges with positions from {int(ranges.min())} to {int(ranges.max())}",
+            "positions of 32 bits",
+            "give the first and last position of each range",
+        )
+    return ranges
 
 
 def read_integers(name: str, values: Lengths) -> Tensor:
