@@ -167,7 +167,7 @@ def run_one(name: str, changes: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all numbers")
-    parser.add_argument("--cells", default=CELLS, help="model/work/cache, by semicolons")
+    parser.add_argument("--cells", default=CELLS, help="names of cells, by semicolons")
     parser.add_argument("--with", dest="changes", action="append", default=[], help="variant=value, repeatable")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -117,6 +117,28 @@ def compiled(form: str, **options: Any) -> tuple[LayerWithRope, Any]:
     return model, vattn.compile(model, options=vattn.options(**options))
 
 
+def generated_code(form: str, rope: str) -> list[str]:
+    """Return what is generated without the pass and with it; steps of three sizes must give the same bits both ways."""
+    from torch._inductor.utils import run_and_get_code
+
+    results = []
+    for choice in ("never", rope):
+        model, run = compiled(form, rope=choice)
+        outputs = []
+        for count, lengths in enumerate(([3, 4], [5, 1, 2], [9, 9])):
+            with step(model, lengths):
+                if count:
+                    outputs.append(run(*inputs(sum(lengths)))[0])
+                else:
+                    (output, _), codes = run_and_get_code(run, *inputs(sum(lengths)))
+                    outputs.append(output)
+        assert len(codes) == 1
+        results.append((torch.cat(outputs), model.attn.kv_cache.clone(), codes[0]))
+    (unfused, unfused_cache, before), (fused, fused_cache, after) = results
+    assert torch.equal(unfused, fused) and torch.equal(unfused_cache, fused_cache)
+    return [before, after]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
@@ -131,23 +153,7 @@ def compiled(form: str, **options: Any) -> tuple[LayerWithRope, Any]:
 )
 def test_generated_code(form: str) -> None:
     """Bitwise as the unfused compiled graph, one graph for all sizes, no copy of the cache, no kernel for RoPE."""
-    from torch._inductor.utils import run_and_get_code
-
-    results = []
-    for choice in ("never", "always"):
-        model, run = compiled(form, rope=choice)
-        outputs = []
-        for count, lengths in enumerate(([3, 4], [5, 1, 2], [9, 9])):
-            with step(model, lengths):
-                if count:
-                    outputs.append(run(*inputs(sum(lengths)))[0])
-                else:
-                    (output, _), codes = run_and_get_code(run, *inputs(sum(lengths)))
-                    outputs.append(output)
-        assert len(codes) == 1
-        results.append((torch.cat(outputs), model.attn.kv_cache.clone(), codes[0]))
-    (unfused, unfused_cache, before), (fused, fused_cache, after) = results
-    assert torch.equal(unfused, fused) and torch.equal(unfused_cache, fused_cache)
+    before, after = generated_code(form, "always")
     assert len(re.findall(r"torch\.ops\.vattn\.rope_kv_cache_update\.default\(", after)) == 1
     assert "vattn.kv_cache_update" not in after and "clone" not in after
     kernels = [len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)) for code in (before, after)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Capture, step
 from rope_forms import FORMS, LayerWithRope, RopeForm, chunked, inputs
-from test_rope import LENGTHS, Stack, both_ways, captured, check_same, targets
+from test_rope import LENGTHS, Stack, both_ways, captured, check_same, generated_code, targets
 from torch import Tensor
 
 import vattn
@@ -149,24 +149,6 @@ def test_strict_asks_for_it() -> None:
 @pytest.mark.parametrize("form", ["chunk and cat, fp32", "FP8 query, a scale for each KV head"])
 def test_generated_code(form: str) -> None:
     """Bitwise as the unfused compiled graph, one op a layer, and no copy of the cache."""
-    from torch._inductor.utils import run_and_get_code
-
-    results = []
-    for choice in ("never", "attend"):
-        torch._dynamo.reset()
-        model = LayerWithRope(FORMS[form])
-        run = vattn.compile(model, options=vattn.options(rope=choice))
-        outputs = []
-        for count, lengths in enumerate(([3, 4], [5, 1, 2], [9, 9])):
-            with step(model, lengths):
-                if count:
-                    outputs.append(run(*inputs(sum(lengths)))[0])
-                else:
-                    (output, _), codes = run_and_get_code(run, *inputs(sum(lengths)))
-                    outputs.append(output)
-        assert len(codes) == 1
-        results.append((torch.cat(outputs), model.attn.kv_cache.clone(), codes[0]))
-    (unfused, unfused_cache, _), (fused, fused_cache, after) = results
-    assert torch.equal(unfused, fused) and torch.equal(unfused_cache, fused_cache)
+    _, after = generated_code(form, "attend")
     assert len(re.findall(r"torch\.ops\.vattn\.rope_attention\.default\(", after)) == 1
     assert "vattn.attention" not in after and "clone" not in after

@@ -37,29 +37,12 @@ from vattn.ops.gluon.mla_items import (
     panels,
 )
 from vattn.ops.gluon.prefill_messages import new_barriers
+from vattn.ops.gluon.prefill_softmax import rescale
 from vattn.ops.triton.mask import LN2
 
 ROWS = gl.constexpr(64)
 HIDDEN = gl.constexpr(-1e6)
 """Score of what is hidden, before the scale: far below any other, and finite, since maxima are multiplied."""
-
-_PACK = 64
-_PRODUCTS = "".join(f"mul.f32 ${i}, ${i}, ${2 * _PACK + i}; " for i in range(_PACK))
-RESCALE = gl.constexpr(
-    "{ .reg .pred p; "
-    f"setp.neu.f32 p, ${2 * _PACK}, 0f3F800000; setp.neu.or.f32 p, ${2 * _PACK + 2}, 0f3F800000, p; "
-    f"vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; {_PRODUCTS} SKIP: }}"
-)
-"""Multiply 64 values of two rows by their rows' factors, unless all factors of the warp are 1."""
-RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range(_PACK)] + ["f"] * _PACK))
-
-
-@gluon.jit
-def rescale(acc, decay):
-    values, factors = gl.broadcast(acc, decay[:, None])
-    return gl.inline_asm_elementwise(
-        RESCALE, RESCALE_OPERANDS, [values, factors], dtype=gl.float32, is_pure=True, pack=64
-    )
 
 
 @gluon.jit

@@ -344,6 +344,67 @@ def store_groups(
             tl.store(output + columns + 1, others, mask=mask[:, None, :])
 
 
+@triton.jit
+def operand_columns(WIDTH: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return which columns of a query stand at `[WIDTH]` in its two operands; beside an FP8 cache each has half."""
+    column = tl.arange(0, WIDTH)
+    if FP8 and ASSEMBLY:
+        column_a = 4 * (column // 2) + column % 2
+        column_b = column_a + 2
+    elif FP8:
+        column_a = 2 * column
+        column_b = column_a + 1
+    else:
+        column_a = column
+        column_b = column
+    return column_a, column_b
+
+
+@triton.jit
+def scale_factors(
+    q_scale, k_scale, v_scale, score_scale, kv_head, kv_head_mask, HEADS: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    KV_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Return scales of queries, factors of scores and scales of values, fp32 `[HEADS]`; kinds as in `decode_kernel`."""
+    value_factor = tl.full([HEADS], 1.0, tl.float32)
+    query_step = tl.full([HEADS], 1.0, tl.float32)
+    if QUERY_SCALE == 1:
+        query_step *= tl.load(q_scale, eviction_policy=KEEP)
+    if QUERY_SCALE == 2:
+        query_step *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+    score_factor = query_step * score_scale
+    if KV_SCALE == 1:
+        score_factor *= tl.load(k_scale, eviction_policy=KEEP)
+        value_factor *= tl.load(v_scale, eviction_policy=KEEP)
+    if KV_SCALE == 2:
+        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+    return query_step, score_factor, value_factor
+
+
+@triton.jit
+def load_item(schedule, cta, item, ctas):
+    """Return request, first row, rows, seq_len, first tile, end tile and slot of an item; next CTA and item (-1: none).
+
+    A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
+    """
+    record = schedule + (item + 1) * ITEM_FIELDS
+    request = tl.load(record, eviction_policy=KEEP)
+    first_row = tl.load(record + 1, eviction_policy=KEEP)
+    active = tl.load(schedule, eviction_policy=KEEP)
+    has_work = cta < active
+    # Without work the record is garbage; the loads do not wait for each other.
+    num_rows = tl.where(has_work, tl.load(record + 2, eviction_policy=KEEP), 0)
+    seq_len = tl.load(record + 3, eviction_policy=KEEP)
+    item_begin = tl.load(record + 4, eviction_policy=KEEP)
+    item_end = tl.load(record + 5, eviction_policy=KEEP)
+    slot = tl.load(record + 6, eviction_policy=KEEP)
+    item = tl.where(has_work, tl.load(record + 7, eviction_policy=KEEP), -1)
+    cta = tl.where(item < 0, cta + ctas, cta)
+    item = tl.where((item < 0) & (cta < active), cta, item)
+    return request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item
+
+
 @triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
     query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
@@ -378,50 +439,19 @@ def decode_kernel(
     kv_head_mask = kv_head < NUM_KV_HEADS
     in_group = tl.arange(0, 2 * QUERY_ROWS)
     query_mask = kv_head_mask[:, None, None] & (in_group < GROUP)[None, :, None]
-    column = tl.arange(0, WIDTH)
-    if FP8 and ASSEMBLY:
-        column_a = 4 * (column // 2) + column % 2
-        column_b = column_a + 2
-    elif FP8:
-        column_a = 2 * column
-        column_b = column_a + 1
-    else:
-        column_a = column
-        column_b = column
-    value_factor = tl.full([HEADS], 1.0, tl.float32)
-    query_step = tl.full([HEADS], 1.0, tl.float32)
-    if QUERY_SCALE == 1:
-        query_step *= tl.load(q_scale, eviction_policy=KEEP)
-    if QUERY_SCALE == 2:
-        query_step *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
-    score_factor = query_step * score_scale
-    if KV_SCALE == 1:
-        score_factor *= tl.load(k_scale, eviction_policy=KEEP)
-        value_factor *= tl.load(v_scale, eviction_policy=KEEP)
-    if KV_SCALE == 2:
-        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
-        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+    column_a, column_b = operand_columns(WIDTH, FP8, ASSEMBLY)
+    query_step, score_factor, value_factor = scale_factors(
+        q_scale, k_scale, v_scale, score_scale, kv_head, kv_head_mask, HEADS, QUERY_SCALE, KV_SCALE
+    )
     factor = score_factor[:, None, None]
     scale = load_scale(output_scale)
 
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        record = schedule + (item + 1) * ITEM_FIELDS
-        request = tl.load(record, eviction_policy=KEEP)
-        first_row = tl.load(record + 1, eviction_policy=KEEP)
-        active = tl.load(schedule, eviction_policy=KEEP)
-        has_work = cta < active
-        # Without work the record is garbage; the loads do not wait for each other.
-        num_rows = tl.where(has_work, tl.load(record + 2, eviction_policy=KEEP), 0)
-        seq_len = tl.load(record + 3, eviction_policy=KEEP)
-        item_begin = tl.load(record + 4, eviction_policy=KEEP)
-        item_end = tl.load(record + 5, eviction_policy=KEEP)
-        slot = tl.load(record + 6, eviction_policy=KEEP)
-        item = tl.where(has_work, tl.load(record + 7, eviction_policy=KEEP), -1)
-        # A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
-        cta = tl.where(item < 0, cta + tl.num_programs(0) // HEAD_GROUPS, cta)
-        item = tl.where((item < 0) & (cta < active), cta, item)
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
+            schedule, cta, item, tl.num_programs(0) // HEAD_GROUPS
+        )
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request

@@ -23,13 +23,15 @@ from vattn.ops.triton.cache_update import slot_start, stored
 from vattn.ops.triton.codec import cast, decode
 from vattn.ops.triton.decode_fast_kernels import (
     FP16_QUERY_SHRINK,
-    ITEM_FIELDS,
     KEEP,
     LOWEST_MAXIMUM,
     QUERY_ROWS,
     TILE_TOKENS,
     add_values,
     finish_rows,
+    load_item,
+    operand_columns,
+    scale_factors,
     take_scores,
     tile_scores,
     visible_end,
@@ -326,16 +328,7 @@ def rope_decode_kernel(
     head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
     kv_head = head0 + tl.arange(0, HEADS)
     kv_head_mask = kv_head < NUM_KV_HEADS
-    column = tl.arange(0, WIDTH)
-    if FP8 and ASSEMBLY:
-        column_a = 4 * (column // 2) + column % 2
-        column_b = column_a + 2
-    elif FP8:
-        column_a = 2 * column
-        column_b = column_a + 1
-    else:
-        column_a = column
-        column_b = column
+    column_a, column_b = operand_columns(WIDTH, FP8, ASSEMBLY)
     cta = tl.program_id(0) // HEAD_GROUPS
     ctas = tl.num_programs(0) // HEAD_GROUPS
 
@@ -350,19 +343,9 @@ def rope_decode_kernel(
             NUM_KV_HEADS, BLOCK_SIZE, K_STRIDES, V_STRIDES, SHAPE, NORM, MODEL, FP8, ASSEMBLY,
         )  # fmt: skip
 
-    value_factor = tl.full([HEADS], 1.0, tl.float32)
-    score_factor = tl.full([HEADS], 1.0, tl.float32)
-    if QUERY_SCALE == 1:
-        score_factor *= tl.load(q_scale, eviction_policy=KEEP)
-    if QUERY_SCALE == 2:
-        score_factor *= tl.load(q_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
-    score_factor = score_factor * score_scale
-    if KV_SCALE == 1:
-        score_factor *= tl.load(k_scale, eviction_policy=KEEP)
-        value_factor *= tl.load(v_scale, eviction_policy=KEEP)
-    if KV_SCALE == 2:
-        score_factor *= tl.load(k_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
-        value_factor *= tl.load(v_scale + kv_head, mask=kv_head_mask, other=1.0, eviction_policy=KEEP)
+    _, score_factor, value_factor = scale_factors(
+        q_scale, k_scale, v_scale, score_scale, kv_head, kv_head_mask, HEADS, QUERY_SCALE, KV_SCALE
+    )
     factor = score_factor[:, None, None]
     scale = load_scale(output_scale)
 
@@ -375,21 +358,9 @@ def rope_decode_kernel(
 
     item = cta
     while item >= 0:
-        record = schedule + (item + 1) * ITEM_FIELDS
-        request = tl.load(record, eviction_policy=KEEP)
-        first_row = tl.load(record + 1, eviction_policy=KEEP)
-        active = tl.load(schedule, eviction_policy=KEEP)
-        has_work = cta < active
-        # Without work the record is garbage; the loads do not wait for each other.
-        rows_of_item = tl.where(has_work, tl.load(record + 2, eviction_policy=KEEP), 0)
-        seq_len = tl.load(record + 3, eviction_policy=KEEP)
-        item_begin = tl.load(record + 4, eviction_policy=KEEP)
-        item_end = tl.load(record + 5, eviction_policy=KEEP)
-        slot_of_item = tl.load(record + 6, eviction_policy=KEEP)
-        item = tl.where(has_work, tl.load(record + 7, eviction_policy=KEEP), -1)
-        # A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
-        cta = tl.where(item < 0, cta + ctas, cta)
-        item = tl.where((item < 0) & (cta < active), cta, item)
+        request, first_row, rows_of_item, seq_len, item_begin, item_end, slot_of_item, cta, item = load_item(
+            schedule, cta, item, ctas
+        )
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, rows_of_item):
             row = first_row + row_of_request

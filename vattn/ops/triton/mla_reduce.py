@@ -46,6 +46,41 @@ def merge_parts(
     mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, **common)
 
 
+@triton.jit
+def merge_row(
+    partial, stats, output, lse, first, count, start, row, column, panel, HEADS: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Merge columns `[COLUMNS]` of one row of a split request, STEP parts at a time, and store them.
+
+    first, count: slots of the request's parts. start: its first token. The row's LSE is stored with panel 0.
+    """
+    maximum = tl.zeros([], tl.float32) - 1e30
+    total = tl.zeros([], tl.float32)
+    x = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, count, STEP):
+        split = at + tl.arange(0, STEP)
+        known = split < count
+        place = (first.to(tl.int64) + split) * PARTIAL_ROWS + row
+        m = tl.load(stats + place * 2, mask=known, other=-1e30)
+        part_total = tl.load(stats + place * 2 + 1, mask=known, other=0.0)
+        part = tl.load(partial + place[:, None] * LATENT + column[None, :], mask=known[:, None], other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(m, 0))
+        decay = tl.exp2(maximum - new_maximum)
+        weight = tl.where(known, tl.exp2(m - new_maximum), 0.0)
+        x = x * decay + tl.sum(weight[:, None] * part, 0)
+        total = total * decay + tl.sum(weight * part_total, 0)
+        maximum = new_maximum
+    seen = total != 0.0
+    safe = tl.where(seen, total, 1.0)
+    place = start.to(tl.int64) * HEADS + row
+    x = tl.where(seen, x / safe, 0.0)
+    tl.store(output + place * LATENT + column, x.to(output.dtype.element_ty))
+    if lse is not None:
+        if panel == 0:
+            tl.store(lse + place, tl.where(seen, (maximum + tl.log2(safe)) * LN2, float("-inf")))
+
+
 @triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_reduce_kernel(
     schedule, partial, stats, query_start_loc, output, lse, max_items,
@@ -70,30 +105,10 @@ def mla_reduce_kernel(
     if row >= (tl.load(query_start_loc + request + 1) - start) * HEADS:
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    maximum = tl.zeros([], tl.float32) - 1e30
-    total = tl.zeros([], tl.float32)
-    x = tl.zeros([COLUMNS], tl.float32)
-    for at in range(0, count, STEP):
-        split = at + tl.arange(0, STEP)
-        known = split < count
-        place = (first + split) * PARTIAL_ROWS + row
-        m = tl.load(stats + place * 2, mask=known, other=-1e30)
-        part_total = tl.load(stats + place * 2 + 1, mask=known, other=0.0)
-        part = tl.load(partial + place[:, None] * LATENT + column[None, :], mask=known[:, None], other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(m, 0))
-        decay = tl.exp2(maximum - new_maximum)
-        weight = tl.where(known, tl.exp2(m - new_maximum), 0.0)
-        x = x * decay + tl.sum(weight[:, None] * part, 0)
-        total = total * decay + tl.sum(weight * part_total, 0)
-        maximum = new_maximum
-    seen = total != 0.0
-    safe = tl.where(seen, total, 1.0)
-    place = start * HEADS + row
-    x = tl.where(seen, x / safe, 0.0)
-    tl.store(output + place * LATENT + column, x.to(output.dtype.element_ty))
-    if lse is not None:
-        if tl.program_id(1) == 0:
-            tl.store(lse + place, tl.where(seen, (maximum + tl.log2(safe)) * LN2, float("-inf")))
+    merge_row(
+        partial, stats, output, lse, first, count, start, row, column, tl.program_id(1), HEADS, PARTIAL_ROWS,
+        LATENT, COLUMNS, STEP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,27 +155,7 @@ def mla_merge_parts_kernel(
         panel = job % PANELS
         if row < rows * HEADS:
             column = panel * COLUMNS + tl.arange(0, COLUMNS)
-            maximum = tl.zeros([], tl.float32) - 1e30
-            total = tl.zeros([], tl.float32)
-            x = tl.zeros([COLUMNS], tl.float32)
-            for at in range(0, count, STEP):
-                split = at + tl.arange(0, STEP)
-                known = split < count
-                place = (first.to(tl.int64) + split) * PARTIAL_ROWS + row
-                m = tl.load(stats + place * 2, mask=known, other=-1e30)
-                part_total = tl.load(stats + place * 2 + 1, mask=known, other=0.0)
-                part = tl.load(partial + place[:, None] * LATENT + column[None, :], mask=known[:, None], other=0.0)
-                new_maximum = tl.maximum(maximum, tl.max(m, 0))
-                decay = tl.exp2(maximum - new_maximum)
-                weight = tl.where(known, tl.exp2(m - new_maximum), 0.0)
-                x = x * decay + tl.sum(weight[:, None] * part, 0)
-                total = total * decay + tl.sum(weight * part_total, 0)
-                maximum = new_maximum
-            seen = total != 0.0
-            safe = tl.where(seen, total, 1.0)
-            place = start.to(tl.int64) * HEADS + row
-            x = tl.where(seen, x / safe, 0.0)
-            tl.store(output + place * LATENT + column, x.to(output.dtype.element_ty))
-            if lse is not None:
-                if panel == 0:
-                    tl.store(lse + place, tl.where(seen, (maximum + tl.log2(safe)) * LN2, float("-inf")))
+            merge_row(
+                partial, stats, output, lse, first, count, start, row, column, panel, HEADS, PARTIAL_ROWS, LATENT,
+                COLUMNS, STEP,
+            )  # fmt: skip
