@@ -75,6 +75,8 @@ def test_a_sample_of_all_sizes(name: str) -> None:
         ("--part 5 2", "from 0 to N - 1"),
         ("--only 3 --part 1 2", "leave --part out"),
         ("--count -3", "at least 1"),
+        ("--all --count 30", "not allowed with"),
+        ("--all --only 3", "not allowed with"),
     ],
 )
 def test_cases_that_there_are_not(arguments: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,13 +197,14 @@ def drawn(name: str, count: int, seed: int) -> Iterator[tuple[int, AttentionConf
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of a run; whoever asks for cases that there are not is told so by argparse, and exits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every case; otherwise a sample by VATTN_FUZZ_SEED")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true", help="every case; otherwise a sample by VATTN_FUZZ_SEED")
+    which.add_argument("--count", type=int, default=40, help="cases of each format in a sample")
+    which.add_argument("--only", type=int, help="the one case of this number")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="cases I, I + N and so on"
     )
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
-    parser.add_argument("--count", type=int, default=40, help="cases of each format without --all")
-    parser.add_argument("--only", type=int, help="the one case of this number")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
     part, parts = options.part
