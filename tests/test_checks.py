@@ -244,6 +244,11 @@ def test_reserved_and_foreign_arguments_are_refused() -> None:
     refuses(lambda: checks.check_attention(args, striped), errors.ConfigError, "local_seq_lens is missing")
     plan = args._replace(plan=[torch.zeros(3)])
     refuses(lambda: checks.check_attention(plan, config), errors.DtypeError, "plan has dtype float32.*int32")
+    for dtype in (torch.int32, torch.int64):
+        plan = args._replace(plan=[torch.zeros(3, 8, dtype=dtype, device="meta")])
+        refuses(lambda given=plan: checks.check_attention(given, config), errors.DeviceError, "plan is on meta")  # type: ignore[misc]
+    plan = args._replace(plan=[torch.zeros(3, 8, dtype=torch.int32)[:, ::2]])
+    refuses(lambda: checks.check_attention(plan, config), errors.StrideError, "plan has strides")
     workspace = args._replace(workspace=torch.zeros(4, device="meta"))
     refuses(lambda: checks.check_attention(workspace, config), errors.DeviceError, "workspace is on meta")
     workspace = args._replace(workspace=torch.zeros(8)[::2])

@@ -42,6 +42,10 @@ REFUSALS: dict[str, tuple[Callable[[RopeAttentionArgs], RopeAttentionArgs], type
     "a table too few": (lambda a: a._replace(block_table=a.block_table[:2]), errors.ShapeError, "block_table"),
     "an output too long": (lambda a: a._replace(output=a.output.repeat(2, 1, 1)), errors.ShapeError, "output"),
     "an output over queries": (output_over_query, errors.StrideError, "output"),
+    "a schedule of fp32": (lambda a: a._replace(plan=[torch.zeros(9, 8)]), errors.DtypeError, "plan"),
+    "a schedule with gaps": (
+        lambda a: a._replace(plan=[torch.zeros(9, 16, dtype=torch.int32)[:, ::2]]), errors.StrideError, "plan",
+    ),
     "no such rotation": (lambda a: a._replace(rope="rope9 rotary_dim=16"), errors.ConfigError, "rope9"),
     "no such config": (lambda a: a._replace(config="attn"), errors.ConfigError, "attn"),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 import vattn
 from tests.rope_attention_cases import blank, make_step, moved, two_calls
 from tests.support import make_config, relative_l2
+from vattn.errors import DeviceError
 from vattn.ops.arguments import RopeAttentionArgs
 from vattn.rope_config import RopeConfig
 
@@ -101,6 +102,21 @@ def test_rows_that_are_not_one_per_request() -> None:
     config = config_of(**FP8)
     for lengths, counts in (([40, 100, 0, 90], [2, 1, 0, 0]), ([33, 3], [2, 0])):
         check(make_step(config, NEOX, counts, lengths, device="cuda"), config, NEOX)
+
+
+def test_a_schedule_of_another_step_is_not_read_and_one_of_the_host_is_refused() -> None:
+    from vattn.ops.triton import decode_fast
+
+    config = config_of(**FP8)
+    shape = (decode_fast.plan_shape(config, 2, 2, torch.device("cuda", 0))[0], 8)
+    for plan in (torch.full((shape[0] + 3, 8), 9, dtype=torch.int32), torch.full((5,), 9, dtype=torch.int32)):
+        args = make_step(config, NEOX, [1, 1], [300, 33], device="cuda")
+        check(args._replace(plan=[plan.cuda()]), config, NEOX)
+    args = make_step(config, NEOX, [1, 1], [300, 33], device="cuda")
+    before = args.kv_cache.clone()
+    with pytest.raises(DeviceError, match="plan is on cpu"):
+        torch.ops.vattn.rope_attention(*args._replace(plan=[torch.zeros(shape, dtype=torch.int32)]))
+    assert torch.equal(as_bytes(args.kv_cache), as_bytes(before))
 
 
 def test_requests_that_share_blocks_and_tokens_without_slots() -> None:

@@ -38,6 +38,7 @@ _FP32 = (torch.float32,)
 _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)
 _FLOATS = tuple(MODEL_DTYPES.values())
+_CPU = torch.device("cpu")
 
 _LAYOUTS = {
     "query": "[T, num_heads, head_size]",
@@ -237,6 +238,19 @@ def check_plan(args: PlanArgs, config: AttentionConfig) -> None:
     _check("schedule", args.schedule, tuple(args.schedule.shape), _INT32, device)
 
 
+def check_schedules(plan: list[Tensor], device: torch.device) -> None:
+    """Check the schedules that an attention op is given; those of other shapes than a path makes are not read.
+
+    Raises:
+        DtypeError, DeviceError, StrideError: by kind of mistake.
+    """
+    for schedule in plan:
+        if schedule.dtype not in (torch.int32, torch.int64):
+            _refuse_dtype("plan", schedule, (torch.int32, torch.int64))
+        home = device if schedule.dtype == torch.int32 else _CPU  # Half of a plan on the host stays there.
+        _check("plan", schedule, tuple(schedule.shape), (schedule.dtype,), home)
+
+
 def check_merge(args: MergeArgs) -> None:
     """Check the arguments of `vattn::merge_attn_states`.
 
@@ -291,9 +305,7 @@ def _check_shared(
     _check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
     _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
     _check_mask_inputs(args, config, num_reqs, device)
-    for schedule in args.plan:
-        if schedule.dtype not in (torch.int32, torch.int64):
-            _refuse_dtype("plan", schedule, (torch.int32, torch.int64))
+    check_schedules(args.plan, device)
     if args.workspace is not None:
         _check("workspace", args.workspace, tuple(args.workspace.shape), (args.workspace.dtype,), device)
 

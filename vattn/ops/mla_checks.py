@@ -15,6 +15,7 @@ from vattn.errors import (
 )
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 from vattn.mla_config import MLAConfig
+from vattn.ops.checks import check_schedules
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, shape_of_mla_storage
 from vattn.ops.mla_weights import weight_scale_shape
@@ -87,9 +88,7 @@ def check_mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
         )
     if args.local_seq_lens is not None:
         _expect("local_seq_lens", args.local_seq_lens, (reqs,), _INT32, device, "[B]")
-    for schedule in args.plan:
-        if schedule.dtype not in (_INT32, _INT64):
-            raise DtypeError(f"plan has dtype {dtype_name(schedule.dtype)}", "int32 or int64", "make it by vattn::plan")
+    check_schedules(args.plan, device)
     _check_workspace(args.workspace, dtype, device)
 
 
