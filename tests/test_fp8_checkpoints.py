@@ -32,7 +32,7 @@ from tests.fp8_checkpoints import (
 )
 from tests.test_fp8_linears import calibrated, make_llama
 from tests.test_transformers import PROMPTS, Runner, eager_logits
-from vattn.integrations.fp8_checkpoint_config import input_format, refuse_ignored
+from vattn.integrations.fp8_checkpoint_config import input_format, refuse_converted, refuse_ignored
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 
 FP8 = vattn.CacheConfig(cache_dtype="fp8")
@@ -47,7 +47,7 @@ def load(folder: Path) -> Any:
 def plain(folder: Path) -> Any:
     """A model of the checkpoint's shape that says where it is from, without transformers' quantisers."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     stored = load_file(folder / "model.safetensors")
     model.load_state_dict({name: x for name, x in stored.items() if x.element_size() > 1}, strict=False)
@@ -191,6 +191,27 @@ def of_queries(folder: Path) -> None:
     edit_tensors(folder, **{"model.layers.0.self_attn.q_scale": torch.ones(1)})
 
 
+def of_weights_of_values(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.prob_output_scale": torch.ones(1)})
+
+
+def zero_points(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.v_zero_point": torch.ones(1)})
+
+
+def of_a_cache(scheme: Any) -> Any:
+    """A change of what the configuration says about the cache."""
+    return lambda folder: edit_config(
+        folder, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    )
+
+
+def of_modelopt(folder: Path) -> None:
+    edit_config(folder, quantization_config=None)
+    described = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(described))
+
+
 def negative(folder: Path) -> None:
     edit_tensors(folder, **{"model.layers.0.self_attn.k_scale": torch.tensor([-1.0])})
 
@@ -199,7 +220,14 @@ CACHE_FAULTS: dict[str, tuple[Any, str]] = {
     "promised": (without_scales, "kv_cache_scheme.*calibrat"),
     "one layer": (without_a_layer, r"no model\.layers\.1\.self_attn\.k_scale.*calibrat"),
     "unknown": (of_another, "model.vision.self_attn.k_scale"),
-    "query": (of_queries, "q_scale"),
+    "query": (of_queries, "q_scale in .*which the cache has no use for"),
+    "softmax": (of_weights_of_values, "prob_output_scale in .*, which the cache has no use for"),
+    "zero points": (zero_points, "v_zero_point in .*, which the cache has no use for"),
+    "4 bits": (of_a_cache({"type": "float", "num_bits": 4}), "'num_bits': 4.*calibrat"),
+    "integers": (of_a_cache({"type": "int", "num_bits": 8}), "'int'.*calibrat"),
+    "asymmetric": (of_a_cache({"symmetric": False}), "'symmetric': False.*zero points"),
+    "a word": (of_a_cache("int8"), "kv_cache_scheme='int8'"),
+    "ModelOpt": (of_modelopt, "kv_cache_quant_algo='NVFP4'"),
     "negative": (negative, "positive"),
 }
 
@@ -216,8 +244,22 @@ def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, tm
     enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.1, 0.1), num_blocks=17)
 
 
+@pytest.mark.parametrize("scheme", ["static", {"type": "float", "num_bits": 8, "dynamic": False}, {}, None])
+def test_scales_of_an_fp8_cache(scheme: Any, tmp_path: Path) -> None:
+    """However the configuration says so, with zero points that are zeros."""
+    write_compressed_tensors(tmp_path, make_llama())
+    of_a_cache(scheme)(tmp_path)
+    edit_tensors(tmp_path, **{"model.layers.0.self_attn.v_zero_point": torch.zeros(1)})
+    packed = enable(plain(tmp_path), cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+
+
 def expert(folder: Path) -> None:
     edit_tensors(folder, **{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
+
+
+def embeddings(folder: Path) -> None:
+    edit_tensors(folder, **{"model.embed_tokens.weight": torch.ones(256, 128).to(torch.float8_e4m3fn)})
 
 
 def no_weight_scale(folder: Path) -> None:
@@ -298,6 +340,10 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
         "input_scale in torch.float8_e4m3fn",
     ),
     "left out": (described(ignore=["lm_head", UP]), errors.ConfigError, f"{UP}.weight in FP8, which ignore"),
+    "embeddings": (described(modules_to_convert=["embed_tokens"]), errors.UnsupportedRequestError, "embedding table"),
+    "made FP8": (described(modules_to_convert=["lm_head"]), errors.ConfigError, "lm_head, which modules_to_convert"),
+    "unread": (described(modules_to_convert="lm_head"), errors.ConfigError, "modules_to_convert='lm_head'.* a list"),
+    "an FP8 table": (embeddings, errors.UnsupportedRequestError, "embeddings and merged experts"),
     "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
     "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
     "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
@@ -408,6 +454,19 @@ GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_activations": {**FP8_ARGS, "dynamic": "false"}}, errors.ConfigError, "dynamic='false'"),
     ({"weights": {**FP8_ARGS, "num_bits": 4}}, errors.UnsupportedRequestError, "weights that are not FP8"),
     ({"weights": {**FP8_ARGS, "type": "int"}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    (
+        {"input_activations": {**FP8_ARGS, "scale_dtype": "torch.float8_e4m3fn"}},
+        errors.UnsupportedRequestError,
+        "scales of inputs in 'torch.float8_e4m3fn'",
+    ),
+    (
+        {
+            "weights": {**FP8_ARGS, "strategy": "block", "block_structure": [64, 64]},
+            "input_activations": {**FP8_ARGS, "strategy": "group", "group_size": 64, "dynamic": True},
+        },
+        errors.UnsupportedRequestError,
+        r"blocks of \[64, 64\], inputs in groups of 64",
+    ),
     ({"format": "int-quantized"}, errors.UnsupportedRequestError, "format='int-quantized'"),
 ]
 
@@ -430,6 +489,13 @@ def test_groups_that_mean_something_else(fault: int) -> None:
         ({"quant_method": "fp8", "weight_block_size": 128}, errors.ConfigError, "weight_block_size=128"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, errors.UnsupportedRequestError, r"\[64, 64\]"),
         ({"quant_method": "fp8", "activation_scheme": "foo"}, errors.ConfigError, "'foo'.*dynamic or static"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, errors.UnsupportedRequestError, "powers of two.*'ue8m0'"),
+        (
+            {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+            errors.UnsupportedRequestError,
+            "'ue8m0'",
+        ),
+        ({"quant_method": "fp8", "scale_fmt": 8}, errors.ConfigError, "scale_fmt=8.*float or ue8m0"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, errors.UnsupportedRequestError, "fmt='e5m2'"),
     ],
 )
@@ -471,6 +537,21 @@ def test_what_a_configuration_leaves_out() -> None:
     for key in ("ignore", "modules_to_not_convert"):
         with pytest.raises(errors.ConfigError, match=f"{key} with 're:\\('.*regular expressions"):
             refuse_ignored({key: ["re:("]}, names)
+
+
+def test_what_a_configuration_converts() -> None:
+    """Ends of names, as transformers reads them, less what is left out; entries for other models mean nothing here."""
+    tables, plain_ones = ["model.embed_tokens"], ["lm_head"]
+    for fine in (None, [], ["ngram_table"], ["up_proj"]):
+        refuse_converted({"modules_to_convert": fine}, tables, plain_ones)
+    refuse_converted(
+        {"modules_to_convert": ["embed_tokens"], "modules_to_not_convert": ["embed_tokens"]}, tables, plain_ones
+    )
+    for entry in ("embed_tokens", "model.embed_tokens", "tokens"):
+        with pytest.raises(errors.UnsupportedRequestError, match="embedding table"):
+            refuse_converted({"modules_to_convert": [entry]}, tables, plain_ones)
+    with pytest.raises(errors.ConfigError, match=r"lm_head.*not in FP8"):
+        refuse_converted({"modules_to_convert": ["head"]}, tables, plain_ones)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from vattn.layers import QuantConfig
 
 KINDS = ("k_scale", "v_scale")
 
+FP8_SCHEMES = ("static", "fp8")
+"""Words that describe scales of an FP8 cache: AutoFP8's, and ModelOpt's."""
+
 
 def find_scales(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
     """Return the scales that a checkpoint gives attention modules; empty for none.
@@ -25,16 +28,19 @@ def find_scales(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]
         names: of its attention modules.
 
     Raises:
-        ScaleError: of some layers alone, of unknown ones, or promised by the configuration and missing.
+        ScaleError: of some layers alone, of unknown ones, promised by the configuration and missing, or made for a
+            cache in another format.
     """
     folder = folder_of(model)
     if folder is not None:
         checkpoint = Checkpoint(folder)
         found = cache_scales(checkpoint, names)
         promised = next((name for name in SCHEMES if checkpoint.quantization.get(name)), None)
+        scheme = None if promised is None else checkpoint.quantization[promised]
+        if found and promised is not None:
+            _refuse_others(f"{promised}={scheme!r:.120} in {folder}", scheme)
         if found or promised is None:
             return found or _on_modules(model, names)
-        scheme = checkpoint.quantization[promised]
         if not isinstance(scheme, dict) or not scheme.get("dynamic"):
             raise ScaleError(
                 f"{folder}, whose configuration has {promised} and whose files have no k_scale and v_scale",
@@ -42,6 +48,21 @@ def find_scales(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]
                 "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config=",
             )
     return _on_modules(model, names) if folder is None else {}
+
+
+def _refuse_others(what: str, scheme: Any) -> None:
+    """Refuse scales that were made for another cache than one of FP8: 4-bit codes have much smaller ones."""
+    if isinstance(scheme, dict):
+        kind = (scheme.get("type", "float"), scheme.get("num_bits", 8), scheme.get("symmetric", True))
+        right = kind == ("float", 8, True)
+    else:
+        right = isinstance(scheme, str) and scheme.lower() in FP8_SCHEMES
+    if not right:
+        raise ScaleError(
+            f"scales of the cache, with {what}",
+            "scales of an FP8 cache without zero points",
+            "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config=",
+        )
 
 
 def _on_modules(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:

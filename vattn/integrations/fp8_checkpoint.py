@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from vattn.calibration import linears_of, root_of
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
 from vattn.fp8_linears import check_device, check_untouched, has_own_forward, replace
-from vattn.integrations.fp8_checkpoint_config import CACHED, input_format, not_supported, refuse_ignored
+from vattn.integrations.fp8_checkpoint_config import (
+    CACHED,
+    input_format,
+    not_supported,
+    refuse_converted,
+    refuse_ignored,
+)
 from vattn.integrations.fp8_saving import describe_linears
 from vattn.keywords import known_keywords
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
@@ -38,6 +44,10 @@ CACHE_NAMES = {
 }
 """Names of the cache's scales in checkpoints, and which of ours each gives."""
 
+OTHER_SCALES = ("q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
+"""Names of scales of queries and of softmax weights."""
+
+ZERO_POINTS = ("k_zero_point", "v_zero_point")
 
 USED = {"weight", "bias", *SCALE_NAMES, *INPUT_NAMES, "k_scale", "v_scale", "kv_scale"}
 """Names of tensors beside an FP8 weight that linear layers or the cache take."""
@@ -74,12 +84,7 @@ class Checkpoint:
                 raise ConfigError(f"{file}: {error}", "a file of safetensors", "fetch the checkpoint again") from error
             self._twice |= {name: file for name in names if name in self._where}
             self._where |= dict.fromkeys(names, file)
-        try:
-            self.config = dict(json.loads((folder / "config.json").read_text()))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{folder / 'config.json'}: {error}", "an object of JSON", "fetch the checkpoint again"
-            ) from error
+        self.config = _json(folder / "config.json")
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -111,13 +116,25 @@ class Checkpoint:
     def quantization(self) -> dict[str, Any]:
         """What the configuration says about quantisation; empty for nothing.
 
+        ModelOpt writes it into a file of its own.
+
         Raises:
-            ConfigError: that is no dictionary.
+            ConfigError: that is no dictionary, or cannot be read.
         """
         found = self.config.get("quantization_config") or self.config.get("compression_config") or {}
+        other = self.folder / "hf_quant_config.json"
+        if not found and other.is_file():
+            found = _json(other).get("quantization") or {}
         if not isinstance(found, dict):
             raise ConfigError(f"quantization_config={found!r:.80}", "a dictionary", "check config.json")
         return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}", "an object of JSON", "fetch the checkpoint again") from error
 
 
 def folder_of(model: nn.Module) -> Path | None:
@@ -141,12 +158,13 @@ def cache_scales(checkpoint: Checkpoint, modules: list[str]) -> dict[str, dict[s
         `{module: {"k_scale": fp32 [1 or heads], "v_scale": ...}}`; empty if the checkpoint has none.
 
     Raises:
-        ScaleError: scales of some layers alone, of modules that do not attend, or of queries, which nothing would use.
+        ScaleError: scales of some layers alone, of modules that do not attend, or of queries, which nothing would use;
+            zero points.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name in checkpoint:
-        suffix = next((s for s in (*CACHE_NAMES, "q_scale") if name.endswith("." + s)), None)
-        if suffix is None:
+        suffix = next((s for s in (*CACHE_NAMES, *OTHER_SCALES, *ZERO_POINTS) if name.endswith("." + s)), None)
+        if suffix is None or (suffix in ZERO_POINTS and not bool(checkpoint.tensor(name).float().any())):
             continue
         owner = _owner(name.removesuffix("." + suffix), modules)
         if owner is None:
@@ -155,9 +173,9 @@ def cache_scales(checkpoint: Checkpoint, modules: list[str]) -> dict[str, dict[s
                 f"scales of {', '.join(modules[:3])} ...",
                 "check that this checkpoint is the model's",
             )
-        if suffix == "q_scale":
+        if suffix not in CACHE_NAMES:
             raise ScaleError(
-                f"{name} in {checkpoint.folder}, a scale of queries",
+                f"{name} in {checkpoint.folder}, which the cache has no use for",
                 "scales of keys and values",
                 "give quant_config or a calibration, which decide about the query too",
             )
@@ -254,7 +272,7 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
         if name is None:
             raise UnsupportedRequestError(
                 f"{weight} in FP8, which is no linear layer of {type(root).__name__}",
-                "FP8 weights of linear layers (transformers merges experts)",
+                "FP8 weights of linear layers, which embeddings and merged experts are not",
                 "let transformers dequantise this checkpoint, and use vattn.quantise_linears",
             )
         if name in made:
@@ -266,6 +284,8 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
         refuse_ignored(checkpoint.quantization, (name, weight.removesuffix(".weight")))
         made[name] = _read(checkpoint, weight.removesuffix("weight"), name, linears[name])
     _check_all_used(checkpoint, set(weights))
+    tables = [name for name, module in root.named_modules() if isinstance(module, nn.Embedding)]
+    refuse_converted(checkpoint.quantization, tables, [name for name in linears if name not in made])
     for name, linear in made.items():
         replace(root, name, linear)
     describe_linears(root)

@@ -20,6 +20,12 @@ FORMATS = ("float-quantized", "naive-quantized", "mixed-precision")
 INPUT_SCHEMES = ("dynamic", "static")
 """How transformers' own format quantises inputs."""
 
+SCALE_FORMATS = ("float", "ue8m0")
+"""How transformers' own format stores scales; the second also rounds those of inputs to powers of two."""
+
+SCALE_DTYPES = (None, "torch.float32", "torch.bfloat16", "torch.float16")
+"""In which compressed-tensors may keep the scales of inputs."""
+
 LEFT_OUT = ("ignore", "ignored_layers", "modules_to_not_convert")
 """Entries that list what is not quantised; `ignored_layers` is what AutoFP8 writes."""
 
@@ -51,16 +57,20 @@ def input_format(quantization: dict[str, Any], name: str) -> str:
 
 def _of_transformers(quantization: dict[str, Any], name: str) -> str:
     fmt, scheme = quantization.get("fmt", "e4m3"), quantization.get("activation_scheme", "dynamic")
-    blocks = quantization.get("weight_block_size")
+    blocks, scales = quantization.get("weight_block_size"), quantization.get("scale_fmt", "float")
     if fmt != "e4m3":
         raise not_supported(f"fmt={fmt!r:.80}", name)
     if scheme not in INPUT_SCHEMES:
         raise _unreadable(f"activation_scheme={scheme!r:.80}", " or ".join(INPUT_SCHEMES))
+    if scales not in SCALE_FORMATS:
+        raise _unreadable(f"scale_fmt={scales!r:.80}", " or ".join(SCALE_FORMATS))
+    if scales != "float":
+        raise not_supported(f"scales that are powers of two (scale_fmt={scales!r})", name)
     if blocks is None:
         return "fp8_static" if scheme == "static" else "fp8_per_token"
     if not isinstance(blocks, list):
         raise _unreadable(f"weight_block_size={blocks!r:.80}", "a list of two sizes, or null")
-    if blocks == [BLOCK, BLOCK] and scheme == "dynamic" and quantization.get("scale_fmt", "float") == "float":
+    if blocks == [BLOCK, BLOCK] and scheme == "dynamic":
         return "fp8_group128"
     raise not_supported(f"blocks of {blocks!r:.80}, {scheme} inputs", name)
 
@@ -87,10 +97,15 @@ def _of_compressed_tensors(quantization: dict[str, Any], name: str) -> str:
         raise not_supported("zero points (symmetric is false)", name)
     if _part(group, "output_activations") and not name.endswith(CACHED):
         raise not_supported("quantised outputs", name)
+    # Scales of weights are in the files; those of inputs would be rounded to this dtype.
+    if inputs.get("scale_dtype") not in SCALE_DTYPES:
+        raise not_supported(f"scales of inputs in {inputs['scale_dtype']!r:.80}", name)
     kind = (_strategy(weights), _strategy(inputs), _flag(inputs, "dynamic", False))
-    sizes = (weights.get("block_structure"), inputs.get("group_size"))
-    if kind not in STRATEGIES or (kind[0] == "block" and sizes != ([BLOCK, BLOCK], BLOCK)):
+    if kind not in STRATEGIES:
         raise not_supported(f"weights by {kind[0]}, inputs by {kind[1]}, {'dynamic' if kind[2] else 'static'}", name)
+    sizes = (weights.get("block_structure"), inputs.get("group_size"))
+    if kind[0] == "block" and sizes not in (([BLOCK, BLOCK], BLOCK), (f"{BLOCK}x{BLOCK}", BLOCK)):
+        raise not_supported(f"blocks of {sizes[0]!r:.80}, inputs in groups of {sizes[1]!r:.80}", name)
     return STRATEGIES[kind]
 
 
@@ -127,18 +142,51 @@ def refuse_ignored(quantization: dict[str, Any], names: tuple[str, ...]) -> None
         ConfigError: so it is, or what it leaves out cannot be read.
     """
     for key in LEFT_OUT:
-        entries = quantization.get(key)
-        if entries is None:
-            continue
-        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-            raise _unreadable(f"{key}={entries!r:.80}", "a list of names and patterns")
-        for entry in entries:
+        for entry in _entries(quantization, key):
             if any(_leaves_out(key, entry, name) for name in names):
                 raise ConfigError(
                     f"{names[-1]}.weight in FP8, which {key} leaves out by {entry!r:.80}",
                     "FP8 weights of layers that the configuration quantises",
                     "check config.json, or fetch the checkpoint again",
                 )
+
+
+def refuse_converted(quantization: dict[str, Any], tables: list[str], plain: list[str]) -> None:
+    """Refuse a configuration that makes more FP8 than linear layers, or linear layers whose weights are not.
+
+    transformers reads `modules_to_convert` as ends of names, of embedding tables above all, and leaves out of it what
+    `modules_to_not_convert` names.
+
+    Args:
+        quantization: the configuration.
+        tables: names of the model's embeddings.
+        plain: of its linear layers whose weights are not in FP8.
+
+    Raises:
+        UnsupportedRequestError: it names an embedding. ConfigError: it names a plain layer, or cannot be read.
+    """
+    left_out = _entries(quantization, "modules_to_not_convert")
+    for entry in _entries(quantization, "modules_to_convert"):
+        for name in (*tables, *plain):
+            if not name.endswith(entry) or any(_leaves_out("modules_to_not_convert", left, name) for left in left_out):
+                continue
+            if name in tables:
+                raise not_supported(f"an embedding table in FP8 (modules_to_convert has {entry!r:.80})", name)
+            raise ConfigError(
+                f"{name}, which modules_to_convert makes FP8 by {entry!r:.80}, and whose weight is not in FP8",
+                "FP8 weights of every layer that the configuration quantises",
+                "check config.json, or fetch the checkpoint again",
+            )
+
+
+def _entries(quantization: dict[str, Any], key: str) -> list[str]:
+    """Return an entry that is a list of names and patterns, empty if there is none."""
+    entries = quantization.get(key)
+    if entries is None:
+        return []
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise _unreadable(f"{key}={entries!r:.80}", "a list of names and patterns")
+    return entries
 
 
 def _leaves_out(key: str, entry: str, name: str) -> bool:
