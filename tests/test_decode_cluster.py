@@ -66,6 +66,21 @@ def test_clusters_fill_the_card_and_hold_a_row_a_cta() -> None:
     assert decode_fast.FEW_REQUESTS == 4
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+def test_shared_memory_is_asked_for_or_needs_no_asking(head_size: int, cache: str) -> None:
+    """The runtime asks the driver for more than 48 KB by what the compiler allocates, which is not all there is."""
+    from vattn.ops.gluon import decode_cluster_launch as launch
+
+    config = make_config(**{**LLAMA, "head_size": head_size, "kv_cache_dtype": cache, "kv_scale": SCALES[cache]})
+    row_bytes = head_size * (1 if cache == "fp8_e4m3" else 2)
+    ring = 2 * launch.stages(config) * launch.SLOTS * 16 * row_bytes
+    maxima_and_sums, inbox, most = 2 * launch.SLOTS * 8 * 4, 9216, 48 << 10
+    assert ring + maxima_and_sums > most or ring + maxima_and_sums + inbox + 1024 <= most
+
+
+SCALES = {"bfloat16": "none", "fp8_e4m3": "tensor"}
+
 COMPILE = """
 import os
 os.environ["TRITON_INTERPRET"] = "0"

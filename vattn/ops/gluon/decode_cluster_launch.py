@@ -92,10 +92,21 @@ def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments:
     kernel[grid](**arguments)
 
 
+def stages(config: AttentionConfig) -> int:
+    """Return how many tiles a warp holds.
+
+    More than 48 KB of shared memory need the driver's leave, for which the runtime asks by what the compiler allocates
+    alone: the inbox stands beside that, so the stages take more by themselves or leave room for it.
+    """
+    if config.kv_cache_dtype not in decode_fast.QUANTISED_CACHES:
+        return 3
+    return 5 if config.head_size == 128 else 4
+
+
 def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor, size: int) -> dict[str, Any]:
     """Return what the kernel is launched with, in clusters of `size`."""
     quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
-    tuning = decode_fast.Tuning(1, 5 if quantised else 3)
+    tuning = decode_fast.Tuning(1, stages(config))
     key, value = key_value_views(args.kv_cache, config)
     num_blocks = key.shape[0]
     if quantised:
