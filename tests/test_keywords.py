@@ -17,6 +17,10 @@ def builder(**options):
     return vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, block_size=8, **options)
 
 
+def flash_builder(**options):
+    return vattn.FlashAttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, **options)
+
+
 MISSPELT = {
     "CacheConfig": (lambda: vattn.CacheConfig(blocksize=8), "CacheConfig", "blocksize", "block_size"),
     "QuantConfig": (lambda: vattn.QuantConfig(kscale=1.0), "QuantConfig", "kscale", "k_scale"),
@@ -47,6 +51,13 @@ MISSPELT = {
         "sampling",
     ),
     "generate": (lambda: vattn.Generator.generate(None, [[1]], progres=1), "Generator.generate", "progres", "progress"),
+    "a builder of other steps": (lambda: flash_builder(layer=None), "FlashAttentionMetadataBuilder", "layer", "layers"),
+    "its build": (
+        lambda: flash_builder().build([1], seq_len=[1]),
+        "FlashAttentionMetadataBuilder.build",
+        "seq_len",
+        "seq_lens",
+    ),
     "a layer": (lambda: vattn.Attention(2, 16, 0.25, windows=5), "Attention", "windows", "per_layer_sliding_window"),
 }
 
@@ -60,6 +71,33 @@ def test_a_misspelt_name_is_answered_with_the_right_one(call, of, came, fix) -> 
     if came != "windows":
         assert fix in caught.value.fix.split(" or ")
     assert isinstance(caught.value, TypeError)
+
+
+INPUTS = {
+    "attention": lambda: vattn.Attention(2, 16, 0.25),
+    "sinks": lambda: vattn.StaticSinkAttention(2, 16, 0.25, sink_len=16),
+    "cross": lambda: vattn.CrossAttention(2, 16, 0.25),
+    "texts": lambda: vattn.EncoderOnlyAttention(2, 16, 0.25),
+    "vision": lambda: vattn.MMEncoderAttention(2, 16, 0.25),
+    "differential": lambda: vattn.DifferentialAttention(4, 16, 0.25, 2, *[[0.1] * 16] * 4, lambda_init=0.5),
+    "latent": lambda: vattn.MLAAttention(2, 0.25, 8, 8, 8, None, 16, nn.Linear(16, 32, bias=False)),
+}
+"""Layers, and what their calls may have by name."""
+
+
+@pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS.keys())
+def test_a_misspelt_input_of_a_layer_is_refused(make) -> None:
+    layer = make()
+    rows = [torch.zeros(1, 32)] * 3
+    name = "max_seqlen" if isinstance(layer, vattn.MMEncoderAttention) else "metadata"
+    with pytest.raises(UnknownOptionError, match=rf"forward got unknown option.*{name[:-1]}.*{name}\.$"):
+        layer(*rows, **{name[:-1]: None})
+
+
+def test_compiled_calls_say_so_too() -> None:
+    run = torch.compile(vattn.Attention(2, 16, 0.25), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"forward got unknown option.*metdata.*check the spelling"):
+        run(*[torch.zeros(1, 32)] * 3, metdata=None)
 
 
 def test_names_that_look_like_none() -> None:

@@ -219,8 +219,6 @@ def test_modules_that_are_not_linear_are_refused(kind: str, dtype: torch.dtype) 
     with pytest.raises(ConfigError, match="is not linear"):
         vattn.allocate_kv_cache(layer, num_blocks=4, dtype=dtype, device="cpu")
     assert layer.kv_cache is None and layer.kv_b_weight is None
-    with pytest.raises(ConfigError, match="on meta"):
-        make_layer(nn.Sequential(nn.Linear(L, N * (P + V), bias=False, device="meta")))
 
 
 def test_weights_change_in_place_and_are_asked_for() -> None:
@@ -348,10 +346,41 @@ def test_values_that_cannot_be_weights_are_refused_and_change_nothing(name: str)
     with pytest.raises(error, match=match):
         layer.process_weights_after_loading()
     assert torch.equal(layer.kv_b_weight, before)
-    other = make_layer(module, blocks=0)
     with pytest.raises(error, match=match):
-        vattn.allocate_kv_cache(other, num_blocks=4, dtype=torch.float32)
-    assert other.kv_cache is None and other.config is None and other.kv_b_weight is None
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    assert torch.equal(layer.kv_b_weight, before)
+
+
+def unloaded() -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Return projections before they are loaded, and what is loaded into them."""
+    fp8, plain = projections()["per channel"][0], nn.Linear(L, N * (P + V), bias=False)
+    empty = FP8Linear(torch.zeros_like(fp8.weight), torch.zeros_like(fp8.weight_scale))
+    damaged = nn.Linear(L, N * (P + V), bias=False)
+    damaged.weight.data.fill_(float("nan"))
+    parts = nn.Sequential(nn.Linear(L, N * (P + V), bias=False))
+    return {
+        "on meta": (nn.Linear(L, N * (P + V), bias=False, device="meta"), plain),
+        "parts on meta": (nn.Sequential(nn.Linear(L, N * (P + V), bias=False, device="meta")), parts),
+        "NaN": (damaged, plain),
+        "scales of 0": (empty, fp8),
+    }
+
+
+@pytest.mark.parametrize("name", list(unloaded()))
+def test_weights_may_be_loaded_after_a_cache_was_bound(name: str) -> None:
+    module, source = unloaded()[name]
+    layer = make_layer(module)
+    step, given = make_builder(layer).build([5], [5], TABLES[:1]), inputs(5)
+    with torch.no_grad():
+        assert layer.kv_b_weight is None and layer.W_UK_T is None
+        for call in (layer, torch.compile(layer, fullgraph=True, backend="eager")):
+            with pytest.raises(Exception, match=r"had no values.*load them, then call .*process_weights_after_loading"):
+                call(*given, metadata=step)
+        with pytest.raises((ConfigError, ScaleError), match="load the weights, then call"):
+            layer.process_weights_after_loading()
+        module.to_empty(device="cpu").load_state_dict(source.state_dict())
+        layer.process_weights_after_loading()
+        assert torch.equal(layer(*given, metadata=step), make_layer(source)(*given, metadata=step))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e6])
@@ -432,7 +461,6 @@ def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
     return {
         "projection of another geometry": (ShapeError, {"projection": nn.Linear(L, 7, bias=False)}),
         "projection with a bias": (ConfigError, {"projection": nn.Linear(L, N * (P + V))}),
-        "projection on meta": (ConfigError, {"projection": nn.Linear(L, N * (P + V), bias=False, device="meta")}),
         "no projection": (ConfigError, {"projection": 3}),
         "soft cap": (UnknownOptionError, {"logits_soft_cap": 3.0}),
         "ALiBi": (UnknownOptionError, {"alibi_slopes": [1.0] * N}),

@@ -12,6 +12,7 @@ from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
 from vattn.flash_attn_metadata import FlashAttentionMetadata
 from vattn.host_integers import integer, read_count
+from vattn.keywords import known_keywords
 from vattn.metadata import AttentionMetadata, CaptureKey, with_sinks
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, read_integers
@@ -38,6 +39,7 @@ class FlashAttentionMetadataBuilder:
         ([0, 1], [81])
     """
 
+    @known_keywords
     def __init__(
         self,
         max_num_reqs: int,
@@ -76,6 +78,7 @@ class FlashAttentionMetadataBuilder:
                 2, rows, dtype=torch.int32, device=self._inner.device
             ).unbind()
 
+    @known_keywords
     def build(
         self,
         query_lens: Lengths,

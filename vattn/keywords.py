@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
+
 from vattn.errors import ArgumentsError, UnknownOptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,11 +34,26 @@ def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> Non
     """
     unknown, names = sorted(unknown), list(names)
     if unknown:
+        # Dynamo cannot follow the search for it.
+        likeliest = "" if torch.compiler.is_compiling() else meant(unknown, names)
         raise UnknownOptionError(
             f"{of} got unknown option(s) {', '.join(unknown)}",
             ", ".join(names),
-            meant(unknown, names) or "check the spelling; nothing is ignored",
+            likeliest or "check the spelling; nothing is ignored",
         )
+
+
+def refuse_unknown_inputs(layer: object, unknown: Iterable[str]) -> None:
+    """Raise for keywords that a layer's `forward` does not have, and got as `**unknown`.
+
+    Compiled code would guard all that a wrapper such as that of `known_keywords` reads.
+
+    Raises:
+        UnknownOptionError: as `refuse_unknown`.
+    """
+    parameters = inspect.signature(type(layer).forward).parameters.values()  # type: ignore[attr-defined]
+    names = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    refuse_unknown(f"{type(layer).__name__}.forward", unknown, names)
 
 
 def known_keywords(function: F) -> F:

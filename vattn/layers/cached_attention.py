@@ -24,6 +24,7 @@ from vattn.errors import (
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.grouped_metadata import GroupedMetadata
+from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
@@ -47,6 +48,7 @@ class CachedAttention(BoundCache):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new keys and values to the cache and attend.
 
@@ -65,6 +67,8 @@ class CachedAttention(BoundCache):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
         metadata = self._own_part(metadata)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size

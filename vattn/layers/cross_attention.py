@@ -131,6 +131,7 @@ class CrossAttention(CachedAttention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the keys and values of new encoder states to the cache, and attend to all states of each request.
 
@@ -148,7 +149,7 @@ class CrossAttention(CachedAttention):
             MetadataError: the step was built without `encoder_lens`.
             CacheNotBoundError, ShapeError, DtypeError: as `Attention`.
         """
-        return super().forward(query, key, value, output_shape, metadata=metadata)
+        return super().forward(query, key, value, output_shape, metadata=metadata, **unknown)
 
     def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:
         shared = self.kv_sharing_target_layer_name is not None

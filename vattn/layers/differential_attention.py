@@ -22,6 +22,7 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
+from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.layer_step import LayerResult, LayerStep, split_heads
@@ -194,11 +195,14 @@ class DifferentialAttention(Attention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new keys and values to the cache and attend; arguments and results are those of `Attention`.
 
         A layer that shares a cache takes queries only, of any step: prompts, chunks, prefix hits and decodes.
         """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
         metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         self._check_given(key, value, metadata)

@@ -13,6 +13,7 @@ from vattn import context
 from vattn.config import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
+from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.packed_attention import PackedAttention
 from vattn.layers.request import (
@@ -193,6 +194,7 @@ class EncoderOnlyAttention(PackedAttention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the rows of each request to each other.
 
@@ -212,6 +214,8 @@ class EncoderOnlyAttention(PackedAttention):
             MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges.
             UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
         """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
         if metadata is None:
             metadata = context.current
         if metadata is not None and not isinstance(metadata, AttentionMetadata):

@@ -18,8 +18,17 @@ _BLOCK = (128, 128)
 _SAME = 1e-3
 """Relative error up to which two results of a module asked for its weight are the same, as one linear map has them."""
 
-
 _SCALES = ("weight_scale", "weight_scale_inv")
+
+LOAD_FIRST = "load the weights, then call process_weights_after_loading(), or bind a cache, which does it"
+
+
+class WeightsWithoutValues(ConfigError):
+    """Weights on meta, or not finite: of a projection that is not loaded yet, or damaged."""
+
+
+class ScalesWithoutValues(ScaleError):
+    """Scales of weights that are no factors, for the same reasons."""
 
 
 class TensorState(NamedTuple):
@@ -42,9 +51,11 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     some more to see that it is linear.
 
     Raises:
-        ConfigError: a bias, a module that is not linear, weights on meta, or scales under both names.
+        ConfigError: a bias, a module that is not linear, weights on meta (`WeightsWithoutValues`), or scales under both
+            names.
         ShapeError: the module projects between other widths, or its scales fit no granularity.
-        ScaleError: scales of a dtype that is no float, or some that are not positive and finite.
+        ScaleError: scales of a dtype that is no float, or some that are not positive and finite
+            (`ScalesWithoutValues`).
     """
     weight: Any = getattr(module, "weight", None)
     if type(weight).__name__ == "DTensor":
@@ -53,10 +64,10 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     if getattr(module, "bias", None) is not None:
         raise ConfigError(f"kv_b_proj {type(module).__name__} with a bias", "no bias", "make it with bias=False")
     if any(tensor.is_meta for tensor in _tensors(module)):
-        raise ConfigError(
+        raise WeightsWithoutValues(
             "kv_b_proj's weight is on meta, without values",
             "loaded weights",
-            "load the model before its cache is bound",
+            LOAD_FIRST,
         )
     if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.layout is torch.strided:
         scale = _scale(module)
@@ -76,16 +87,16 @@ def check_values(weight: Tensor, dtype: torch.dtype) -> None:
     """Refuse a weight with values that are not finite, or that are not in the dtype it will have. Reads the device.
 
     Raises:
-        ConfigError: NaN, infinities, or values beyond the dtype.
+        WeightsWithoutValues: NaN, infinities, or values beyond the dtype.
     """
     wrong = ~weight.to(dtype).isfinite()
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
-        raise ConfigError(
+        raise WeightsWithoutValues(
             f"kv_b_proj's weight has {int(wrong.sum())} values that are not finite in {dtype_name(dtype)}, such as "
             f"{float(weight[row, column])} in row {row}, column {column}",
             f"weights that are finite in {dtype_name(dtype)}",
-            "load the model before its cache is bound; check the checkpoint's weights and scales",
+            f"{LOAD_FIRST}; check the checkpoint's weights and scales",
         )
 
 
@@ -140,11 +151,11 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
     wide_scale = scale.float()
     wrong = ~(wide_scale.isfinite() & (wide_scale > 0))
     if bool(wrong.any()):
-        raise ScaleError(
+        raise ScalesWithoutValues(
             f"{int(wrong.sum())} of {scale.numel()} scales of kv_b_proj are no factors, such as "
             f"{float(wide_scale[wrong][0])}",
             "positive finite scales",
-            "load the model before its cache is bound; check the checkpoint's scales",
+            f"{LOAD_FIRST}; check the checkpoint's scales",
         )
     if scale.numel() == 1:
         return weight.float() * scale.float().view(1)

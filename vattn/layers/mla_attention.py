@@ -24,8 +24,15 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.keywords import known_keywords
-from vattn.layers.kv_b_weights import TensorState, check_values, projection_weight, weights_version
+from vattn.keywords import known_keywords, refuse_unknown_inputs
+from vattn.layers.kv_b_weights import (
+    ScalesWithoutValues,
+    TensorState,
+    WeightsWithoutValues,
+    check_values,
+    projection_weight,
+    weights_version,
+)
 from vattn.layers.latent_request import (
     check_indexer,
     check_latent_arguments,
@@ -234,10 +241,11 @@ class MLAAttention(OwnBuffers):
     def process_weights_after_loading(self, act_dtype: torch.dtype | None = None) -> None:
         """Read `kv_b_proj` into the layer's own weights, in place where they exist: captured graphs stay valid.
 
-        `bind_kv_cache` does it too; call it after the weights change. Eager calls refuse to run until then where a
-        change shows in a tensor's identity, version, address, shape or dtype. Values written through `.data`
-        (`weight.data.mul_`, `.data.copy_`), through `.detach().numpy()` or to tensors made in inference mode show in
-        none of them, and nothing is noticed in compiled code and graphs: there the old weights go on being used.
+        `bind_kv_cache` does it too, unless they have no values then; call it after the weights were loaded or changed.
+        Eager calls refuse to run until then where a change shows in a tensor's identity, version, address, shape or
+        dtype. Values written through `.data` (`weight.data.mul_`, `.data.copy_`), through `.detach().numpy()` or to
+        tensors made in inference mode show in none of them, and nothing is noticed in compiled code and graphs: there
+        the old weights go on being used.
 
         Args:
             act_dtype: model dtype; default that of the bound cache.
@@ -262,11 +270,12 @@ class MLAAttention(OwnBuffers):
         columns = self.qk_nope_head_dim + self.v_head_dim
         weight = self._all_heads_weight(columns, dtype).view(self.num_heads, columns, self.kv_lora_rank)
         kept, self._weights_read = self.kv_b_weight, weights_version(self._kv_b_proj[0])
+        device = weight.device if self.kv_cache is None else self.kv_cache.device
         with torch.inference_mode(False), torch.no_grad():
             if kept is not None and kept.dtype == dtype:
                 kept.copy_(weight)
             else:
-                self._buffers["kv_b_weight"] = weight.to(dtype).clone()
+                self._buffers["kv_b_weight"] = weight.to(device, dtype, copy=True)
 
     def _all_heads_weight(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Return `[num_heads * columns, L]`, which ranks gather if each has the rows of its own heads."""
@@ -324,7 +333,9 @@ class MLAAttention(OwnBuffers):
         Raises:
             CacheError: the storage does not fit the request.
             ConfigError, ShapeError, ScaleError: weights that cannot be read, as of `process_weights_after_loading`, or
-                an indexer that is none.
+                an indexer that is none. Weights on meta or not finite, as before a model is loaded, are refused at
+                ranks and where others were read before; elsewhere calls refuse to run until
+                `process_weights_after_loading` was called.
             UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
         """
         config = self.resolve_config(dtype, storage.device, target)
@@ -348,19 +359,29 @@ class MLAAttention(OwnBuffers):
         # Ranks gather weights where the cache is.
         self.config, self.kv_cache = config, storage
         try:
-            self.process_weights_after_loading(dtype)
+            self._read_what_is_loaded(dtype)
         except BaseException:
             self.config, self.kv_cache = before
             raise
         weight = self.kv_b_weight
-        assert weight is not None
-        if weight.device != storage.device:
+        if weight is not None and weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
         self._buffers["workspace"] = workspace
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
+
+    def _read_what_is_loaded(self, dtype: torch.dtype) -> None:
+        """Read `kv_b_proj`, unless it has no values yet and none were read before: then calls ask for them.
+
+        Ranks are refused instead, for all of them must have read the same.
+        """
+        try:
+            self.process_weights_after_loading(dtype)
+        except (WeightsWithoutValues, ScalesWithoutValues):
+            if self.kv_b_weight is not None or self.context_parallel is not None:
+                raise
 
     def forward(
         self,
@@ -371,6 +392,7 @@ class MLAAttention(OwnBuffers):
         *,
         metadata: AttentionMetadata | None = None,
         rotary: LatentRotary | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new latents and rotated keys to the cache and attend.
 
@@ -393,6 +415,8 @@ class MLAAttention(OwnBuffers):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
         metadata = plain_step(metadata, self.prefix)
         rope = "" if rotary is None else rope_string(rotary, self.prefix)
         parallel = self.context_parallel
@@ -461,11 +485,17 @@ class MLAAttention(OwnBuffers):
         return own + gathered * getattr(torch, config.dtype).itemsize
 
     def _check_bound(self, q: Tensor) -> None:
-        if self.kv_cache is None or self.config is None or self.kv_b_weight is None:
+        if self.kv_cache is None or self.config is None:
             raise CacheNotBoundError(
                 f"layer {self.prefix!r} has no KV cache",
                 "a bound cache whenever metadata is given",
                 "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            )
+        if self.kv_b_weight is None:
+            raise ConfigError(
+                f"kv_b_proj of layer {self.prefix!r} had no values, or wrong ones, when the cache was bound",
+                "weights that are read",
+                "load them, then call layer.process_weights_after_loading()",
             )
         came = dtype_name(q.dtype)
         if came != self.config.dtype:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vattn.config import AttentionType
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.formats import OUTPUT_FORMATS, dtype_name
+from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.encoder_scales import (
     HISTORY_STEPS,
     EncoderFP8Config,
@@ -123,6 +126,7 @@ class MMEncoderAttention(PackedAttention):
         max_seqlen: int | Tensor | None = None,
         *,
         padded: bool = False,
+        **unknown: Any,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -144,6 +148,8 @@ class MMEncoderAttention(PackedAttention):
                 (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
             UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
         """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
         if not isinstance(query, Tensor):
             raise ShapeError(
                 f"query is {type(query).__name__} in layer {self.prefix!r}",
