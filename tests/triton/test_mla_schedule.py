@@ -178,7 +178,7 @@ def test_merged_splits(way: str) -> None:
         mla_reduce_kernel[(len(queries) * rows, 2)](*given, **sizes, STEP=4)
     else:
         programs = 7 if "few" in way else len(queries) * rows * 2
-        mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full)
+        mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full, OVERLAP=False)
     splits = schedule[1 + most :][: int(schedule[0, 1]), :3].tolist()
     assert splits
     written = torch.zeros(tokens * heads, dtype=torch.bool)

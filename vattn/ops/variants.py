@@ -18,10 +18,14 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted", "paired_late"),
+    "general_packed": (
+        "pointers", "boxes", "boxes_late", "boxes_tall", "boxes_tall_late", "boxes_paired", "boxes_paired_late",
+    ),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_parts": ("small", "large", "tiles"),
+    "latent_launch": ("after", "early"),
     "latent_output": ("plain", "deep", "early"),
     "few_rows": ("none", "values", "all", "streamed"),
     "latent_mixed": ("plain", "fast", "twice", "cut"),
@@ -29,6 +33,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "few_requests": ("split", "clusters"),
     "reduction": ("waits", "ready"),
     "decode_schedule": ("estimated", "shares"),
+    "first_tiles": ("wait", "early"),
     "prefill_rescale": ("always", "late"),
     "prefill_loads": ("one", "two"),
 }
@@ -53,6 +58,9 @@ class Variants:
             "wide_hoisted" and "paired_hoisted", these with places inside blocks computed once for all steps;
             "paired_late", the last with results rescaled on Hopper only where a row's maximum has grown by more than
             2^8.
+        general_packed: how the general kernel loads packed keys in such tiles on Hopper: "pointers"; "boxes", by tensor
+            maps, 128 keys a step; "boxes_tall", 64 keys, two programs of 128 rows on a multiprocessor; "boxes_paired",
+            two of 64 rows; "boxes_late", "boxes_tall_late" and "boxes_paired_late", these with results rescaled late.
         latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
             decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
             the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it;
@@ -66,6 +74,8 @@ class Variants:
             before it: "waits", when that has ended; "ready", while it runs, since it starts this one behind its wait.
         decode_schedule: how decode steps are spread: "estimated", equal chunks or even shares, whichever should be
             faster; "shares", even shares, which leave no multiprocessor without work.
+        first_tiles: when the decode kernel of large batches on Hopper asks for the first keys and values of a program:
+            "wait", once the kernel before has ended; "early", into the L2 cache before that.
         prefill_rescale: when Hopper's prefill kernel multiplies its results by what their weights have shrunk:
             "always", at every key tile; "late", where a row's maximum has grown by more than 2^8 (16-bit weights, heads
             of 128 and 256).
@@ -88,16 +98,20 @@ class Variants:
             eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as
             registers hold, by few programs, and records of the schedule that hold all that is read of a request;
             "tiles", as "large" with parts of half as many tiles.
+        latent_launch: when latent decode on Hopper is launched: "after", when the kernel before has ended; "early",
+            while it runs, so that setting up overlaps with its end.
     """
 
     speculative: str = "packed"
     mixed: str = "overlapped"
     mixed_below: int = 256
     general_prefill: str = "paired"
+    general_packed: str = "pointers"
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
     latent_parts: str = "small"
+    latent_launch: str = "after"
     latent_output: str = "plain"
     few_rows: str = "values"
     latent_mixed: str = "fast"
@@ -105,6 +119,7 @@ class Variants:
     few_requests: str = "split"
     reduction: str = "waits"
     decode_schedule: str = "estimated"
+    first_tiles: str = "wait"
     prefill_rescale: str = "always"
     prefill_loads: str = "one"
 

@@ -62,3 +62,10 @@ def let_next_kernel_start():
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def take_over():
+    """Wait until the kernel before has ended; only then let the next one start, which so finds what came before."""
+    wait_for_previous_kernel()
+    let_next_kernel_start()

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, take_over
 from vattn.ops.gluon.mla_gather import THREADS, gather
 from vattn.ops.gluon.mla_items import (
     LATENT,
@@ -116,6 +116,13 @@ def multiply_keys(
 
 
 @gluon.jit
+def release_queries(query_free, tile, last):
+    """After the last tile's scores let the next rows of queries be loaded, and behind them their tiles."""
+    if tile + 1 == last:
+        mbarrier.arrive(query_free.index(0), count=1)
+
+
+@gluon.jit
 def hide(scores, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile, BLOCK_SIZE: gl.constexpr):
     """Return scores with what rows do not see at HIDDEN. `least`: keys that every row sees."""
     if ((tile + 1) * TILE > least) | (all_known == 0):
@@ -200,6 +207,7 @@ def attend_left(
                                        LAYOUT)  # fmt: skip
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 mbarrier.arrive(free.index(3 * stage), count=1)
+                release_queries(query_free, first, last)
                 scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
                               BLOCK_SIZE)  # fmt: skip
                 maximum = gl.max(scores, 1)
@@ -220,6 +228,7 @@ def attend_left(
                     acc = warpgroup_mma_wait(num_outstanding=3, deps=(acc,))
                     mbarrier.arrive(free.index(3 * before + 1), count=1)
                     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+                    release_queries(query_free, tile, last)
                     scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known,
                                   token_of_tile, BLOCK_SIZE)  # fmt: skip
                     highest = gl.max(scores, 1)
@@ -248,7 +257,8 @@ def attend_left(
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 mbarrier.arrive(free.index(3 * stage + 1), count=1)
                 stage, phase = advance(stage, phase, 2)
-            mbarrier.arrive(query_free.index(0), count=1)
+            else:
+                mbarrier.arrive(query_free.index(0), count=1)
             # A row whose keys all lie behind it has weights of hidden keys alone.
             seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
             norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
@@ -327,7 +337,7 @@ def mla_decode_wide_kernel(
     lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
-    num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
 
@@ -335,7 +345,8 @@ def mla_decode_wide_kernel(
     schedule is not FULL then.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    let_next_kernel_start()
+    if not OVERLAP:
+        let_next_kernel_start()
     DTYPE: gl.constexpr = query_boxes.dtype
     queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
     query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
@@ -351,6 +362,8 @@ def mla_decode_wide_kernel(
     weights_free = new_barriers(1, 1)
     factors_ready = new_barriers(1, 1)
     fence_async_shared()
+    if OVERLAP:
+        take_over()
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     left = (

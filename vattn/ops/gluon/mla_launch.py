@@ -230,6 +230,12 @@ def _full() -> bool:
     return variants.current().latent_parts != "small"
 
 
+def launch_options() -> dict[str, bool]:
+    """Return how a main kernel is launched: whether while the kernel before may still run."""
+    early = variants.current().latent_launch == "early"
+    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
+
+
 def _max_items(num_reqs: int, ctas: int) -> int:
     return num_reqs + WAVES.value * ctas
 
@@ -285,7 +291,7 @@ def _launch(
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "FULL": _full(), "num_warps": 4,
+        "FULL": _full(), **launch_options(), "num_warps": 4,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:

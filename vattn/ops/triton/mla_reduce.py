@@ -42,8 +42,9 @@ def merge_parts(
         return
     step = min(64, next_power_of_two(max(4, splits)))
     columns = max(32, 2048 // step)
+    early = variants.current().latent_launch == "early"
     programs = min(rows * (latent // columns), processors * MOST_PROGRAMS)
-    mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, **common)
+    mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, OVERLAP=early, **common)
 
 
 @triton.jit
@@ -130,11 +131,12 @@ def load_split(schedule, query_start_loc, max_items, index, FULL: tl.constexpr):
 @triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_merge_parts_kernel(
     schedule, partial, stats, query_start_loc, output, lse, max_items, HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
-    LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr,
+    LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request after the other, STEP parts at a time. Grid: any number.
 
     What is merged is that of `mla_reduce_kernel`. Where few requests are split, few programs start in vain.
+    OVERLAP: the next kernel may be launched while this one runs.
     """
     PANELS: tl.constexpr = LATENT // COLUMNS
     OF_REQUEST: tl.constexpr = PARTIAL_ROWS * PANELS
@@ -148,6 +150,8 @@ def mla_merge_parts_kernel(
         first, count, start, rows = 0, 0, 0, 0
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
     for job in range(number, splits * OF_REQUEST, tl.num_programs(0)):
         if (job != number) | (not FULL):
             first, count, start, rows = load_split(schedule, query_start_loc, max_items, job // OF_REQUEST, FULL)
