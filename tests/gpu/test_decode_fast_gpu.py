@@ -385,3 +385,69 @@ def test_even_shares_of_equal_lengths(cache: dict[str, Any]) -> None:
 
     with using(decode_schedule="shares"):
         check(decode_batch([700] * 32, num_heads=32, num_kv_heads=8, **cache), plan=True)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
+@pytest.mark.parametrize("guess", [0x7FFFFFFF, -1, 1 << 20, 7])
+@pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2)])
+def test_first_tiles_asked_for_early(heads: int, slots: int, guess: int, cache: dict[str, Any]) -> None:
+    """The same bits, whatever schedules and tables hold until the kernel before has written them."""
+    from tests.gpu.late_copy import copy_late
+    from vattn.ops.triton import decode_fast
+
+    lengths = [3000, 7, 900, 64, 1, 200, 5000, 33] * 3
+    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, sinks=True, **cache)
+    shape = decode_fast.plan_shape(batch.config, len(lengths), len(lengths), batch.args.query.device)
+    args = batch.args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
+    waits = decode_fast.Tuning(heads, 2, 1, slots=slots)
+    decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, waits)
+    decode_fast.decode(args, batch.config, waits)
+    expected, expected_lse = args.output.clone(), args.lse.clone()
+    schedule, table = args.plan[0].clone(), args.block_table.clone()
+    for overlap, line in ((True, 128), ("released", 32)):
+        early = dataclasses.replace(waits, overlap=overlap, ahead=8, line=line)
+        for _ in range(5):
+            args.output.view(torch.uint8).fill_(0x7F)
+            args.plan[0].fill_(guess)
+            args.block_table.fill_(guess)
+            copy_late((schedule, args.plan[0]), (table, args.block_table))
+            for _ in range(3):
+                decode_fast.decode(args, batch.config, early)
+            assert torch.equal(args.output, expected) and torch.equal(args.lse, expected_lse)
+
+
+def test_keys_asked_for_early_are_those_that_the_kernel_before_wrote() -> None:
+    """One step's results are the first keys and values of the next, which overlaps with it."""
+    from vattn.ops.triton import decode_fast
+
+    steps = [decode_batch([2000] * 32, num_heads=32, num_kv_heads=8) for _ in range(2)]
+    first, second = (step.args for step in steps)
+    room = second.kv_cache.view(-1)
+    half = room.numel() // 2
+    blocks = first.output.numel() // (room.numel() // second.kv_cache.shape[0] // second.kv_cache.shape[1])
+    second.block_table[:, 0] = torch.arange(32, device="cuda") % blocks
+    config = steps[0].config
+    waits = decode_fast.choose_tuning(config, 32)
+    early = dataclasses.replace(waits, ahead=16)
+    apart = dataclasses.replace(waits, overlap=False)
+    for place in (0, half):
+        first = first._replace(output=room[place : place + first.output.numel()].view(first.output.shape))
+        for tuning in (early, dataclasses.replace(early, overlap="released")):
+            decode_fast.decode(first, config, tuning)
+            decode_fast.decode(second, config, tuning)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(4):
+                    decode_fast.decode(first, config, tuning)
+                    decode_fast.decode(second, config, tuning)
+            for seed in range(8):
+                torch.manual_seed(seed)
+                first.query.normal_()
+                first.output.zero_()
+                graph.replay()
+                got = second.output.clone()
+                first.output.zero_()
+                decode_fast.decode(first, config, apart)
+                torch.cuda.synchronize()
+                decode_fast.decode(second, config, apart)
+                assert torch.equal(got, second.output)

@@ -144,6 +144,8 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         if config.sinks:
             with using(reduction="ready"):
                 decode_fast.decode(args, config)
+            with using(first_tiles="early"):
+                decode_fast.decode(args, config)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
             written = config if finished else config.with_plain_output()

@@ -70,6 +70,9 @@ class Tuning:
         overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
             one writes, and waits for it at its own end; "released": the reduction starts behind its wait, not before.
         max_registers: limit per thread, `None` for the compiler's choice.
+        ahead: of the Gluon kernel, where it overlaps: tiles of a CTA's first item that it asks for before it waits for
+            the kernel before, a power of two; 0: none.
+        line: bytes that are asked for at a time.
     """
 
     heads: int
@@ -78,6 +81,8 @@ class Tuning:
     slots: int = 0
     overlap: bool | Literal["end", "released"] = False
     max_registers: int | None = None
+    ahead: int = 0
+    line: int = 128
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
@@ -95,11 +100,18 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
-            return Tuning(4, stages, ctas=1, slots=2, overlap=overlap)
-        return Tuning(heads, stages, ctas=1, slots=4, overlap=overlap)
+            return with_first_tiles(Tuning(4, stages, ctas=1, slots=2, overlap=overlap))
+        return with_first_tiles(Tuning(heads, stages, ctas=1, slots=4, overlap=overlap))
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     fills = heads == 2 and row_bytes == 256
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=overlap if fills else False)
+
+
+def with_first_tiles(tuning: Tuning) -> Tuning:
+    """Return a tuning of the Gluon kernel that asks early for as many tiles as its stages hold, if it is to."""
+    if current().first_tiles == "wait":
+        return tuning
+    return replace(tuning, ahead=1 << ((tuning.slots * tuning.stages).bit_length() - 1))
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -426,7 +438,9 @@ def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
-    return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
+    if not tuning.slots:
+        return constants | {"ASSEMBLY": True}
+    return constants | {"SLOTS": tuning.slots, "TOKENS": tokens, "AHEAD": (tuning.ahead, tuning.line)}
 
 
 def _launch_decode(
@@ -440,17 +454,29 @@ def _launch_decode(
     tokens: int,
     common: dict[str, Any],
 ) -> None:
-    kernel, warps = decode_kernel, tuning.heads
+    kernel, warps, starts = decode_kernel, tuning.heads, dict[str, Any]()
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
         warps *= tuning.slots
+        starts = cache_starts(args, config, tuning)
     kernel[grid_of(config, tuning, sizes)](
         query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
         launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
-        **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
+        **cache_arguments(args, config, tuning), **starts, **decode_constants(config, tuning, tokens),
     )  # fmt: skip
+
+
+def cache_starts(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what the Gluon kernel takes of the cache to ask for its first tiles early, None each where it does not."""
+    names = ("key_start", "value_start", "block_stride", "token_stride", "head_stride", "num_reqs")
+    if not tuning.ahead:
+        return dict.fromkeys(names)
+    key, value = key_value_views(args.kv_cache, config)
+    if config.kv_cache_dtype in QUANTISED_CACHES:
+        key, value = key.view(torch.int16), value.view(torch.int16)
+    return dict(zip(names, (key, value, *key.stride()[:3], args.seq_lens.shape[0]), strict=True))
 
 
 def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:

@@ -72,6 +72,9 @@ UNPACK_VALUES = tl.constexpr(
 )
 """PTX of `unpack_values`. A register holds a pair of columns of each of two tokens; its bytes are sorted by column."""
 
+FETCH = tl.constexpr("{.reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
+"""PTX: ask for the line of an address in L2 where a number is not zero."""
+
 
 @triton.jit
 def unpack_keys(pairs, ASSEMBLY: tl.constexpr):

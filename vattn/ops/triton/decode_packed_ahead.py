@@ -10,10 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.decode_fast_kernels import TILE_TOKENS
-
-FETCH = tl.constexpr("{.reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
-"""PTX: fetch the line of an address into L2 where a number is not zero."""
+from vattn.ops.triton.decode_fast_kernels import FETCH, TILE_TOKENS
 
 
 @triton.jit
