@@ -41,18 +41,20 @@ def by_our_op(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 AS_GENERATED = division.as_generated
 
 
-def seen_by_the_pass(form: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Match, Any]:
-    """Return what probing a form found, and the nodes of its region."""
-    seen: list[tuple[Match, Any]] = []
-    monkeypatch.setattr(division, "as_generated", lambda match, nodes, device: seen.append((match, nodes)) or match)
+def seen_by_the_pass(form: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Match, Any, Any]:
+    """Return what probing a form found, the nodes of its region and the constants that they read."""
+    seen: list[tuple[Match, Any, Any]] = []
+    monkeypatch.setattr(
+        division, "as_generated", lambda match, nodes, _, known: seen.append((match, nodes, known)) or match
+    )
     captured(Attend(form))
     return seen[0]
 
 
 def matched(form: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[Match, Match]:
     """Return a form's match as the CPU shows it and as code for a device would compute it."""
-    match, nodes = seen_by_the_pass(form, monkeypatch)
-    return match, AS_GENERATED(match, nodes, torch.device(device))
+    match, nodes, constants = seen_by_the_pass(form, monkeypatch)
+    return match, AS_GENERATED(match, nodes, torch.device(device), constants)
 
 
 @pytest.mark.parametrize("form", [static, per_token, floor_of_the_scale, by_a_number, by_reciprocal, by_our_op])
@@ -76,6 +78,24 @@ def test_on_cuda_a_constant_divisor_is_a_factor(monkeypatch: pytest.MonkeyPatch)
     assert made.arithmetic == "approximate_divide" and made.min_scale == float(torch.tensor(1e-12) * factor)
     probed, made = matched(floor_of_the_scale, monkeypatch, "cuda")
     assert made.arithmetic == "approximate_multiply" and made.min_scale == probed.min_scale
+
+
+def test_on_cuda_a_floor_is_found_in_a_tensor_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def under_the_maximum(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = torch.maximum(o.float().abs().amax(-1, keepdim=True), torch.tensor(1e-8)) / 448.0
+        return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
+
+    def under_the_scale(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = torch.maximum(o.float().abs().amax(-1, keepdim=True) / 448.0, torch.tensor(1e-8))
+        return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
+
+    floor = torch.tensor(1e-8)
+    probed, made = matched(under_the_maximum, monkeypatch, "cuda")
+    assert probed.min_scale == float(floor / 448.0) != float(floor * torch.tensor(1.0 / 448.0)) == made.min_scale
+    probed, made = matched(under_the_scale, monkeypatch, "cuda")
+    assert probed.min_scale == made.min_scale == float(floor)
+    with pytest.raises(division.Refusal, match="is computed"):
+        AS_GENERATED(probed, seen_by_the_pass(per_token, monkeypatch)[1], torch.device("cuda"))
 
 
 def in_fp64(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

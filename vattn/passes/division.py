@@ -8,10 +8,11 @@ round correctly there too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from vattn.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
@@ -22,11 +23,12 @@ _DIVISIONS = ("div", "true_divide")
 _QUOTIENTS = frozenset((*_DIVISIONS, "reciprocal", "pow", "rsqrt", "addcdiv"))
 
 
-def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> Match:
+def as_generated(match: Match, nodes: Sequence[Node], device: torch.device, constants: Iterable[Tensor] = ()) -> Match:
     """Return a match with the arithmetic, and the floor, of the code that a region becomes on a device.
 
     Args:
         nodes: the region's nodes, among which `match.codes` counts.
+        constants: tensors known at compile time that they read.
 
     Raises:
         Refusal: the code would round its divisions in a way that no epilogue has.
@@ -55,7 +57,7 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device) -> M
             return match
         why = f"with eager_numerics.division_rounding no epilogue divides as Inductor does for {match.output_format}"
         raise Refusal(why, nodes[match.codes[0]], near=True)
-    return replace(match, arithmetic=f"approximate_{match.arithmetic}", min_scale=_floor(match, nodes))
+    return replace(match, arithmetic=f"approximate_{match.arithmetic}", min_scale=_floor(match, nodes, constants))
 
 
 def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, query: Node) -> str:
@@ -123,15 +125,20 @@ def _divisor(scale: float, nodes: Sequence[Node]) -> float:
     return scale
 
 
-def _floor(match: Match, nodes: Sequence[Node]) -> float | None:
-    """Return the floor under the scale; one under the maximum is multiplied where the probe divided it."""
+def _floor(match: Match, nodes: Sequence[Node], constants: Iterable[Tensor]) -> float | None:
+    """Return the floor under the scale; one under the maximum is multiplied where the probe divided it.
+
+    Raises:
+        Refusal: neither is a number in the code, so that nobody knows how generated code rounds it.
+    """
     if not match.min_scale:
         return match.min_scale
-    for node in nodes:
-        for argument in node.args:
-            if (
-                isinstance(argument, (int, float))
-                and float(torch.tensor(float(argument)) / FP8_E4M3_MAX) == match.min_scale
-            ):
-                return float(torch.tensor(float(argument)) * torch.tensor(1.0 / FP8_E4M3_MAX))
+    numbers = [torch.tensor(float(at)) for node in nodes for at in node.args if isinstance(at, (int, float))]
+    numbers += [value.flatten()[0].float() for value in constants if value.numel() and value.is_floating_point()]
+    for number in numbers:
+        if float(number / FP8_E4M3_MAX) == match.min_scale:
+            return float(number * torch.tensor(1.0 / FP8_E4M3_MAX))
+    if all(float(number) != match.min_scale for number in numbers):
+        why = f"the floor under its scale, {match.min_scale:.4g}, is computed, which generated code may round otherwise"
+        raise Refusal(f"{why}: write it as one number", nodes[match.codes[0]], near=True)
     return match.min_scale

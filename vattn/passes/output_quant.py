@@ -92,7 +92,7 @@ def _find_one(
     with probe.isolated():
         inputs, nodes = _probed(region, quantised)
         match = _classified(attention, region, quantised, nodes, inputs)
-    match = division.as_generated(match, nodes, value(region.output).device)
+    match = division.as_generated(match, nodes, value(region.output).device, inputs.constants.values())
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
     made = {node for node in scales if not scales.keys().isdisjoint(_before(node, region))}
