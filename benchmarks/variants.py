@@ -144,6 +144,37 @@ def by_parts(name: str, fp8_query: bool = False) -> Peer:
     return way(name, make, fp8_query)
 
 
+def packed_rows(cell: Cell) -> tuple[Tensor, Tensor]:
+    """Return keys and values `[T, K, D]` of a cell of equally long whole prompts, without a cache."""
+    if cell.fp8 or any(work != cell.work.requests[0] or work[0] != work[1] for work in cell.work.requests):
+        raise NotThisCellError("anything but whole prompts of one length on bf16")
+    _, key, value = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in cell.contiguous)
+    return key, value
+
+
+def by_fa3_on_packed_rows() -> Peer:
+    """Return FA3 without a cache, which is a peer and no way of vattn's."""
+
+    def make(cell: Cell) -> Call:
+        from vattn.ops.flash_attention import NAMESPACE
+
+        forward = getattr(torch.ops, NAMESPACE).fwd
+        key, value = packed_rows(cell)
+        output, most = torch.empty_like(cell.query), cell.work.requests[0][0]
+
+        def step() -> Tensor:
+            forward(
+                cell.query, key, value, None, None, None, output, cell.starts, cell.starts, None, None, None, most,
+                most, None, None, None, None, None, None, None, None, None, cell.scale, True, -1, -1, 0.0, True, None,
+                1, None, 0, None, 1, 0, None,
+            )  # fmt: skip
+            return output
+
+        return step
+
+    return way("FA3 on packed rows", make)
+
+
 def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
     """Return the general Triton kernel, over the cache or over packed keys and values."""
     kind = name.split(",")[0]
@@ -161,15 +192,13 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
                 return args.output
 
             return step
-        if cell.fp8 or len(cell.work.requests) > 1 or cell.work.requests[0][0] != cell.work.requests[0][1]:
-            raise NotThisCellError("anything but one whole prompt on bf16")
-        _, key, value = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in cell.contiguous)
+        key, value = packed_rows(cell)
         given = {field: getattr(args, field) for field in VarlenAttentionArgs._fields if hasattr(args, field)}
         packed = VarlenAttentionArgs(**{**given, "key": key, "value": value, "kv_start_loc": cell.starts})
         without_blocks = config.replace(block_size=0)
 
         def packed_step() -> Tensor:
-            with variants.using(general_prefill=kind):
+            with variants.using(general_packed=kind):
                 launch.packed_attention(packed, without_blocks)
             return args.output
 
@@ -274,9 +303,10 @@ def questions() -> Iterator[Question]:
     for work in (prompt, prompts):
         yield Question("wide", WIDE, work, "bf16", all_ways, 0.95, ("fa3",))
     names = ("paired", "paired_hoisted", "paired_late", "wide", "wide_hoisted")
-    contiguous = by_general_kernel("wide, contiguous", True)
-    yield Question("general", LLAMA, prompt, "bf16", (*map(by_general_kernel, names), contiguous), 0.7, ("fa3",))
-    yield Question("general", LLAMA, prompts, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
+    on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"]]
+    for work in (prompt, prompts):
+        yield Question("general", LLAMA, work, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
+        yield Question("packed rows", LLAMA, work, "bf16", (*on_packed, by_fa3_on_packed_rows()), 0.75, ("fa3",))
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)

@@ -110,6 +110,28 @@ def test_places_inside_blocks_computed_once(case: str, way: str, scale: float | 
         assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
 
 
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {"lse": True},
+    "window": {"sliding_window": 300, "sinks": True},
+    "bidirectional": {"causality": "bidirectional", "sliding_window": 200},
+    "fp16": {"dtype": "float16", "output_format": "fp8_static"},
+    "small scores": {"scale": 0.01, "causality": "bidirectional"},
+    "large scores": {"scale": 4.0},
+}
+
+
+@pytest.mark.parametrize("way", variants.ALLOWED["general_packed"])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_keys_loaded_by_tensor_maps(case: str, way: str) -> None:
+    config = make_config(**{**LLAMA, **WHOLE, "block_size": 0, **PACKED[case], "backend": "TRITON_ATTN"})
+    limits = Limits.of(torch.device("cuda"))
+    with variants.using(general_packed=way):
+        assert choose_tiles(config, 3000, 4, 3000, limits, True).boxes == (limits.hopper and way != "pointers")
+        assert run_and_compare(
+            make_batch(config, ((1000, 1500), (257, 257), (1, 77), (1300, 1300)), (7, 2), device="cuda")
+        )
+
+
 @pytest.mark.parametrize("part", range(14))
 def test_random_requests(part: int) -> None:
     """Each is refused by name or equals the reference; every part draws its own requests."""

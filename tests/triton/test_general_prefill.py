@@ -12,6 +12,7 @@ from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.ops import variants
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
+from vattn.ops.triton.tiles import BOXED as BOXED_WAYS
 from vattn.ops.triton.tiles import Tiles, choose_tiles
 
 FULL = Tiles(block_m=32, group_tile=2, tile=64, d_step=16, num_splits=1, full_loop=True, num_warps=4, num_stages=1)
@@ -60,6 +61,18 @@ def test_packed_keys_and_invalid_blocks(way: str) -> None:
     compare(batch, *batch.expected())
 
 
+BOXED = replace(FULL, d_step=32, folded=True, boxes=True, masked_tile=32)
+
+
+@pytest.mark.parametrize("features", ["causal", "window, sinks"])
+def test_packed_keys_loaded_by_tensor_maps(features: str) -> None:
+    """Tiles begin anywhere: requests follow each other without gaps."""
+    config = make_config(block_size=0, lse=True, head_size=32, head_size_v=32, **FEATURES[features])
+    batch = random_packed_batch(config, [70, 131], [70, 190])
+    launch.packed_attention(batch.args, batch.config, BOXED)
+    compare(batch, *batch.expected())
+
+
 def test_wide_tiles_are_taken_where_they_fit() -> None:
     long: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -94,3 +107,21 @@ def test_wide_tiles_are_taken_where_they_fit() -> None:
     for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
         assert narrow.tile <= 64 and narrow.masked_tile == 0
     assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded
+
+
+@pytest.mark.parametrize("way", BOXED_WAYS)
+def test_packed_keys_are_boxes_where_boxes_hold_whole_rows(way: str) -> None:
+    long: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "block_size": 0}
+
+    def boxed(target: str = "sm_90", mapped: bool = True, rows: int = 8192, **changes: Any) -> bool:
+        config = make_config(**{**long, **changes})
+        return choose_tiles(config, rows, 1, rows, TARGETS[target], mapped).boxes
+
+    assert not boxed() or variants.current().general_packed != "pointers"
+    with variants.using(general_packed=way):
+        assert boxed() and boxed(sliding_window=100, sinks=True, lse=True) and boxed(dtype="float16")
+        assert not boxed(mapped=False) and not boxed("sm_100") and not boxed("sm_80") and not boxed(rows=8)
+        for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}):
+            assert not boxed(**other)
+        for other in ({"batch_invariant": True}, {"mm_prefix": "full"}, {"kv_cache_dtype": "fp8_e4m3"}):
+            assert not boxed(**other)

@@ -229,7 +229,7 @@ def softmax_step_of_products(s, factor, v, acc, m, total, LATE: tl.constexpr):
 def attention_kernel(
     query, key, value, key_scales, value_scales, query_start_loc, seq_lens, block_table, kv_start_loc, output, lse,
     q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks, causal_flags, bias, tree_id, mm_ranges,
-    local_seq_lens,
+    local_seq_lens, key_boxes, value_boxes,
     num_tokens, num_reqs, num_blocks, table_width, table_stride, num_trees, bias_size, num_ranges, num_splits,
     stride_qt, stride_qh, stride_ot, stride_oh, stride_os, stride_lt, stride_lh,
     scale, soft_cap,
@@ -254,7 +254,8 @@ def attention_kernel(
 
     Without splits `output` gets rows in the model dtype or as static FP8 and `lse` (or `None`) natural logs; with
     splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: keys are counted as rank
-    RANK of WORLD holds them, in runs of INTERLEAVE.
+    RANK of WORLD holds them, in runs of INTERLEAVE. `key_boxes` and `value_boxes`, unless `None`: tensor maps over
+    packed keys and values `[heads, keys, columns]`, whose boxes are tiles of a head; scores have positive factors then.
     """
     PAGED: tl.constexpr = block_table is not None
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -345,9 +346,11 @@ def attention_kernel(
     # The exponent's argument takes the scale where nothing lies between, and block ids are looked up a tile ahead, for
     # which wide tiles leave the pipeline no room.
     PRODUCTS: tl.constexpr = FOLDED and not MODIFIED and D_STEP == BLOCK_D
+    BOXES: tl.constexpr = key_boxes is not None
     AHEAD: tl.constexpr = FOLDED and PAGED
-    if PRODUCTS:
-        # The largest score is that of the largest product only where none is multiplied by a negative number.
+    if PRODUCTS and not BOXES:
+        # The largest score is that of the largest product only where none is multiplied by a negative number. A query
+        # that was computed passes through registers, beside which products of boxes would be serialised.
         q = tl.where(row_factor[:, None] < 0.0, -q, q)
         row_factor = tl.abs(row_factor)
     slope = 0.0
@@ -418,9 +421,13 @@ def attention_kernel(
             elif AHEAD:
                 block = next_block
                 next_block = tl.load(table + (tl.minimum(j + 1, full_end - 1) * TILE + n) // BLOCK_SIZE)
-            else:
+            elif not BOXES:
                 block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
-            if HOISTED:
+            if BOXES:
+                k_tile = key_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_D])
+                s = dot(q, tl.trans(k_tile), tl.zeros([BLOCK_M, TILE], tl.float32))
+                v_tile = value_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_V])
+            elif HOISTED:
                 k_tile = tl.load(key_rows + (block.to(tl.int64) * K_BLOCK)[:, None])
                 s = tl.zeros([BLOCK_M, TILE], tl.float32)
                 s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)

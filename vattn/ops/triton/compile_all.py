@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vattn.formats import KV_FORMATS
 from vattn.ops.triton.compile_cases import TARGETS, Launch, all_launches
@@ -79,6 +80,8 @@ def source_of(launch: Launch) -> ASTSource:
             signature[name] = _TYPES[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
                 attributes[(index,)] = _DIVISIBLE
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:

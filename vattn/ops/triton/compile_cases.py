@@ -419,6 +419,7 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
 
 
+_PACKED_WAYS = ("boxes", "boxes_late", "boxes_paired", "boxes_paired_late")
 _GENERAL_WAYS = ("folded", "wide", "wide_hoisted", "paired_hoisted", "paired_late")
 
 
@@ -431,6 +432,12 @@ def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[
         with using(general_prefill=way):
             found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))
         yield from found
+    for way, feature in itertools.product(_PACKED_WAYS, FEATURES):
+        config = _config(dtype, cache, packed, **FEATURES[feature])
+        if config.attn_type == "decoder" and not config.context_only and not config.context_parallel:
+            with using(general_packed=way):
+                found = list(attention_launches(f"{dtype}/{cache[0]} {way} {feature}", target, config, 2048, 2))
+            yield from found
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat, PackedPart
@@ -85,7 +86,8 @@ def _attend(
             args.output_block_scale.view(torch.uint8).zero_()
         return
     limits = limits or Limits.of(args.query.device)
-    tiles = tiles or choose_tiles(config, num_tokens, num_reqs, max_keys, limits)
+    mapped = config.block_size == 0 and all(_can_be_mapped(sources[name]) for name in ("key", "value"))
+    tiles = tiles or choose_tiles(config, num_tokens, num_reqs, max_keys, limits, mapped)
     split, later = tiles.num_splits > 1, fmt.group_size != 0
     target, target_lse = as_bytes(args.output), args.lse
     if split or later:
@@ -132,7 +134,9 @@ def _launch_attention(
     else:
         output_kind = row_output(config)
     grid = (num_tokens // tiles.block_q + num_reqs + 1, config.num_kv_heads * chunks, splits)
+    boxes = [_boxes(sources[name], tiles.tile) if tiles.boxes else None for name in ("key", "value")]
     attention_kernel[grid](
+        key_boxes=boxes[0], value_boxes=boxes[1],
         query=as_bytes(args.query), query_start_loc=args.query_start_loc, output=target, lse=target_lse,
         q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale, output_scale=args.output_scale,
         alibi_slopes=args.alibi_slopes, sinks=args.sinks, causal_flags=args.causal_flags, bias=args.bias,
@@ -147,6 +151,19 @@ def _launch_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         **sources, **attention_constants(config, tiles, limits, output_kind),
     )  # fmt: skip
+
+
+def _can_be_mapped(rows: Tensor) -> bool:
+    """Return whether a tensor map can be made over packed rows `[keys, heads, columns]`."""
+    aligned = all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:2])
+    return aligned and rows.data_ptr() % 16 == 0 and rows.stride(2) == 1 and rows.shape[0] > 0
+
+
+def _boxes(rows: Tensor, tile: int) -> TensorDescriptor:
+    """Return a tensor map over packed rows whose box is a tile of one head."""
+    keys, heads, width = rows.shape
+    by_key, by_head, _ = rows.stride()
+    return TensorDescriptor(rows, [heads, keys, width], [by_head, by_key, 1], [1, tile, width])
 
 
 def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, output_kind: str) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class Tiles:
         hoisted: whether that loop computes where keys lie in their blocks once; its tiles are whole blocks of whole
             rows in the dtype of the products then.
         late: whether that loop rescales its results only where a row's maximum has grown by much.
+        boxes: whether that loop loads keys and values by tensor maps.
     """
 
     block_m: int
@@ -104,6 +105,7 @@ class Tiles:
     folded: bool = False
     hoisted: bool = False
     late: bool = False
+    boxes: bool = False
 
     @property
     def block_q(self) -> int:
@@ -126,10 +128,24 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
     return torch.bfloat16 if model == "bfloat16" else torch.float32
 
 
-def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits) -> Tiles:
+BOXED: dict[str, dict[str, Any]] = {
+    "boxes": {"tile": 128, "masked_tile": 64, "num_stages": 3},
+    "boxes_late": {"tile": 128, "masked_tile": 64, "num_stages": 3, "late": True},
+    "boxes_tall": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4},
+    "boxes_tall_late": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4, "late": True},
+    "boxes_paired": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4},
+    "boxes_paired_late": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4, "late": True},
+}
+"""Cuts of prefills over packed keys that tensor maps load, by the name of the variant."""
+
+
+def choose_tiles(
+    config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits, mapped: bool = False
+) -> Tiles:
     """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each.
 
-    A batch-invariant layer is cut by its config and the device alone.
+    A batch-invariant layer is cut by its config and the device alone. `mapped`: tensor maps can be made over packed
+    keys and values.
     """
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
     item = compute_dtype(config).itemsize
@@ -148,6 +164,10 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, max_ke
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
+    way = current().general_packed
+    if full_loop and block_m == 128 and mapped and way != "pointers" and _fits_boxes(config, wide, item, limits):
+        boxed = replace(chosen, folded=True, boxes=True, **BOXED[way])
+        return replace(boxed, group_tile=min(config.group_size, boxed.block_m))
     way = current().general_prefill
     # Windows over packed keys leave too few registers: matrix instructions would be serialised.
     crowded = config.block_size == 0 and config.sliding_window is not None
@@ -216,6 +236,13 @@ def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limi
     """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
+
+
+def _fits_boxes(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
+    """Whether boxes hold whole rows of packed keys and values, whose scores have one positive factor."""
+    same = config.head_size == config.head_size_v == wide and config.kv_cache_dtype == config.dtype
+    plain = same and config.kv_scale == config.query_scale == "none" == config.query_format
+    return plain and limits.hopper and config.scale > 0 and _fits_wide_tiles(config, wide, item, limits)
 
 
 def _is_whole_blocks(config: AttentionConfig, tile: int) -> bool:
