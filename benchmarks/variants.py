@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import sys
 import time
@@ -88,6 +87,25 @@ def by_tuning(name: str, tuning: Any, fp8_query: bool = False) -> Peer:
         return step
 
     return way(name, make, fp8_query)
+
+
+def by_clusters(name: str, warps: int) -> Peer:
+    """Return the kernel of few requests with so many warps a program, first tiles asked for early."""
+
+    def make(cell: Cell) -> Call:
+        from vattn.ops.gluon import decode_cluster_launch
+
+        args = peers.attention_arguments(cell, "TRITON_ATTN")
+        config = AttentionConfig.parse(args.config)
+
+        def step() -> Tensor:
+            with variants.using(first_tiles="early"):
+                decode_cluster_launch.launch(args, config, args.output, warps)
+            return args.output
+
+        return step
+
+    return way(name, make)
 
 
 def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
@@ -262,30 +280,41 @@ def _cuts(*cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
 
 
 def _decode_questions() -> Iterator[Question]:
-    """Yield decode steps that miss their bars, or nearly: one kernel for few requests, reductions that need no wait."""
+    """Yield decode steps: one kernel for few requests, and first tiles that are asked for early."""
     from vattn.ops.triton.decode_fast import Tuning
 
+    split, early = by_variant("split", few_requests="split"), by_variant("early", first_tiles="early")
     clusters = by_variant("clusters", few_requests="clusters")
-    ready = by_variant("reduction ready", reduction="ready")
-    everyone = ("fa3", "flashinfer", "xqa", "cudnn")
-    narrow = by_tuning("2 heads, 3 stages, released", Tuning(2, 3, 4, overlap="released"))
-    for name, bf16, fp8 in (("1x1k", 1.5, 1.1), ("1x8k", 1.25, 1.2), ("1x128k", 1.0, 1.4)):
-        work = WORKS[f"decode {name}"]
-        yield Question("clusters", LLAMA, work, "bf16", (DEFAULT, clusters, ready), bf16, everyone)
-        yield Question("clusters", LLAMA, work, "fp8", (DEFAULT, clusters, narrow), fp8, everyone)
-    deep = [
-        by_tuning(f"slots 4, {stages} stages, released", Tuning(2, stages, 1, slots=4, overlap="released"))
-        for stages in (5, 6)
-    ]
-    yield Question("one wave", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, narrow, *deep), 1.05, everyone)
-    for name, bar in (("32x1k", 1.25), ("8x1k", 1.0)):
-        yield Question("one wave", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, ready), bar, everyone)
-    shares = by_variant("even shares", decode_schedule="shares")
-    for name, cache in itertools.product(("32x1k", "8x8k", "32x8k", "64x4k"), ("bf16", "fp8")):
-        work, ways = WORKS[f"decode {name}"], (DEFAULT, shares)
-        yield Question("shares", LLAMA, work, cache, ways, 1.0, ("cudnn", "xqa"))
-    drafts = (DEFAULT, by_variant("two loaders", prefill_loads="two"))
-    yield Question("drafts", LLAMA, WORKS["speculative 64x4k, 8"], "bf16", drafts, 1.0, ("fa3",))
+    clusters_early = by_clusters("clusters, early", 4)
+    wide = by_clusters("clusters of 8 warps, early", 8)
+    few = (clusters, clusters_early, wide, split)
+    for name, cache, bar in (
+        ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
+    ):  # fmt: skip
+        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, few, bar, ("cudnn", "flashinfer", "xqa"))
+    waves: dict[str, tuple[Peer, ...]] = {
+        "bf16": (
+            DEFAULT, early, by_tuning("early, 16 tiles", Tuning(2, 2, 1, slots=4, overlap=True, ahead=16)),
+            by_tuning("early, lines of 32", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8, line=32)),
+        ),
+        "fp8": (
+            DEFAULT, by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
+            by_tuning("slots 4, early", Tuning(2, 5, 1, slots=4, overlap=True, ahead=16)),
+            by_tuning("slots 4, early, lines of 32", Tuning(2, 5, 1, slots=4, overlap=True, ahead=16, line=32)),
+        ),
+    }  # fmt: skip
+    for cache, ways in waves.items():
+        bar = 1.25 if cache == "bf16" else 1.05
+        yield Question("one wave", LLAMA, WORKS["decode 32x1k"], cache, ways, bar, ("cudnn", "flashinfer", "xqa"))
+    for requests, keys in ((1, 2048), (1, 4096), (2, 1024), (4, 1024)):
+        work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
+        yield Question("few", LLAMA, work, "bf16", few, 1.0, ())
+    for name in ("32x8k", "64x4k"):
+        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "bf16", waves["bf16"][:2], 1.0, ("cudnn",))
+        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
+    gluon = by_tuning("slots 4, early", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8))
+    for name in ("8x1k", "8x8k"):
+        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, gluon), 1.0, ("cudnn",))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
     for cache in ("bf16", "fp8"):
         yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))

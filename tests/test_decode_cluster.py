@@ -24,8 +24,14 @@ def is_taken(lengths: list[int], query_lens: list[int] | None = None, **changes:
     return decode_cluster_launch.takes(batch.args, config)
 
 
-def test_off_by_default() -> None:
-    assert not is_taken([40])
+@pytest.mark.parametrize(
+    ("lengths", "taken"), [([2032], True), ([1008, 0], True), ([2033], False), ([40, 1009], False)], ids=str
+)
+def test_small_tables_by_default(lengths: list[int], taken: bool) -> None:
+    """Tables have room for the longest request and one block more."""
+    assert is_taken(lengths) is taken
+    with using(few_requests="split"):
+        assert not is_taken(lengths)
 
 
 @pytest.mark.parametrize("lengths", [[40], [40, 0], [9, 300, 1, 17]], ids=str)

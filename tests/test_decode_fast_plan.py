@@ -22,7 +22,6 @@ def make_plan(
     requests: int = 32,
     tokens: int = 1,
     short_only: bool = False,
-    shares: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
     from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
@@ -36,7 +35,6 @@ def make_plan(
     plan_kernel[(1,)](
         starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks, num_reqs, ctas, waves, max_items,
         TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=window, UNIT=unit, REQUESTS=requests,
-        SHARES=shares,
     )  # fmt: skip
     active, num_splits = schedule[0, :2].tolist()
     assert 0 < active <= ctas or not any(n > 0 and (n <= tokens or not short_only) for n in query_lens)
@@ -60,9 +58,9 @@ def walk(records: list[list[int]], active: int) -> list[list[int]]:
 
 
 def check_plan(
-    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1, shares: bool = False
+    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1
 ) -> list[list[int]]:
-    items, splits = make_plan(query_lens, seq_lens, ctas, window, unit, shares=shares)
+    items, splits = make_plan(query_lens, seq_lens, ctas, window, unit)
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     tiles: dict[int, list[tuple[int, int]]] = {}
     slots: dict[int, list[int]] = {}
@@ -119,14 +117,6 @@ def test_equal_lengths_split_equally() -> None:
     items = check_plan([1] * 32, [8192] * 32, 132)
     assert len(items) == 128
     assert {item[5] - item[4] for item in items} == {128}
-
-
-@pytest.mark.parametrize(
-    "lengths", [[8192] * 32, [1024] * 32, [8192] * 8, [0, 700, 3, 9000]], ids=lambda found: str(found[:4])
-)
-def test_even_shares_leave_no_cta_without_work(lengths: list[int]) -> None:
-    found = loads(check_plan([1] * len(lengths), lengths, 33, unit=4, shares=True))
-    assert len(found) == 33 and max(found) - min(found) <= 8
 
 
 def test_a_full_card_is_not_split() -> None:

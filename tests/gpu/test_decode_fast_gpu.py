@@ -343,50 +343,6 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
-@pytest.mark.parametrize("lengths", [[900, 40], [3000, 7, 900, 64, 1, 200, 5000, 33] * 3], ids=["few", "many"])
-def test_reductions_that_start_behind_the_main_kernels_wait(lengths: list[int], cache: dict[str, Any]) -> None:
-    """They read the schedule of this replay, which the kernel ahead has just made, and give the same bits."""
-    from vattn.ops.triton import decode_fast
-    from vattn.ops.variants import using
-
-    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, **cache)
-    shape = decode_fast.plan_shape(batch.config, len(lengths), len(lengths), batch.args.query.device)
-    args = batch.args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
-    tuning = decode_fast.choose_tuning(batch.config, len(lengths))
-    released = dataclasses.replace(tuning, overlap="released")
-
-    def step() -> None:
-        decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
-        for _ in range(3):
-            decode_fast.decode(args, batch.config, released)
-
-    with using(reduction="ready"):
-        assert decode_fast.choose_tuning(batch.config, len(lengths)).overlap == (
-            "released" if tuning.overlap else False
-        )
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    whole = args.seq_lens.clone()
-    for turn in range(40):
-        args.seq_lens.copy_(torch.where(torch.arange(len(lengths), device="cuda") % 5 == turn % 5, 1, whole))
-        graph.replay()
-        got, lse = args.output.clone(), args.lse.clone()
-        decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
-        decode_fast.decode(args, batch.config, dataclasses.replace(tuning, overlap=False))
-        assert torch.equal(got, args.output) and torch.equal(lse, args.lse)
-
-
-@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
-def test_even_shares_of_equal_lengths(cache: dict[str, Any]) -> None:
-    from vattn.ops.variants import using
-
-    with using(decode_schedule="shares"):
-        check(decode_batch([700] * 32, num_heads=32, num_kv_heads=8, **cache), plan=True)
-
-
 @pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
 @pytest.mark.parametrize("guess", [0x7FFFFFFF, -1, 1 << 20, 7])
 @pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2)])
@@ -404,8 +360,8 @@ def test_first_tiles_asked_for_early(heads: int, slots: int, guess: int, cache: 
     decode_fast.decode(args, batch.config, waits)
     expected, expected_lse = args.output.clone(), args.lse.clone()
     schedule, table = args.plan[0].clone(), args.block_table.clone()
-    for overlap, line in ((True, 128), ("released", 32)):
-        early = dataclasses.replace(waits, overlap=overlap, ahead=8, line=line)
+    for line in (128, 32):
+        early = dataclasses.replace(waits, overlap=True, ahead=8, line=line)
         for _ in range(5):
             args.output.view(torch.uint8).fill_(0x7F)
             args.plan[0].fill_(guess)
@@ -432,22 +388,21 @@ def test_keys_asked_for_early_are_those_that_the_kernel_before_wrote() -> None:
     apart = dataclasses.replace(waits, overlap=False)
     for place in (0, half):
         first = first._replace(output=room[place : place + first.output.numel()].view(first.output.shape))
-        for tuning in (early, dataclasses.replace(early, overlap="released")):
-            decode_fast.decode(first, config, tuning)
-            decode_fast.decode(second, config, tuning)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(4):
-                    decode_fast.decode(first, config, tuning)
-                    decode_fast.decode(second, config, tuning)
-            for seed in range(8):
-                torch.manual_seed(seed)
-                first.query.normal_()
-                first.output.zero_()
-                graph.replay()
-                got = second.output.clone()
-                first.output.zero_()
-                decode_fast.decode(first, config, apart)
-                torch.cuda.synchronize()
-                decode_fast.decode(second, config, apart)
-                assert torch.equal(got, second.output)
+        decode_fast.decode(first, config, early)
+        decode_fast.decode(second, config, early)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                decode_fast.decode(first, config, early)
+                decode_fast.decode(second, config, early)
+        for seed in range(8):
+            torch.manual_seed(seed)
+            first.query.normal_()
+            first.output.zero_()
+            graph.replay()
+            got = second.output.clone()
+            first.output.zero_()
+            decode_fast.decode(first, config, apart)
+            torch.cuda.synchronize()
+            decode_fast.decode(second, config, apart)
+            assert torch.equal(got, second.output)

@@ -19,20 +19,24 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted", "paired_late"),
     "general_packed": (
-        "pointers", "boxes", "boxes_late", "boxes_tall", "boxes_tall_late", "boxes_paired", "boxes_paired_late",
+        "pointers",
+        "boxes",
+        "boxes_late",
+        "boxes_tall",
+        "boxes_tall_late",
+        "boxes_paired",
+        "boxes_paired_late",
     ),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_parts": ("small", "large", "tiles"),
     "latent_launch": ("after", "early"),
-    "latent_output": ("plain", "deep", "early"),
+    "latent_results": ("direct", "bulk"),
+    "latent_output": ("deep", "overlapped"),
     "few_rows": ("none", "values", "all", "streamed"),
-    "latent_mixed": ("plain", "fast", "twice", "cut"),
-    "packed_store": ("plain", "quick"),
-    "few_requests": ("split", "clusters"),
-    "reduction": ("waits", "ready"),
-    "decode_schedule": ("estimated", "shares"),
+    "packed_store": ("plain", "quick", "words"),
+    "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
     "prefill_rescale": ("always", "late"),
     "prefill_loads": ("one", "two"),
@@ -61,27 +65,19 @@ class Variants:
         general_packed: how the general kernel loads packed keys in such tiles on Hopper: "pointers"; "boxes", by tensor
             maps, 128 keys a step; "boxes_tall", 64 keys, two programs of 128 rows on a multiprocessor; "boxes_paired",
             two of 64 rows; "boxes_late", "boxes_tall_late" and "boxes_paired_late", these with results rescaled late.
-        latent_mixed: latent steps of requests of different lengths: "plain", rows of a long request unsplit on Hopper's
-            decode kernel, or all absorbed rows by the plain kernel; "fast", requests of few rows by Hopper's kernel and
-            the others by those that their lengths ask for; "twice", requests of at most 8 rows in two launches of it;
-            "cut", as "fast", and where requests of at most 8 rows on average have uneven numbers of them, these are
-            cut into parts of one program's rows, which are requests of their own.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
-            second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head.
-        reduction: when the kernel that merges parts reads the schedule, behind a main kernel that overlaps with what is
-            before it: "waits", when that has ended; "ready", while it runs, since it starts this one behind its wait.
-        decode_schedule: how decode steps are spread: "estimated", equal chunks or even shares, whichever should be
-            faster; "shares", even shares, which leave no multiprocessor without work.
-        first_tiles: when the decode kernel of large batches on Hopper asks for the first keys and values of a program:
-            "wait", once the kernel before has ended; "early", into the L2 cache before that.
+            second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
+            "measured", this where block tables have room for no more than 2048 tokens in all.
+        first_tiles: when the decode kernels of large batches and of few short requests on Hopper ask for the first keys
+            and values of a program: "wait", once the kernel before has ended; "early", into the L2 cache before that.
         prefill_rescale: when Hopper's prefill kernel multiplies its results by what their weights have shrunk:
             "always", at every key tile; "late", where a row's maximum has grown by more than 2^8 (16-bit weights, heads
             of 128 and 256).
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
-            warpgroups: "plain"; "deep", with as many loads under way as shared memory holds and quotients without
-            branches; "early", that, and launches that overlap: weights are fetched while the kernel before ends.
+            warpgroups, where a row's scale spans all heads: "deep", twice, one launch after the other; "overlapped",
+            the second while the first still runs.
         prefill_loads: warps of Hopper's prefill kernel that load keys and values: "one"; "two", one for either where
             nothing is converted and a tile has two warpgroups.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
@@ -100,6 +96,8 @@ class Variants:
             "tiles", as "large" with parts of half as many tiles.
         latent_launch: when latent decode on Hopper is launched: "after", when the kernel before has ended; "early",
             while it runs, so that setting up overlaps with its end.
+        latent_results: how results of latent decode with 64 rows a program leave it: "direct", from registers, those of
+            parts in fp32; "bulk", through shared memory, those of parts in bf16.
     """
 
     speculative: str = "packed"
@@ -112,13 +110,11 @@ class Variants:
     latent_sparse: str = "gluon"
     latent_parts: str = "small"
     latent_launch: str = "after"
-    latent_output: str = "plain"
+    latent_results: str = "direct"
+    latent_output: str = "deep"
     few_rows: str = "values"
-    latent_mixed: str = "fast"
     packed_store: str = "plain"
-    few_requests: str = "split"
-    reduction: str = "waits"
-    decode_schedule: str = "estimated"
+    few_requests: str = "measured"
     first_tiles: str = "wait"
     prefill_rescale: str = "always"
     prefill_loads: str = "one"

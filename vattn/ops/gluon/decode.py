@@ -96,17 +96,34 @@ def load_item(schedule, cta, item, ctas):
 
 
 @gluon.jit
-def fetch_first_tiles(
-    key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride, table_width,
-    num_blocks, num_reqs, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, AHEAD: gl.constexpr, NUM_WARPS: gl.constexpr,
+def fetch_lines(
+    key_start, value_start, table, tile, token, head, column, is_wanted, num_blocks, block_stride, token_stride,
+    head_stride, PER_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the first tiles of this CTA's first item, into L2, while the kernel before may still run.
+    """Ask for lines of keys and values, into L2, while the kernel before may still run.
 
     What that kernel writes may be read here as it was, or half written: all this is a guess. So every index is kept
     inside of what it is an index of, nothing that is read here stays in L1, where it would be found again after the
     wait, and nothing that is asked for goes further than L2, where what is written later is written too.
     """
+    page = gl.load(table + tile // PER_BLOCK, mask=is_wanted, other=-1, cache_modifier=".cg")
+    is_wanted = (is_wanted & (page >= 0) & (page < num_blocks)).to(gl.int32)
+    place = page.to(gl.int64) * block_stride + (tile % PER_BLOCK * TILE_TOKENS + token).to(gl.int64) * token_stride
+    place += head.to(gl.int64) * head_stride + column
+    for start in gl.static_range(2):
+        pointers = (key_start if start == 0 else value_start) + place
+        gl.inline_asm_elementwise(
+            FETCH, "=r,l,r", [pointers.to(gl.int64), is_wanted], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def fetch_first_tiles(
+    key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride, table_width,
+    num_blocks, num_reqs, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, AHEAD: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Ask for the first tiles of this CTA's first item, see `fetch_lines`; the schedule is a guess too."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
     LINE: gl.constexpr = AHEAD[1] // 2 if WIDTH > AHEAD[1] // 2 else WIDTH
@@ -124,15 +141,10 @@ def fetch_first_tiles(
     tile = first + index // (LINES * HEADS * TILE_TOKENS)
     is_wanted = (tile < last) & is_item & (head < NUM_KV_HEADS)
     table = block_table + request.to(gl.int64) * table_stride
-    page = gl.load(table + tile // PER_BLOCK, mask=is_wanted, other=-1, cache_modifier=".cg")
-    is_wanted = (is_wanted & (page >= 0) & (page < num_blocks)).to(gl.int32)
-    place = page.to(gl.int64) * block_stride + (tile % PER_BLOCK * TILE_TOKENS + token).to(gl.int64) * token_stride
-    place += head.to(gl.int64) * head_stride + index % LINES * LINE
-    for start in gl.static_range(2):
-        pointers = (key_start if start == 0 else value_start) + place
-        gl.inline_asm_elementwise(
-            FETCH, "=r,l,r", [pointers.to(gl.int64), is_wanted], dtype=gl.int32, is_pure=False, pack=1
-        )
+    fetch_lines(
+        key_start, value_start, table, tile, token, head, index % LINES * LINE, is_wanted, num_blocks, block_stride,
+        token_stride, head_stride, PER_BLOCK,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -314,9 +326,6 @@ def consume(
         )  # fmt: skip
     if OVERLAP and OVERLAP != "end":
         wait_for_previous_kernel()
-    if OVERLAP == "released":
-        # What the reduction reads beside this kernel's results is there from here on.
-        let_next_kernel_start()
     head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
 
     batch_q = gl.arange(0, BATCH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
@@ -541,15 +550,14 @@ def decode_kernel(
 
     SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
     time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
-    first, or at the end if it is "end"; "released": only then let the reduction start. AHEAD: tiles of the first
-    item, 0 or a power of two, that are asked for before that wait, and bytes that are asked for at a time; `key_start`,
-    `value_start`, the strides of the cache, in its 16-bit elements, and `num_reqs` are for this alone, None without.
+    first, or at the end if it is "end". AHEAD: tiles of the first item, 0 or a power of two, that are asked for before
+    that wait, and bytes that are asked for at a time; `key_start`, `value_start`, the strides of the cache, in its
+    16-bit elements, and `num_reqs` are for this alone, None without.
     """
     ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
-    if OVERLAP != "released":
-        let_next_kernel_start()
+    let_next_kernel_start()
     keys = gl.allocate_shared_memory(key_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], key_boxes.layout)
     values = gl.allocate_shared_memory(
         value_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], value_boxes.layout

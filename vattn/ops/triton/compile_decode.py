@@ -142,8 +142,6 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             return found
         decode_fast.decode(args, config)
         if config.sinks:
-            with using(reduction="ready"):
-                decode_fast.decode(args, config)
             with using(first_tiles="early"):
                 decode_fast.decode(args, config)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):

@@ -68,7 +68,7 @@ class Tuning:
         ctas: CTAs per multiprocessor that the schedule counts on.
         slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
         overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
-            one writes, and waits for it at its own end; "released": the reduction starts behind its wait, not before.
+            one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
         ahead: of the Gluon kernel, where it overlaps: tiles of a CTA's first item that it asks for before it waits for
             the kernel before, a power of two; 0: none.
@@ -79,7 +79,7 @@ class Tuning:
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool | Literal["end", "released"] = False
+    overlap: bool | Literal["end"] = False
     max_registers: int | None = None
     ahead: int = 0
     line: int = 128
@@ -92,7 +92,6 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs
     of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
     """
-    overlap: bool | Literal["released"] = "released" if current().reduction == "ready" else True
     heads = heads_per_cta(config.num_kv_heads, 2)
     row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
@@ -100,11 +99,10 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
-            return with_first_tiles(Tuning(4, stages, ctas=1, slots=2, overlap=overlap))
-        return with_first_tiles(Tuning(heads, stages, ctas=1, slots=4, overlap=overlap))
+            return with_first_tiles(Tuning(4, stages, ctas=1, slots=2, overlap=True))
+        return with_first_tiles(Tuning(heads, stages, ctas=1, slots=4, overlap=True))
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
-    fills = heads == 2 and row_bytes == 256
-    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=overlap if fills else False)
+    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
 
 
 def with_first_tiles(tuning: Tuning) -> Tuning:
@@ -260,7 +258,6 @@ def plan(
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
         TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
-        SHARES=current().decode_schedule == "shares",
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
@@ -286,8 +283,6 @@ def decode(
             decode_cluster_launch.decode(args, config)
             return
     tuning = tuning or choose_tuning(config, num_reqs, tokens)
-    if launch_main is not None and tuning.overlap == "released":
-        tuning = replace(tuning, overlap=True)  # Other main kernels let the reduction start at once.
     sizes = sizing(config, num_reqs, tuning, device, tokens)
     shape = plan_shape(config, args.query.shape[0], num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)

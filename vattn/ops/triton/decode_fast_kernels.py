@@ -424,15 +424,11 @@ def decode_kernel(
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
-    kernel before may still run, so wait for it first, or at the end if it is "end"; "released": only then let the
-    reduction start, which so finds all that came before this kernel.
+    kernel before may still run, so wait for it first, or at the end if it is "end".
     """
-    if OVERLAP != "released":
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
-    if OVERLAP == "released":
-        tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE

@@ -105,7 +105,7 @@ def request_units(
 @triton.jit
 def choose_chunk(
     query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, REQUESTS: tl.constexpr, SHARES: tl.constexpr,
+    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Return how many units an item may have, 0 for even shares, and the units of all requests."""
     longest = 1
@@ -135,8 +135,6 @@ def choose_chunk(
     shares = ideal + ITEM_COST / UNIT * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
     best = tl.argmin(chunks, 0)
     chunk = tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
-    if SHARES:
-        chunk = chunk * 0
     return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
 
 
@@ -156,12 +154,8 @@ def share_of(unit, total, shares):
 def plan_kernel(
     query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
     SHORT_ONLY: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
-    SHARES: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles.
-
-    SHARES: even shares whatever the estimates.
-    """
+    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
     padding_row = tl.load(query_start_loc + num_reqs)
     # Where the reduction is to start with padding: behind every row if that is not its business.
@@ -169,7 +163,7 @@ def plan_kernel(
     if chunks is not None:
         num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, SHORT_ONLY, REQUESTS)
     chunk, total = choose_chunk(
-        query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS, SHARES
+        query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS
     )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
