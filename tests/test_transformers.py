@@ -229,14 +229,14 @@ def test_merged_weights_that_moved_are_refused() -> None:
 
 REFUSED = {
     "mamba": ({}, "takes no position_ids"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "fails on packed tokens"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "a state beside keys and values"),
     "llama4_text": (
         {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16},
         "a mask by",
     ),
     "gemma3_text": ({"use_bidirectional_attention": True, "head_dim": 16}, "a mask by"),
     "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
-    "recurrent_gemma": ({}, "layers of RecurrentGemmaForCausalLM call attention|fails on packed tokens"),
+    "recurrent_gemma": ({}, "layers of RecurrentGemmaForCausalLM call attention|a state beside keys"),
     "biogpt": ({}, "padding mask"),
 }
 

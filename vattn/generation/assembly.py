@@ -91,6 +91,16 @@ def longest_request(model: Any, asked: int | None, most: int) -> int:
         asked: `None` for the default.
         most: tokens that the cache can hold for one request.
     """
+    # Some models have frequencies for requests of up to a length alone.
+    turned: Any = getattr(model, "rope_length", None)
+    if whole_number(turned, 1):
+        if asked is not None and check_count("max_seq_len", asked) > turned:
+            raise ConfigError(
+                f"max_seq_len={asked} for a model with rope_length={turned}",
+                f"up to {turned}",
+                "leave max_seq_len out, or call enable(model, rope_length=...) with the longest request",
+            )
+        most = min(most, turned)
     if asked is None:
         config: Any = getattr(getattr(model, "model", None), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else None

@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-scales", help=f"file of vattn.calibrate, or 'unit'; default {SCALES_FILE} beside the checkpoint"
     )
+    parser.add_argument(
+        "--rope-length", type=int, help="longest request, for models whose RoPE goes by lengths (longrope, dynamic)"
+    )
     parser.add_argument("--memory", default=None, help="bytes of the cache, such as 2GiB; default 40%% of what is free")
     parser.add_argument("--max-num-reqs", type=int, default=32)
     parser.add_argument("--drafts", type=int, default=0, help="guess up to this many tokens a step by prompt lookup")
@@ -111,6 +114,7 @@ def make_generator(options: argparse.Namespace) -> Generator:
             quant_config=quant,
             calibration=calibration,
             attn_backend=options.backend,
+            rope_length=options.rope_length,
         )
     _show_warnings(caught)
     packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)

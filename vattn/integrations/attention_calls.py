@@ -52,6 +52,9 @@ class MaskCall:
         """Return itself: some models convert their mask."""
         return self
 
+    def __getitem__(self, index: Any) -> MaskCall:
+        raise _unsupported("attention that reads or changes its mask itself, as sparse attention does")
+
     def window(self) -> int | None:
         """Return the causal window, `None` for all earlier tokens.
 
@@ -131,7 +134,7 @@ def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
         calls, notes.calls = notes.calls, {}
         other = _run(model, cache, [4, 2, 5], [0, 1, 2])
         notes.calls = {}
-        moved = _run(model, cache, [1, 2, 3], [3, 1, 5])
+        moved = _run(model, cache, [1, 2, 3], [0, 1, _far(model)])
         moved_calls = notes.calls
     names = {module: name for name, module in model.named_modules()}
     for module, call in calls.items():
@@ -147,7 +150,15 @@ def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
             "models that take the positions of packed tokens from position_ids",
             "keep this model on transformers' own attention",
         )
+    for module, call in calls.items():
+        _check_positions_apart(model, call.queries, moved_calls[module].queries)
     return {names[module]: call for module, call in calls.items()}
+
+
+def _far(model: Any) -> int:
+    """Return the last position that a model was made for, as far as it says so."""
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return trained - 1 if isinstance(trained, int) and trained > 5 else 5
 
 
 class _Notes:
@@ -287,6 +298,17 @@ def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
     # Products of other rows may be summed in another order where experts take different numbers of tokens.
     if not difference <= 1e-2 * float(first[1].abs().max()):
         raise _unsupported("tokens meet outside of attention (convolution, recurrence or the like)")
+
+
+def _check_positions_apart(model: Any, near: Tensor | None, far: Tensor | None) -> None:
+    """Refuse a model in which the first tokens' queries depend on how far the last one is, which moved alone."""
+    if near is None or far is None:
+        return
+    first, other = near[:, :, : TOKENS - 1].float(), far[:, :, : TOKENS - 1].float()
+    if not float((first - other).abs().max()) <= 1e-2 * float(first.abs().max()):
+        raise _unsupported(
+            f"{type(model).__name__}, in which the position of one token changes how others are turned (RoPE by length)"
+        )
 
 
 def _unsupported(got: str) -> UnsupportedRequestError:

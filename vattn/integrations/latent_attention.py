@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.integrations.fixed_frequencies import fix_frequencies
 from vattn.integrations.fp8_checkpoint import take_cache_hooks
 from vattn.integrations.transformers import (
     ALL_ATTENTION_FUNCTIONS,
@@ -65,7 +66,8 @@ def enable_latent_attention(
 
     Raises:
         ConfigError: a model that is on vattn already, or in training mode.
-        UnsupportedRequestError: no latent attention, or a transformers that expands latents before its cache.
+        UnsupportedRequestError: no latent attention, frequencies of RoPE that go by lengths, or a transformers that
+            expands latents before its cache.
 
     Example:
         >>> import torch, transformers, vattn
@@ -82,6 +84,7 @@ def enable_latent_attention(
         torch.Size([5, 64])
     """
     modules = _latent_modules(model)
+    frequencies = fix_frequencies(model, None)
     for name, module in modules.items():
         layer = MLAAttention(
             module.num_heads,
@@ -100,7 +103,7 @@ def enable_latent_attention(
         module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
         module.expand_kv = types.MethodType(_expand_kv, module)
     own_config(model)
-    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model)
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
     ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
     ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
     set_attention(model, LATENT)

@@ -25,6 +25,7 @@ from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
 from vattn.integrations import merged_linears
 from vattn.integrations.attention_calls import AttentionCall, observe, own_config, set_attention
 from vattn.integrations.checkpoint_scales import checkpoint_configs
+from vattn.integrations.fixed_frequencies import fix_frequencies, restore_frequencies
 from vattn.integrations.fp8_checkpoint import give_cache_hooks, take_cache_hooks
 from vattn.integrations.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.own_linears import give_linears, take_linears
@@ -49,6 +50,17 @@ REPLACED = "vattn_replaced"
 """Same for models whose attention modules get another forward, and which want a tensor for a mask."""
 
 
+class _NoStates(list[Any]):
+    """The states of layers, of which there are none."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedRequestError(
+            "layers that keep a state beside keys and values (state-space, linear attention, convolution, an indexer)",
+            "models whose tokens meet in causal attention, full or in a window, and nowhere else",
+            "keep this model on transformers' own attention",
+        )
+
+
 class PackedCache(transformers.Cache):
     """Stand where transformers expects a cache, and hold nothing: the attention layers own the paged cache.
 
@@ -57,7 +69,7 @@ class PackedCache(transformers.Cache):
     """
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoStates())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values as they came."""
@@ -84,13 +96,14 @@ class PackedModel(nn.Module):
 
     Attributes:
         kv_cache: what `allocate` returned last; `None` before.
+        rope_length: the longest request, where `enable` was told one; `None`: any.
 
     Example: see `enable`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rope_length: int | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.rope_length = model, rope_length
         self.kv_cache: KVCacheAllocation | None = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
         self.enabled = True
@@ -113,9 +126,16 @@ class PackedModel(nn.Module):
 
         Returns:
             `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
+
+        Raises:
+            ConfigError: `disable` took the model off vattn.
+            MetadataError: a request longer than `rope_length`; not told by compiled code.
         """
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
+        # Compiled code reads no lengths; a generator refuses longer requests before.
+        if self.rope_length is not None and not torch.compiler.is_compiling():
+            _check_lengths(self.rope_length)
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices
@@ -142,6 +162,7 @@ def enable(
     batch_invariant: bool = False,
     merge_projections: bool = False,
     own_linears: bool = False,
+    rope_length: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
 ) -> PackedModel:
@@ -161,6 +182,8 @@ def enable(
             format and the scale of their input are the same.
         own_linears: run linear layers by `vattn::linear`, which has kernels of its own for steps of few tokens, on GPUs
             of compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
+        rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
+            (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
 
     Returns:
@@ -170,9 +193,10 @@ def enable(
 
     Raises:
         ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
-            neither `True` nor `False`.
+            neither `True` nor `False`; a `rope_length` that a model has no use for.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
-            not know, layers without attention; the text says which.
+            not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
+            says which.
         ScaleError, ...: as `vattn.Attention`.
 
     Example:
@@ -204,6 +228,7 @@ def enable(
         )
     scales = _scales(calibration, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
+    frequencies = fix_frequencies(model, rope_length)
     hooks = take_cache_hooks(model)
     try:
         calls = observe(model, PackedCache())
@@ -215,11 +240,12 @@ def enable(
         }
     except BaseException:
         give_cache_hooks(hooks)
+        restore_frequencies(frequencies)
         raise
     for name, layer in layers.items():
         module = calls[name].module
         module.add_module(NAME, layer.to(next(module.parameters()).device))
-    model.__dict__["_vattn_before"] = model.config._attn_implementation, hooks
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, hooks, frequencies
     replaced = bool(replaced_modules(model))
     _register()
     replace_forwards(model, attend)
@@ -228,7 +254,7 @@ def enable(
     if own_linears:
         take_linears(model)
     set_attention(model, REPLACED if replaced else NAME)
-    packed = PackedModel(model)
+    packed = PackedModel(model, rope_length)
     if num_blocks is not None or memory is not None:
         packed.allocate(num_blocks=num_blocks, memory=memory)
     return packed
@@ -263,9 +289,10 @@ def disable(model: nn.Module) -> None:
     give_linears(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
-    implementation, hooks = before
+    implementation, hooks, frequencies = before
     set_attention(inner, implementation)
     give_cache_hooks(hooks)
+    restore_frequencies(frequencies)
     for packed in inner.__dict__.pop("_vattn_packed", []):
         if packed() is not None:
             packed().enabled = False
@@ -329,6 +356,16 @@ def _masked() -> MetadataError:
         "none: the step's metadata says which tokens see each other",
         "leave attention_mask out; padding is told by slot_mapping",
     )
+
+
+def _check_lengths(longest: int) -> None:
+    step = context.current
+    if step is not None and step.max_seq_len > longest:
+        raise MetadataError(
+            f"a request of {step.max_seq_len} tokens for a model with rope_length={longest}",
+            f"requests of up to {longest} tokens",
+            "call disable(model) and enable(model, rope_length=...) with the longest request",
+        )
 
 
 def _no_step() -> MetadataError:
