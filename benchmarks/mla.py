@@ -30,8 +30,8 @@ _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gl
 OWN_WAYS: dict[str, dict[str, Any]] = {name: {"latent_parts": name} for name in ("large", "tiles")}
 """Other ways of vattn's decode, timed beside the default: no peers."""
 
-OUTPUT_WAYS: dict[str, dict[str, Any]] = {name: {"latent_output": name} for name in ("deep", "early")}
-"""Other ways of its quantised outputs."""
+OUTPUT_WAYS: dict[str, dict[str, Any]] = {"overlapped": {"latent_output": "overlapped"}}
+"""Other ways of its quantised outputs, per token."""
 
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
@@ -132,7 +132,7 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
     elif cell.changes:
         steps["plain"] = make(**cell.against)
-        if "output_format" in cell.changes and cell.kind == "op" and cell.tokens == 1 and inputs.device == "cuda":
+        if cell.changes.get("output_format") == "fp8_per_token" and inputs.device == "cuda":
             steps |= {name: inputs.op_under(chosen, **cell.changes) for name, chosen in OUTPUT_WAYS.items()}
     elif inputs.device == "cuda" and cell.tokens == abs(cell.length):
         _, missing = load_peers(peers)

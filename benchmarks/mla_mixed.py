@@ -1,9 +1,9 @@
-"""Latent steps of requests of different lengths: each by the kernel for its length, beside how they went before.
+"""Latent steps of requests of different lengths, beside the same requests in steps of equal numbers of rows.
 
 `python -m benchmarks.mla_mixed --json FILE` times `vattn::mla_attention`, its plan made before, by graph replays in
-turn (`latent_mixed` of `vattn.ops.variants`), and compares both results. One JSON line a cell is printed and appended
-to the file: microseconds, and the ratio of the first way to the last, above 1 where the last is faster. `--device cpu`
-runs tiny sizes by TORCH_MLA.
+turn: "together", one step, and "apart", a call for the requests of each number of rows after the other. Both results
+are compared. One JSON line a cell is printed and appended to the file: microseconds, and the ratio, above 1 where one
+step is faster. `--device cpu` runs tiny sizes by TORCH_MLA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
 from vattn.backends.mla import mla_backends
 from vattn.bench.timing import WallTimer
-from vattn.ops import variants
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.mla_arguments import MLAAttentionArgs
 
@@ -48,34 +47,54 @@ def arguments(heads: int, queries: list[int], length: int, device: str) -> tuple
     return inputs, args._replace(query=query, output=output, config=config.encode()), config
 
 
-def run_cell(name: str, device: str, ways: list[str]) -> dict[str, Any]:
+def planned(args: MLAAttentionArgs, config: Any) -> MLAAttentionArgs:
+    """Return a call with an output of its own, and the plan that a builder would make."""
+    backend, requests = mla_backends()[config.backend], args.seq_lens.shape[0]
+    args = args._replace(output=torch.empty_like(args.output))
+    shape = backend.plan_shape(config, len(args.query), requests, args.block_table.shape[1])
+    if not shape:
+        return args
+    plan = torch.zeros(shape, dtype=torch.int32, device=args.query.device)
+    backend.plan(PlanArgs(args.query_start_loc, args.seq_lens, plan, args.config), config)
+    return args._replace(plan=[plan])
+
+
+def apart(args: MLAAttentionArgs, queries: list[int]) -> list[tuple[torch.Tensor, MLAAttentionArgs]]:
+    """Return a call for the requests of each number of rows, and which rows of the whole step are theirs."""
+    device, found = args.query.device, []
+    for count in sorted(set(queries)):
+        requests = torch.tensor([i for i, query in enumerate(queries) if query == count], device=device)
+        rows = (args.query_start_loc[requests].unsqueeze(1) + torch.arange(count, device=device)).flatten()
+        starts = torch.arange(len(requests) + 1, device=device, dtype=torch.int32) * count
+        part = args._replace(
+            query=args.query[rows], output=args.output[rows], query_start_loc=starts,
+            seq_lens=args.seq_lens[requests], block_table=args.block_table[requests],
+        )  # fmt: skip
+        found.append((rows, part))
+    return found
+
+
+def run_cell(name: str, device: str) -> dict[str, Any]:
     """Time one cell and return its row."""
     heads, queries, length = CELLS[name]
     if device == "cpu":
         heads, queries, length = 2, [min(query, 20) for query in queries[-4:]], 40
     _, args, config = arguments(heads, queries, length, device)
-    backend = mla_backends()[config.backend]
-    timers: dict[str, Any] = {}
-    results = {}
-    for way in ways:
-        with variants.using(latent_mixed=way):
-            shape = backend.plan_shape(config, len(args.query), len(queries), args.block_table.shape[1])
-            own = args._replace(output=torch.empty_like(args.output))
-            if shape:
-                plan = torch.zeros(shape, dtype=torch.int32, device=device)
-                backend.plan(PlanArgs(args.query_start_loc, args.seq_lens, plan, own.config), config)
-                own = own._replace(plan=[plan])
+    whole = planned(args, config)
+    parts = [(rows, planned(part, config)) for rows, part in apart(args, queries)]
 
-            def step(own: MLAAttentionArgs = own) -> None:
-                torch.ops.vattn.mla_attention(*own)
+    def attend(*calls: MLAAttentionArgs) -> None:
+        for call in calls:
+            torch.ops.vattn.mla_attention(*call)
 
-            timers[way] = Timer([step]) if device == "cuda" else WallTimer([step])
-            step()
-            results[way] = own.output.float()
+    steps = {"together": lambda: attend(whole), "apart": lambda: attend(*(part for _, part in parts))}
+    timers: dict[str, Any] = {way: Timer([s]) if device == "cuda" else WallTimer([s]) for way, s in steps.items()}
     row: dict[str, Any] = {"name": name, "us": {way: round(t, 1) for way, t in interleave(timers).items()}}
-    first, last = ways[0], ways[-1]
-    row["ratio"] = round(row["us"][first] / row["us"][last], 3)
-    row["difference"] = round(float((results[last] - results[first]).norm() / results[first].norm()), 5)
+    row["ratio"] = round(row["us"]["apart"] / row["us"]["together"], 3)
+    expected = torch.empty_like(whole.output)
+    for rows, part in parts:
+        expected[rows] = part.output
+    row["difference"] = round(float((whole.output.float() - expected.float()).norm() / expected.float().norm()), 5)
     return row
 
 
@@ -84,14 +103,13 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path, help="append one line a cell here")
-    parser.add_argument("--ways", nargs="+", default=["plain", "fast"], choices=variants.ALLOWED["latent_mixed"])
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
     options = parser.parse_args(given)
     failed = 0
     names = list(CELLS)
     for name in names if options.only is None else [names[number] for number in options.only]:
         try:
-            row = run_cell(name, options.device, options.ways)
+            row = run_cell(name, options.device)
         except Exception as error:  # The other cells are worth their time.
             failed += 1
             row = {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}

@@ -78,4 +78,4 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
     assert mla_mixed.main(["--device", "cpu", "--json", str(file)]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["name"] for row in rows] == list(mla_mixed.CELLS)
-    assert all(row["difference"] == 0 and row["ratio"] > 0 for row in rows)
+    assert all(row["difference"] < 2e-6 and row["ratio"] > 0 for row in rows)

@@ -27,7 +27,7 @@ from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_plan import MIXED, line_room
 from vattn.ops.triton.mla_reduce import merge_parts
-from vattn.ops.triton.mla_rule import has_prompts, longest_absorbed
+from vattn.ops.triton.mla_rule import longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.ops.triton.tiles import next_power_of_two
 
@@ -117,26 +117,15 @@ class Way(NamedTuple):
     """Requests of fewer rows are not attended."""
 
 
-def ways_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> list[Way]:
-    """Return how a step of these shapes is cut: what each launch attends.
+def way_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> Way:
+    """Return what the launch of a step of these shapes attends.
 
-    Equally many rows a request are a decode. In other steps long requests are left to other kernels: those of more than
-    MOST_QUERY_TOKENS rows, or where a step has more rows than that on average, all that fill more than one program;
-    under "twice" always the former, and those that fill more than one program have a launch of their own.
+    Steps of more than MOST_QUERY_TOKENS rows a request on average leave all requests that fill more than one program to
+    other kernels; the others hold decodes, or requests that were cut into parts.
     """
-    tokens, kind = query_tokens(num_tokens, num_reqs), variants.current().latent_mixed
-    many, few = num_tokens > MOST_QUERY_TOKENS * num_reqs, fewest(config)
-    if kind == "plain" or (not many and num_tokens % num_reqs == 0):
-        return [Way(tokens, 0)]
-    if kind == "twice":
-        return _two_ways(config)
-    return [Way(few, few) if many else Way(tokens, MOST_QUERY_TOKENS)]
-
-
-def _two_ways(config: MLAConfig) -> list[Way]:
-    few = fewest(config)
-    most = min(MOST_QUERY_TOKENS, longest_absorbed(config))
-    return [Way(few, few)] + ([Way(MOST_QUERY_TOKENS, most, few + 1)] if few < most else [])
+    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
+        return Way(fewest(config), fewest(config))
+    return Way(query_tokens(num_tokens, num_reqs), 0)
 
 
 def fewest(config: MLAConfig) -> int:
@@ -147,30 +136,23 @@ def fewest(config: MLAConfig) -> int:
 
 def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
     """Return the most rows of the parts that requests of a step of uneven numbers of rows are cut into; 0: as it is."""
-    return fewest(config) if variants.current().latent_mixed == "cut" and num_tokens % num_reqs else 0
+    return fewest(config) if num_tokens % num_reqs else 0
 
 
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether requests of fewest rows go this way in a step that has others."""
-    num_tokens, num_reqs, kind = args.query.shape[0], args.seq_lens.shape[0], variants.current().latent_mixed
-    many = num_tokens > MOST_QUERY_TOKENS * num_reqs or (kind == "twice" and num_tokens % num_reqs > 0)
-    return many and kind != "plain" and runs(config, args.query.device)
+    many = args.query.shape[0] > MOST_QUERY_TOKENS * args.seq_lens.shape[0]
+    return many and runs(config, args.query.device)
 
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
     records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
-    kind = variants.current().latent_mixed
-    room = -(-records // 16) * 16 * FIELDS.value * (2 if kind == "twice" else 1) + line_room(num_reqs)
-    tokens, many = query_tokens(num_tokens, num_reqs), num_tokens > MOST_QUERY_TOKENS * num_reqs
-    if kind != "plain":
-        if many or (kind == "twice" and num_tokens % num_reqs):
-            return MIXED, room // MIXED
-        if num_tokens % num_reqs:
-            return tokens, room // tokens, 1
-    elif has_prompts(config, num_tokens, num_reqs):
+    room = -(-records // 16) * 16 * FIELDS.value + line_room(num_reqs)
+    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
-    return tokens, room // tokens
+    tokens = query_tokens(num_tokens, num_reqs)
+    return (tokens, room // tokens, 1) if num_tokens % num_reqs else (tokens, room // tokens)
 
 
 @lru_cache(maxsize=64)
@@ -190,16 +172,14 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     """
     num_reqs, shape = seq_lens.shape[0], tuple(schedule.shape)
     room = torch.Size(plan_shape(config, num_reqs, num_reqs, seq_lens.device)).numel()
-    tokens, kind = shape[0] if shape else 0, variants.current().latent_mixed
+    tokens = shape[0] if shape else 0
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
-    if tokens == MIXED:
-        few = [Way(fewest(config), fewest(config))]
-        ways = {"plain": [], "fast": few, "cut": few, "twice": _two_ways(config)}[kind]
-    else:
-        ways = [Way(tokens, MOST_QUERY_TOKENS if len(shape) == 3 else 0)]
-    for way, own in zip(ways, schedules_in(schedule, num_reqs), strict=False):
-        lay_schedule(query_start_loc, seq_lens, own, way, config)
+    if len(shape) == 3:
+        # Steps whose requests are cut into parts are scheduled by each call.
+        return
+    way = Way(fewest(config), fewest(config)) if tokens == MIXED else Way(tokens, 0)
+    lay_schedule(query_start_loc, seq_lens, schedule, way, config)
 
 
 def lay_schedule(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig) -> None:
@@ -211,12 +191,6 @@ def lay_schedule(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, wa
         SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
         SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), FULL=_full(), num_warps=8,
     )  # fmt: skip
-
-
-def schedules_in(plan: Tensor, num_reqs: int) -> list[Tensor]:
-    """Return the schedules that a plan has room for, one a launch."""
-    flat = plan.view(-1)[: plan.numel() - line_room(num_reqs)]
-    return list(flat.chunk(2)) if variants.current().latent_mixed == "twice" else [flat]
 
 
 def _least_tiles(rows: int) -> int:
@@ -243,7 +217,7 @@ def _max_items(num_reqs: int, ctas: int) -> int:
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
     """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
 
-    Rows of requests that are left out, see `ways_of`, are not written in either.
+    Rows of requests that are left out, see `way_of`, are not written in either.
     """
     num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
     shape = plan_shape(config, num_tokens, num_reqs, device)
@@ -252,9 +226,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         plan_of_step = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, plan_of_step, config)
     output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value), dtype=MODEL_DTYPES[config.dtype])
-    ways = ways_of(num_tokens, num_reqs, config)
-    for way, schedule in zip(ways, schedules_in(plan_of_step, num_reqs), strict=False):
-        _launch(absorbed, args, output, schedule, way.split, config)
+    _launch(absorbed, args, output, plan_of_step, way_of(num_tokens, num_reqs, config).split, config)
     return output
 
 

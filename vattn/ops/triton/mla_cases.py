@@ -87,7 +87,8 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
     for dtype, output, geometry in itertools.product(MODEL_DTYPES, OUTPUTS, ("16x512+64", "128x512+64")):
         heads, latent, rope = GEOMETRIES[geometry]
         config = MLAConfig(heads, 128, rope, 128, latent, 0.07, dtype, dtype, 64, output_format=output)
-        for tokens, way in itertools.product((2, 200), WAYS if limits.warpgroups and dtype != "float32" else WAYS[:1]):
+        two_launches = output == "fp8_per_token" and limits.warpgroups and dtype != "float32"
+        for tokens, way in itertools.product((2, 200), WAYS if two_launches else WAYS[:1]):
             name = f"{dtype} {output} {geometry} {tokens} tokens {way}"
             yield from record(name, target, partial(_project, config, tokens, limits, way))
         if geometry == "16x512+64":

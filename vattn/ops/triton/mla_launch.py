@@ -170,7 +170,7 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     if fast:
         from vattn.ops.gluon import mla_launch
 
-        shortest = mla_launch.ways_of(absorbed.shape[0], args.seq_lens.shape[0], config)[-1].longest
+        shortest = mla_launch.way_of(absorbed.shape[0], args.seq_lens.shape[0], config).longest
         latent = mla_launch.attend_latents(absorbed, args, config)
     if latent is None or shortest < longest:
         latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
@@ -191,9 +191,7 @@ def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig
             most = mla_launch.rows_of_parts(absorbed.shape[0], args.seq_lens.shape[0], config)
             if most:
                 return mla_launch.attend_cut(absorbed, cut_requests(args, config, most), config, most)
-            latent = mla_launch.attend_latents(absorbed, args, config)
-            longest = mla_launch.ways_of(absorbed.shape[0], args.seq_lens.shape[0], config)[-1].longest
-            return attend_latents(absorbed, args, config, shortest=longest, output=latent) if longest else latent
+            return mla_launch.attend_latents(absorbed, args, config)
     return attend_latents(absorbed, args, config, limits)
 
 

@@ -1,8 +1,8 @@
 """Latent attention's projections per head in Triton: queries into the latent space, results out of it.
 
 The second one quantises its result where it is made; no unquantised output exists. A row whose scale spans all heads
-takes two launches, which multiply twice: the first keeps the largest magnitudes alone. With EARLY launches overlap: the
-weights are fetched while the kernel before ends, and the second of two multiplies while the first does.
+takes two launches, which multiply twice: the first keeps the largest magnitudes alone. With OVERLAP the second one
+multiplies while the first still does.
 """
 
 from __future__ import annotations
@@ -55,17 +55,6 @@ def short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST: tl.co
     return real & is_short
 
 
-@triton.jit
-def fetch_lines(matrix, STEP: tl.constexpr, BYTES: tl.constexpr):
-    """Fetch what begins at pointers `[rows]`, BYTES each, into the L2 cache."""
-    LINES: tl.constexpr = (BYTES + 127) // 128
-    for line in tl.static_range(LINES):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [matrix + line * STEP], dtype=tl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "stride_br", "stride_bg"],
     do_not_specialize_on_alignment=["query_start_loc", "output_scale", "output_block_scale"],
@@ -76,31 +65,27 @@ def mla_project_kernel(
     K: tl.constexpr, K_STEP: tl.constexpr, W_HEAD: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr,
     N: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, LONGEST: tl.constexpr,
     PASS: tl.constexpr, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr,
-    GROUPS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr, OVERLAP: tl.constexpr,
     QUICK: tl.constexpr,
 ):  # fmt: skip
     """Multiply `x[t, n, :]` by a head's `[K, V]`. Grid: tiles of tokens, heads times tiles of columns.
 
     PASS "all" stores by KIND; "maxima" stores the largest magnitudes of the rounded values `[T, PARTS]` alone, "codes"
     stores rows under the scales that they make. LONGEST, unless 0: tokens of longer requests and padding are left out.
-    EARLY: the kernel before may still run; weights and lengths are older than that. QUICK: codes without branches.
+    OVERLAP: "codes" may start while "maxima" runs, which waited for all that came before. QUICK: codes without
+    branches.
     """
     TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    if EARLY and not INTERPRETED and PASS != "codes":
-        if W_ROW == 1:
-            ahead = tl.minimum(tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS), V - 1)
-            ahead = weight + tl.program_id(1) // TILES * W_HEAD + ahead * W_COLUMN
-            WIDTH: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            fetch_lines(ahead, 128 // WIDTH, K * WIDTH)
-        tl.extra.cuda.gdc_wait()
-        if PASS == "maxima":
-            # Not earlier: what begins now reads `x` without a wait, and every program has seen it whole.
-            tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and not INTERPRETED and PASS == "maxima":
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     known = token < num_tokens
     if LONGEST:
         known = short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST)
         if tl.max(known.to(tl.int32), 0) == 0:
+            if OVERLAP and not INTERPRETED and PASS == "codes":
+                # Who waits for this launch waits for the one before it.
+                tl.extra.cuda.gdc_wait()
             return
     head = tl.program_id(1) // TILES
     column = tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS)
@@ -117,8 +102,7 @@ def mla_project_kernel(
         largest = absolute_maximum(tl.where((column < V)[None, :], cast(acc, MODEL).to(tl.float32), 0.0))
         tl.store(maxima + token.to(tl.int64) * PARTS + tl.program_id(1), largest, mask=known)
     elif PASS == "codes":
-        if EARLY and not INTERPRETED:
-            # Nothing was written so far: all maxima are needed, and what they took the place of is free now.
+        if OVERLAP and not INTERPRETED:
             tl.extra.cuda.gdc_wait()
         scale = row_scales(maxima, token, known, PARTS, PARTS_TILE, GROUPS)
         place = token.to(tl.int64) * stride_ot + head * stride_oh
@@ -159,11 +143,12 @@ def projection_tiles(
     if constants["KIND"] in ("groups", "swizzled"):
         columns = max(columns, size)
     plain = ProjectionTiles(block_m, columns, 32 if exact else max(16, min(64, next_power_of_two(inner))))
-    return plain if _as_before(exact, limits) else _deep(plain, tokens, heads, inner, width, size, limits)
+    return _deep(plain, tokens, heads, inner, width, size, limits) if _is_hopper(exact, limits) else plain
 
 
-def _as_before(exact: bool, limits: Limits) -> bool:
-    return variants.current().latent_output == "plain" or exact or not (limits.warpgroups and limits.native_fp8)
+def _is_hopper(exact: bool, limits: Limits) -> bool:
+    """Return whether tiles and quotients are those that were timed on Hopper."""
+    return limits.warpgroups and limits.native_fp8 and not exact
 
 
 def _deep(
@@ -211,16 +196,16 @@ def launch_projection(
     grid = (-(-tokens // tiles.block_m), parts)
     passes = ["all"] if constants["KIND"] != "rows" or target["output_block_scale"] is None else ["maxima", "codes"]
     maxima = x.new_empty((tokens, parts), dtype=torch.float32) if len(passes) > 1 else None
-    changed = not _as_before(exact, limits)
-    early = changed and variants.current().latent_output == "early"
-    overlap: dict[str, Any] = {"launch_pdl": True} if early else {}
+    hopper = _is_hopper(exact, limits)
+    overlap = hopper and variants.current().latent_output == "overlapped" and len(passes) > 1
     for name in passes:
+        options: dict[str, Any] = {"launch_pdl": True} if overlap and name == "codes" else {}
         mla_project_kernel[grid](
             x, weight, args.query_start_loc, complete, maxima, num_tokens=tokens, num_reqs=args.seq_lens.shape[0],
             stride_xt=x.stride(0), stride_xh=x.stride(1), K=inner, K_STEP=tiles.k_step,
             W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2), N=heads,
             COLUMNS=tiles.columns, BLOCK_M=tiles.block_m, LONGEST=longest, PASS=name, PARTS=parts,
-            PARTS_TILE=next_power_of_two(parts), EARLY=early, QUICK=changed, **target, **constants, **overlap,
+            PARTS_TILE=next_power_of_two(parts), OVERLAP=overlap, QUICK=hopper, **target, **constants, **options,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
 
