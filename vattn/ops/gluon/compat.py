@@ -10,6 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """`load_box(descriptor, coordinates, barrier, destination)`: start a bulk tensor copy into shared memory."""
 
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+"""`store_box(descriptor, coordinates, source)`: start a bulk tensor copy out of shared memory."""
+
 copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """`copy_rows(destination, pointers, mask=...)`: start copying into shared memory, zeros where the mask says no."""
 

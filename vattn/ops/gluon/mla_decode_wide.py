@@ -14,11 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, take_over
+from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start, store_box, take_over
 from vattn.ops.gluon.mla_gather import THREADS, gather
 from vattn.ops.gluon.mla_items import (
     LATENT,
@@ -36,8 +37,8 @@ from vattn.ops.gluon.mla_items import (
     open_item,
     panels,
 )
+from vattn.ops.gluon.mla_rescale import rescale
 from vattn.ops.gluon.prefill_messages import new_barriers
-from vattn.ops.gluon.prefill_softmax import rescale
 from vattn.ops.triton.mask import LN2
 
 ROWS = gl.constexpr(64)
@@ -151,11 +152,11 @@ def store_half(
     acc, norm, output, partial, row, inside, row0, slot, FIRST: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write 256 columns of the rows' results, or of a split's unnormalised ones."""
+    """Write 256 columns of the rows' results, or of a split's unnormalised ones, as far as rows are the request's."""
     column = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     if slot >= 0:
         place = slot.to(gl.int64) * PARTIAL_ROWS + row
-        gl.store(partial + place[:, None] * LATENT + column, acc, mask=inside[:, None])
+        gl.store(partial + place[:, None] * LATENT + column, acc.to(partial.dtype.element_ty), mask=inside[:, None])
     else:
         place = (row0 + row).to(gl.int64)
         result = (acc * norm[:, None]).to(output.dtype.element_ty)
@@ -163,14 +164,44 @@ def store_half(
 
 
 @gluon.jit
+def send_half(
+    acc, norm, output_boxes, partial_boxes, tile_room, group, row0, slot, FIRST: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write 256 columns of ROWS rows as `store_half` does, by bulk copies from the room of those columns of a tile."""
+    if slot >= 0:
+        send_columns(acc, partial_boxes, slot * PARTIAL_ROWS + group * ROWS, tile_room, FIRST, LAYOUT)
+    else:
+        send_columns(acc * norm[:, None], output_boxes, row0 + group * ROWS, tile_room, FIRST, LAYOUT)
+
+
+@gluon.jit
+def send_columns(result, boxes, row, tile_room, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Write 256 columns of ROWS rows; return when their room is free."""
+    room = as_tiles(tile_room, boxes.dtype, 2, [ROWS, 256], LAYOUT).index(FIRST // 256)
+    room.store(result.to(boxes.dtype))
+    fence_async_shared()
+    block_barrier()
+    store_box(boxes, [row, FIRST], room)
+    tma.store_wait(0)
+    block_barrier()
+
+
+@gluon.jit
+def may_send(slot, rows, group, first, last):
+    """Return whether `send_half` may write a group's results: there are some, and ROWS rows have room for them."""
+    return (first < last) & ((slot >= 0) | (rows - group * ROWS >= ROWS))
+
+
+@gluon.jit
 def attend_left(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, BULK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     (
-        work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
-        factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        ropes, weights_room, factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
     ) = arguments  # fmt: skip
     query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -200,6 +231,10 @@ def attend_left(
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             maximum = gl.max(zero, 1) + HIDDEN
             total = gl.max(zero, 1)
+            if BULK:
+                sent = may_send(slot, rows, group, first, last)
+            else:
+                sent: gl.constexpr = False
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
@@ -255,7 +290,8 @@ def attend_left(
                 mbarrier.wait(weights_free.index(0), weights_phase)
                 weights_phase ^= 1
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                mbarrier.arrive(free.index(3 * stage + 1), count=1)
+                if not sent:
+                    mbarrier.arrive(free.index(3 * stage + 1), count=1)
                 stage, phase = advance(stage, phase, 2)
             else:
                 mbarrier.arrive(query_free.index(0), count=1)
@@ -273,20 +309,26 @@ def attend_left(
             elif lse is not None:
                 log = gl.where(seen, (maximum * scale + gl.log2(gl.where(seen, total, 1.0))) * LN2, float("-inf"))
                 gl.store(lse + (row0 + row).to(gl.int64), log, mask=inside)
-            result_row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
-            store_half(acc, gl.convert_layout(norm, RESULT_ROWS), output, partial, result_row, result_row < rows,
-                       row0, slot, 0, PARTIAL_ROWS, RESULT)  # fmt: skip
+            norm = gl.convert_layout(norm, RESULT_ROWS)
+            if sent:
+                send_half(acc, norm, output_boxes, partial_boxes, latents.index(stage ^ 1), group, row0, slot, 0,
+                          PARTIAL_ROWS, LAYOUT)  # fmt: skip
+                mbarrier.arrive(free.index(3 * (stage ^ 1) + 1), count=1)
+            else:
+                result_row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+                store_half(acc, norm, output, partial, result_row, result_row < rows, row0, slot, 0, PARTIAL_ROWS,
+                           RESULT)  # fmt: skip
 
 
 @gluon.jit
 def attend_right(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, BULK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
     (
-        query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
-        ready, free, weights_ready, weights_free, factors_ready,
+        query_start_loc, seq_lens, schedule, output, output_boxes, partial, partial_boxes, num_tokens, table_width,
+        latents, weights_room, factors, ready, free, weights_ready, weights_free, factors_ready,
     ) = arguments  # fmt: skip
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
@@ -305,6 +347,10 @@ def attend_right(
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
+            if BULK:
+                sent = may_send(slot, rows, group, first, last)
+            else:
+                sent: gl.constexpr = False
             for tile in range(first, last):
                 if tile > first:
                     mbarrier.wait(factors_ready.index(0), factors_phase)
@@ -317,15 +363,23 @@ def attend_right(
                 weights_phase ^= 1
                 acc = warpgroup_mma(weights_room, panels(latents.index(stage), 4, 4, TILE, LAYOUT), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                mbarrier.arrive(free.index(3 * stage + 2), count=1)
+                if not BULK:
+                    mbarrier.arrive(free.index(3 * stage + 2), count=1)
+                elif (tile + 1 < last) | (sent == 0):
+                    mbarrier.arrive(free.index(3 * stage + 2), count=1)
                 mbarrier.arrive(weights_free.index(0), count=1)
                 stage, phase = advance(stage, phase, 2)
             if first < last:
                 mbarrier.wait(factors_ready.index(0), factors_phase)
                 factors_phase ^= 1
                 norm = factors.index(0).load(RESULT_ROWS)
-            row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
-            store_half(acc, norm, output, partial, row, row < rows, row0, slot, 256, PARTIAL_ROWS, RESULT)
+            if sent:
+                send_half(acc, norm, output_boxes, partial_boxes, latents.index(stage ^ 1), group, row0, slot, 256,
+                          PARTIAL_ROWS, LAYOUT)  # fmt: skip
+                mbarrier.arrive(free.index(3 * (stage ^ 1) + 2), count=1)
+            else:
+                row = group * ROWS + gl.arange(0, ROWS, layout=RESULT_ROWS)
+                store_half(acc, norm, output, partial, row, row < rows, row0, slot, 256, PARTIAL_ROWS, RESULT)
 
 
 @gluon.jit(
@@ -333,16 +387,18 @@ def attend_right(
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_wide_kernel(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output,
-    lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, output_boxes, partial_boxes, query_start_loc, seq_lens,
+    block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
+    scale,
     HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
-    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, BULK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
 
-    GATHER: `block_table` names slots of `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it; the
-    schedule is not FULL then.
+    BULK: results of whole groups of rows leave by bulk copies, to `partial`, which is bf16 then, by `partial_boxes`, to
+    `output` by `output_boxes`; the room of the last tile is free when they have. GATHER: `block_table` names slots of
+    `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it; the schedule is not FULL then.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if not OVERLAP:
@@ -367,18 +423,22 @@ def mla_decode_wide_kernel(
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     left = (
-        work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
-        factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        ropes, weights_room, factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
     )  # fmt: skip
     right = (
-        query_start_loc, seq_lens, schedule, output, partial, num_tokens, table_width, latents, weights_room, factors,
-        ready, free, weights_ready, weights_free, factors_ready,
+        query_start_loc, seq_lens, schedule, output, output_boxes, partial, partial_boxes, num_tokens, table_width,
+        latents, weights_room, factors, ready, free, weights_ready, weights_free, factors_ready,
     )  # fmt: skip
     if GATHER:
         gl.warp_specialize(
             [
-                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
-                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
+                (attend_left, (
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                )),
+                (attend_right, (
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                )),
                 (gather, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
                     query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
@@ -390,8 +450,12 @@ def mla_decode_wide_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_left, (left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
-                (attend_right, (right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT)),
+                (attend_left, (
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                )),
+                (attend_right, (
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                )),
                 (produce, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
                     query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, FULL, LAYOUT,

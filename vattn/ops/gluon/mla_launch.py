@@ -254,8 +254,7 @@ def _launch(
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
     slots = _max_items(num_reqs, ctas)
-    partial = torch.empty((slots, rows * groups, LATENT.value), dtype=torch.float32, device=device)
-    stats = torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
+    partial, stats = partial_results(slots, rows, groups, device)
     common: dict[str, Any] = {
         "query_start_loc": args.query_start_loc,
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
@@ -282,6 +281,7 @@ def _launch(
         )
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
+        boxes |= result_boxes(output, partial)
         mla_decode_wide_kernel[grid](ROWS_OF_PROGRAM=rows, cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
@@ -294,6 +294,26 @@ def _launch(
         schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
         lse=args.lse, max_items=slots,
     )  # fmt: skip
+
+
+def partial_results(slots: int, rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for the results of parts, and for their rows' maxima and sums, by the rows of a program."""
+    bulk = rows == 64 and variants.current().latent_results == "bulk"
+    dtype = torch.bfloat16 if bulk else torch.float32
+    partial = torch.empty((slots, rows * groups, LATENT.value), dtype=dtype, device=device)
+    return partial, torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
+
+
+def result_boxes(output: Tensor, partial: Tensor) -> dict[str, Any]:
+    """Return whether results of 64 rows leave by bulk copies, and the tensor maps for that."""
+    if partial.dtype == torch.float32:
+        return {"BULK": False, "output_boxes": None, "partial_boxes": None}
+    layout, width = gl.NVMMASharedLayout(128, 16, 2), LATENT.value
+    maps = {
+        name: TensorDescriptor(rows, list(rows.shape), [width, 1], [64, width // 2], layout)
+        for name, rows in (("output_boxes", output.view(-1, width)), ("partial_boxes", partial.view(-1, width)))
+    }
+    return {"BULK": True, **maps}
 
 
 def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:

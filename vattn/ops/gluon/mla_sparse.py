@@ -79,10 +79,9 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         BLOCK=1024, num_warps=8,
     )  # fmt: skip
     parts = items if splits > 1 else 1
-    partial = torch.empty((parts, rows * groups, LATENT.value), device=device)
-    stats = torch.empty((parts, rows * groups, 2), device=device)
     shape = tokens, config.num_heads, LATENT.value
     output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
+    partial, stats = mla_launch.partial_results(parts, rows, groups, device)
     common: dict[str, Any] = {
         "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
@@ -103,7 +102,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_wide_kernel[grid](
             query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
-            cache=cached, ROWS_OF_PROGRAM=rows, **common,
+            cache=cached, ROWS_OF_PROGRAM=rows, **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip
     if splits > 1:
         merge_parts(

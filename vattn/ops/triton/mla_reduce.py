@@ -66,6 +66,7 @@ def merge_row(
         m = tl.load(stats + place * 2, mask=known, other=-1e30)
         part_total = tl.load(stats + place * 2 + 1, mask=known, other=0.0)
         part = tl.load(partial + place[:, None] * LATENT + column[None, :], mask=known[:, None], other=0.0)
+        part = part.to(tl.float32)
         new_maximum = tl.maximum(maximum, tl.max(m, 0))
         decay = tl.exp2(maximum - new_maximum)
         weight = tl.where(known, tl.exp2(m - new_maximum), 0.0)
@@ -90,7 +91,7 @@ def mla_reduce_kernel(
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request. Grid: rows of as many requests as there are, columns.
 
-    `partial` is fp32 `[slots, PARTIAL_ROWS, LATENT]`, unnormalised, `stats` the rows' maxima in base 2 and sums.
+    `partial` is fp32 or bf16 `[slots, PARTIAL_ROWS, LATENT]`, unnormalised, `stats` maxima in base 2 and sums.
     """
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
