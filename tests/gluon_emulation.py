@@ -97,18 +97,22 @@ class Program:
 
     Attributes:
         steps: what the program did that others can see, in order: `"weights"` and `"inputs"` for copies, `"waited"`.
+        asked: places and sizes of what it asked for ahead.
     """
 
     def __init__(
-        self, functions: dict[str, Callable[..., None]], program: int, programs: int, panel_bytes: int
-    ) -> None:
+        self, functions: dict[str, Callable[..., None]], program: int, programs: int, panel_bytes: int,
+        constants: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.steps: list[str] = []
+        self.asked: list[tuple[int, int]] = []
         self.panel_bytes = panel_bytes
         self.changed = threading.Condition()
         self.waited = threading.local()
         gl = types.SimpleNamespace(
             program_id=lambda axis: program, num_programs=lambda axis: programs, minimum=min, static_range=range,
-            int64=torch.int64, float32=torch.float32, NVMMADistributedLayout=self._nothing,
+            int64=torch.int64, int32=torch.int32, float32=torch.float32, full_like=torch.full_like,
+            inline_asm_elementwise=self._ask, NVMMADistributedLayout=self._nothing,
             DotOperandLayout=self._nothing, BlockedLayout=self._nothing, SliceLayout=self._nothing,
             SwizzledSharedLayout=self._nothing, arange=lambda low, high, layout: torch.arange(low, high),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), sum=lambda x, axis: x.sum(axis),
@@ -122,7 +126,7 @@ class Program:
         )  # fmt: skip
         names: dict[str, Any] = {
             "gl": gl, "mbarrier": mbarrier, "load_box": self._copy, "mma_v2": lambda a, b, c: torch.bmm(a, b) + c,
-            "wait_for_previous_kernel": self._wait, "let_next_kernel_start": self._let_next_start,
+            "wait_for_previous_kernel": self._wait, "let_next_kernel_start": self._let_next_start, **constants,
         }  # fmt: skip
         names |= {name: types.FunctionType(function.__code__, names) for name, function in functions.items()}
         self.names = names
@@ -147,6 +151,12 @@ class Program:
         target.store(boxes.box(start))
         size = self.panel_bytes * boxes.block_shape[0] * boxes.block_shape[1]
         barrier.change(0, -size)
+
+    def _ask(self, text: str, constraints: str, operands: list[Any], **kwargs: Any) -> None:
+        place, size, wanted = operands
+        places = torch.as_tensor(place.offset)[wanted.bool()].tolist()
+        self.asked += zip(places, size[wanted.bool()].tolist(), strict=True)
+        self.steps.append("asked")
 
     def _wait(self) -> None:
         self.waited.done = True

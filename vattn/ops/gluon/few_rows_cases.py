@@ -33,6 +33,9 @@ def launches() -> Iterator[Launch]:
         x, weight = (torch.empty(height, 4096, dtype=torch.uint8).view(E4M3) for height in (rows, 6144))
         scale, other = torch.empty((rows, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
         yield _recorded(f"e4m3 {by_row} {by_feature}", LinearArgs(x, weight, scale, other, "bfloat16"), ring)
+    for columns in (64, 2048, 4096):  # Pieces of the next weight: less than one, one and two of each row.
+        x, weight, following = (torch.empty(height, columns, dtype=torch.bfloat16) for height in (2, 6144, 100))
+        yield _recorded(f"ahead {columns}", LinearArgs(x, weight, None, None, "bfloat16", following), rings[0][1])
 
 
 def _recorded(name: str, args: LinearArgs, ring: Ring) -> Launch:
