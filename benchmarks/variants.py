@@ -294,13 +294,16 @@ def _decode_questions() -> Iterator[Question]:
         yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, few, bar, ("cudnn", "flashinfer", "xqa"))
     waves: dict[str, tuple[Peer, ...]] = {
         "bf16": (
-            DEFAULT, early, by_tuning("early, 16 tiles", Tuning(2, 2, 1, slots=4, overlap=True, ahead=16)),
-            by_tuning("early, lines of 32", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8, line=32)),
+            DEFAULT, early, by_tuning("128 registers", Tuning(2, 2, 1, slots=4, overlap=True, max_registers=128)),
+            by_tuning("early, 168 registers", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8)),
+            by_tuning("early, 16 tiles", Tuning(2, 2, 1, 4, True, 128, ahead=16)),
+            by_tuning("early, lines of 32", Tuning(2, 2, 1, 4, True, 128, ahead=8, line=32)),
         ),
         "fp8": (
             DEFAULT, by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
-            by_tuning("slots 4, early", Tuning(2, 5, 1, slots=4, overlap=True, ahead=16)),
-            by_tuning("slots 4, early, lines of 32", Tuning(2, 5, 1, slots=4, overlap=True, ahead=16, line=32)),
+            by_tuning("slots 4, early", Tuning(2, 5, 1, 4, True, 128, ahead=16)),
+            by_tuning("slots 4, early, 8 tiles", Tuning(2, 5, 1, 4, True, 128, ahead=8)),
+            by_tuning("slots 4, early, lines of 32", Tuning(2, 5, 1, 4, True, 128, ahead=16, line=32)),
         ),
     }  # fmt: skip
     for cache, ways in waves.items():
@@ -312,7 +315,7 @@ def _decode_questions() -> Iterator[Question]:
     for name in ("32x8k", "64x4k"):
         yield Question("waves", LLAMA, WORKS[f"decode {name}"], "bf16", waves["bf16"][:2], 1.0, ("cudnn",))
         yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
-    gluon = by_tuning("slots 4, early", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8))
+    gluon = by_tuning("slots 4, early", Tuning(2, 2, 1, 4, True, 128, ahead=8))
     for name in ("8x1k", "8x8k"):
         yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, gluon), 1.0, ("cudnn",))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
@@ -326,13 +329,11 @@ def questions() -> Iterator[Question]:
 
     yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
-    apart, packed, late = {"pack": 1}, {"pack": -1}, by_variant("late", prefill_rescale="late")
-    loaders = by_variant("two loaders", prefill_loads="two")
-    all_ways = (DEFAULT, late, loaders, by_variant("late, two loaders", prefill_loads="two", prefill_rescale="late"))
+    apart, packed = {"pack": 1}, {"pack": -1}
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", all_ways, 0.95, ("fa3",))
-    names = ("paired", "paired_hoisted", "paired_late", "wide", "wide_hoisted")
-    on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"]]
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT,), 0.95, ("fa3",))
+    names = variants.ALLOWED["general_prefill"][1:]
+    on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"][1:]]
     for work in (prompt, prompts):
         yield Question("general", LLAMA, work, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
         yield Question("packed rows", LLAMA, work, "bf16", (*on_packed, by_fa3_on_packed_rows()), 0.75, ("fa3",))
@@ -341,9 +342,9 @@ def questions() -> Iterator[Question]:
     both = by_parts("its parts, one after the other, FP8 query", True)
     yield Question("parts", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, both), 1 / 1.05, ("fa3",))
     for layer, work in ((WINDOW, WORKS["prefill 1x32k"]), (LLAMA, SAME_PAIRS), (LLAMA, WORKS["prefill 32x1k"])):
-        yield Question("window prompts", layer, work, "bf16", (DEFAULT, late), 1.0, ("fa3",))
+        yield Question("window prompts", layer, work, "bf16", (DEFAULT,), 1.0, ("fa3",))
     for work in (prompt, WORKS["prefill 1x32k"], prompts, WORKS["prefill mixed 1 to 8k"], WORKS["chunk 4x512 of 8k"]):
-        yield Question("prompts", LLAMA, work, "bf16", all_ways, 1.0, ("fa3",))
+        yield Question("prompts", LLAMA, work, "bf16", (DEFAULT,), 1.0, ("fa3",))
         yield Question("prompts", LLAMA, work, "fp8", (DEFAULT_FP8, *_cuts(packed, fp8_query=True)), 1.0, ("fa3",))
     for work in (prompt, prompts):
         yield Question("wide fp8", WIDE, work, "fp8", (DEFAULT_FP8, *_cuts(apart, fp8_query=True)), 0.95, ("fa3",))

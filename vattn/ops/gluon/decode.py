@@ -248,6 +248,47 @@ def keep_rows(scores, BATCH: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def tile_scores(
+    query_a, query_b, key, factor, soft_cap, BATCH: gl.constexpr, ROWS: gl.constexpr, FP8: gl.constexpr,
+    SOFT_CAP: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Return the scores of a tile of each warp `[batch, ROWS, 16]`, in units of log2 e."""
+    scores = gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA)
+    if FP8:
+        key_a, key_b = unpack_keys(key)
+        scores = mma_v2(query_a, key_a, scores)
+        scores = mma_v2(query_b, key_b, scores)
+    else:
+        scores = mma_v2(query_a, key, scores)
+    low = keep_rows(scores, BATCH, ROWS) * factor
+    if SOFT_CAP:
+        low = soft_cap * (1.0 - 2.0 / (gl.exp2(low) + 1.0))
+    return low
+
+
+@gluon.jit
+def take_scores(
+    low, maximum, total, acc_a, acc_b, ROWS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, MMA: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Take a tile's scores into the online softmax; return their weights, as what values are multiplied by, first."""
+    new_maximum = gl.maximum(maximum, gl.max(low, 2))
+    decay = gl.exp2(maximum - new_maximum)
+    weights = gl.exp2(low - new_maximum.expand_dims(2))
+    total = total * decay.expand_dims(2) + weights
+    if ROWS == 8:
+        column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
+        right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
+    else:
+        column_decay = gl.convert_layout(decay, gl.SliceLayout(2, MMA)).expand_dims(2)
+        right = gl.convert_layout(weights.to(DTYPE), LEFT)
+    acc_a = acc_a * column_decay
+    if FP8:
+        acc_b = acc_b * column_decay
+    return right, new_maximum, total, acc_a, acc_b
+
+
+@gluon.jit
 def multiply_values(values, weights, acc_a, acc_b, FP8: gl.constexpr, ROWS: gl.constexpr):
     """Return the accumulators plus `V^T P^T` of 8 rows, or plus `P V` of 16."""
     values_a = values
@@ -430,35 +471,15 @@ def consume(
                 page = next_page
                 mbarrier.wait(key_ready.index(stage), phase)
                 key = keys.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH]).permute((0, 2, 1)).load(RIGHT)
-                scores = gl.zeros([BATCH, 16, TILE_TOKENS], gl.float32, MMA)
-                if FP8:
-                    key_a, key_b = unpack_keys(key)
-                    scores = mma_v2(query_a, key_a, scores)
-                    scores = mma_v2(query_b, key_b, scores)
-                else:
-                    scores = mma_v2(query_a, key, scores)
-                low = keep_rows(scores, BATCH, ROWS) * factor
-                if SOFT_CAP:
-                    low = soft_cap * (1.0 - 2.0 / (gl.exp2(low) + 1.0))
+                low = tile_scores(query_a, query_b, key, factor, soft_cap, BATCH, ROWS, FP8, SOFT_CAP, MMA)
                 token = low_token + tile * TILE_TOKENS
                 visible = (token >= begin) & (token < low_end)
                 if TOKENS > 1 and WINDOW:
                     visible = visible & (token >= row_end - WINDOW)
                 low = gl.where(visible, low, float("-inf"))
-                new_maximum = gl.maximum(maximum, gl.max(low, 2))
-                decay = gl.exp2(maximum - new_maximum)
-                maximum = new_maximum
-                weights = gl.exp2(low - new_maximum.expand_dims(2))
-                total = total * decay.expand_dims(2) + weights
-                if ROWS == 8:
-                    column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
-                    right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
-                else:
-                    column_decay = gl.convert_layout(decay, gl.SliceLayout(2, MMA)).expand_dims(2)
-                    right = gl.convert_layout(weights.to(DTYPE), LEFT)
-                acc_a = acc_a * column_decay
-                if FP8:
-                    acc_b = acc_b * column_decay
+                right, maximum, total, acc_a, acc_b = take_scores(
+                    low, maximum, total, acc_a, acc_b, ROWS, FP8, DTYPE, MMA, LEFT, RIGHT
+                )
                 mbarrier.wait(value_ready.index(stage), phase)
                 value_tile = values.index(stage).reshape([BATCH, TILE_TOKENS, WIDTH])
                 if ROWS == 8:

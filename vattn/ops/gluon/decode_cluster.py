@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vattn.ops.gluon.cluster_inbox import (
     arrive_at_cluster_barrier,
@@ -25,7 +25,7 @@ from vattn.ops.gluon.cluster_inbox import (
     wait_at_cluster_barrier,
 )
 from vattn.ops.gluon.compat import as_tiles, block_barrier, copy_rows, let_next_kernel_start, wait_for_previous_kernel
-from vattn.ops.gluon.decode import fetch_lines, keep_rows, load_query, multiply_values, unpack_keys
+from vattn.ops.gluon.decode import fetch_lines, keep_rows, load_query, multiply_values, take_scores, tile_scores
 from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_result
 from vattn.ops.triton.decode_fast_kernels import LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.ops.triton.mask import LN2, LOG2E
@@ -267,27 +267,11 @@ def decode_cluster_kernel(
         page_s = page_of(table, stripe + (step + 1) * STRIPE + slot_s, table_tiles, PER_BLOCK)
 
         key = keys.index(stage).permute((0, 2, 1)).load(RIGHT)
-        scores = gl.zeros([SLOTS, 16, TILE_TOKENS], gl.float32, MMA)
-        if FP8:
-            key_a, key_b = unpack_keys(key)
-            scores = mma_v2(query_a, key_a, scores)
-            scores = mma_v2(query_b, key_b, scores)
-        else:
-            scores = mma_v2(query_a, key, scores)
-        low = keep_rows(scores, SLOTS, QUERY_ROWS) * factor
-        if SOFT_CAP:
-            low = soft_cap * (1.0 - 2.0 / (gl.exp2(low) + 1.0))
+        low = tile_scores(query_a, query_b, key, factor, soft_cap, SLOTS, QUERY_ROWS, FP8, SOFT_CAP, MMA)
         low = gl.where(visible, low, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(low, 2))
-        decay = gl.exp2(maximum - new_maximum)
-        maximum = new_maximum
-        weights = gl.exp2(low - new_maximum.expand_dims(2))
-        total = total * decay.expand_dims(2) + weights
-        column_decay = gl.convert_layout(decay, gl.SliceLayout(1, MMA)).expand_dims(1)
-        right = gl.convert_layout(weights.to(DTYPE).permute((0, 2, 1)), RIGHT)
-        acc_a = acc_a * column_decay
-        if FP8:
-            acc_b = acc_b * column_decay
+        right, maximum, total, acc_a, acc_b = take_scores(
+            low, maximum, total, acc_a, acc_b, QUERY_ROWS, FP8, DTYPE, MMA, LEFT, RIGHT
+        )
         value = values.index(stage).permute((0, 2, 1)).load(LEFT)
         acc_a, acc_b = multiply_values(value, right, acc_a, acc_b, FP8, QUERY_ROWS)
         free_stage = stage

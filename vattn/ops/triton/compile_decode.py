@@ -134,6 +134,7 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
         stack.enter_context(mock.patch.object(launch, "_launch_finish"))  # Compiled with the general kernel.
+        stack.enter_context(using(few_requests="split"))  # Clusters are recorded by themselves.
         if KV_FORMATS[config.kv_cache_dtype].packed:
             decode_packed.decode(args, config)
             if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:

@@ -106,10 +106,14 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
 
 
 def with_first_tiles(tuning: Tuning) -> Tuning:
-    """Return a tuning of the Gluon kernel that asks early for as many tiles as its stages hold, if it is to."""
+    """Return a tuning of the Gluon kernel that asks early for as many tiles as its stages hold, if it is to.
+
+    That is of use where its CTAs start as soon as those of the step before end: they may not until all programs of the
+    reduction between them have begun, for which the main kernel leaves registers.
+    """
     if current().first_tiles == "wait":
         return tuning
-    return replace(tuning, ahead=1 << ((tuning.slots * tuning.stages).bit_length() - 1))
+    return replace(tuning, ahead=1 << ((tuning.slots * tuning.stages).bit_length() - 1), max_registers=128)
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -364,7 +368,8 @@ def launch(
     launch_main = launch_main or _launch_decode
     launch_main(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     way = choose_reduction(config if finished else written, num_reqs)
-    programs = min(num_reqs * tokens * config.num_heads * way.parts, 8 * _multiprocessors(device))
+    most = 6 if tuning.max_registers else 8  # So many find room beside a main kernel that leaves registers.
+    programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
