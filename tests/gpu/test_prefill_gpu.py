@@ -12,7 +12,6 @@ from tests.conformance.compare import compare, on_cpu
 from tests.fp8_products import summed_lse
 from tests.support import Batch, make_config, random_paged_batch
 from vattn.backends.base import DeviceInfo
-from vattn.ops import variants
 from vattn.ops.cache_layout import key_value_views
 
 pytestmark = pytest.mark.gpu
@@ -152,47 +151,6 @@ def test_fp8_scores_are_what_the_instructions_sum(head_size: int) -> None:
         expected = summed_lse(got, request, row)
         error = (got.args.lse[int(got.args.query_start_loc[request]) + row] - expected).abs()
         assert (error <= 1e-4 * expected.abs().clamp(min=1)).all(), (request, row, error)
-
-
-LATE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "fp16": {"dtype": "float16", "block_size": 64},
-    "wide": {"head_size": 256},
-    "wide, fp16": {"head_size": 256, "dtype": "float16", "kv_cache_layout": "HND"},
-    "widened": FP8,
-}
-
-
-LATE_FEATURES: dict[str, dict[str, Any]] = {
-    **{name: FEATURES[name] for name in ("all", "soft cap", "large scores")},
-    "usual scores": {},
-    "small scores": {"scale": 0.01},
-    "huge scores": {"scale": 30.0},
-    "fp8 groups": {"output_format": "fp8_group128_pow2", "output_arithmetic": "multiply", "sinks": True},
-}
-
-
-@pytest.mark.parametrize("products", LATE)
-@pytest.mark.parametrize("case", LATE_FEATURES)
-def test_results_rescaled_late(case: str, products: str) -> None:
-    """Maxima that never move, that move at times, and that move at every tile; as near as results rescaled always."""
-    with variants.using(prefill_rescale="late"):
-        for requests in (ODD, [(900, 9001), (1, 4000)]):
-            check(prefill_batch(requests, padding=3, **LATE[products], **LATE_FEATURES[case]))
-
-
-@pytest.mark.parametrize("products", [{}, {"head_size": 256}, {"head_size": 64}], ids=str)
-@pytest.mark.parametrize("block_size", [16, 64, 256])
-def test_values_loaded_by_a_warp_of_their_own(block_size: int, products: dict[str, Any]) -> None:
-    for rescale in ("always", "late") if products.get("head_size") == 256 else ("always",):
-        with variants.using(prefill_loads="two", prefill_rescale=rescale):
-            for requests in (ODD, [(900, 9001), (1, 4000)], [(70 + 3 * n, 90 + 40 * n) for n in range(60)]):
-                check(prefill_batch(requests, block_size=block_size, padding=150, **products))
-            check(prefill_batch(block_size=block_size, padding=3, **products, **FEATURES["all"]))
-            batch = prefill_batch(block_size=block_size, **products)
-            batch.args.block_table[0, 0] = -1
-            batch.args.block_table[3, 1] = 2**31 - 1
-            check(batch)
 
 
 @pytest.mark.parametrize("products", [*PRODUCTS, *NARROW, *WIDE])

@@ -12,8 +12,7 @@ from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.ops import variants
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
-from vattn.ops.triton.tiles import BOXED as BOXED_WAYS
-from vattn.ops.triton.tiles import Tiles, choose_tiles
+from vattn.ops.triton.tiles import CUTS, Tiles, choose_tiles
 
 FULL = Tiles(block_m=32, group_tile=2, tile=64, d_step=16, num_splits=1, full_loop=True, num_warps=4, num_stages=1)
 WAYS = {
@@ -21,6 +20,7 @@ WAYS = {
     "narrower masks": replace(FULL, masked_tile=16),
     "both": replace(FULL, masked_tile=32, folded=True),
     "hoisted": replace(FULL, masked_tile=32, folded=True, hoisted=True),
+    "positive": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True),
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -32,7 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 PAIRS = [("both", features) for features in FEATURES] + [("folded", "causal"), ("narrower masks", "causal")]
-PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap")]
+PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap"), ("positive", "causal"), ("positive", "window, sinks")]
 
 
 @pytest.mark.parametrize(("way", "features"), PAIRS)
@@ -61,7 +61,7 @@ def test_packed_keys_and_invalid_blocks(way: str) -> None:
     compare(batch, *batch.expected())
 
 
-BOXED = replace(FULL, d_step=32, folded=True, boxes=True, masked_tile=32)
+BOXED = replace(FULL, d_step=32, folded=True, boxes=True, positive=True, masked_tile=32)
 
 
 @pytest.mark.parametrize("features", ["causal", "window, sinks"])
@@ -73,55 +73,46 @@ def test_packed_keys_loaded_by_tensor_maps(features: str) -> None:
     compare(batch, *batch.expected())
 
 
-def test_wide_tiles_are_taken_where_they_fit() -> None:
-    long: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+LONG: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
-    def tiles_of(target: str = "sm_90", **changes: Any) -> Tiles:
-        return choose_tiles(make_config(**{**long, **changes}), 8192, 1, 8192, TARGETS[target])
 
+def tiles_of(target: str = "sm_90", mapped: bool = True, rows: int = 8192, **changes: Any) -> Tiles:
+    return choose_tiles(make_config(**{**LONG, **changes}), rows, 1, rows, TARGETS[target], mapped)
+
+
+def test_tiles_of_long_prefills_over_a_cache() -> None:
     with variants.using(general_prefill="plain"):
         plain = tiles_of()
     assert (plain.tile, plain.masked_tile, plain.folded) == (64, 0, False)
-    with variants.using(general_prefill="folded"):
-        assert tiles_of() == replace(plain, folded=True)
-        assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
-    with variants.using(general_prefill="wide"):
-        assert tiles_of() == replace(plain, tile=128, masked_tile=64, num_stages=3, folded=True)
     paired = tiles_of()
     assert paired == replace(plain, block_m=64, tile=64, masked_tile=32, num_warps=4, num_stages=3, folded=True)
     # Query, keys and values of two programs share a multiprocessor's memory with what the system keeps.
     assert 2 * (64 * 128 * 2 + 3 * 2 * 64 * 128 * 2 + 1024) <= 233472
-    assert tiles_of(block_size=0).tile == 128
-    with variants.using(general_prefill="paired_hoisted"):
-        assert tiles_of() == replace(paired, hoisted=True)
-        for other in ({"block_size": 0}, {"block_size": 128}, {"block_size": 24}, {"head_size_v": 64}):
-            assert not tiles_of(**other).hoisted
-    with variants.using(general_prefill="paired_late"):
-        assert tiles_of() == replace(paired, hoisted=True, late=True)
-        for other in (tiles_of("sm_100"), tiles_of(block_size=0), tiles_of(head_size_v=64)):
-            assert not other.late
-    with variants.using(general_prefill="wide_hoisted"):
-        assert tiles_of(block_size=128) == replace(
-            plain, tile=128, masked_tile=64, num_stages=3, folded=True, hoisted=True
-        )
+    shared = {"num_stages": 3, "folded": True, "hoisted": True, "positive": True}
+    for way, cut in CUTS.items():
+        if way != "slim":
+            with variants.using(general_prefill=f"shared_{way}"):
+                assert tiles_of() == replace(plain, **{**shared, **cut})
+                for other in ({"block_size": 24}, {"head_size_v": 64}):
+                    assert not tiles_of(**other).hoisted
+                for other in ({"scale": -0.1}, {"query_format": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}):
+                    assert not tiles_of(**other).positive
     for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
         assert narrow.tile <= 64 and narrow.masked_tile == 0
-    assert choose_tiles(make_config(**long), 64, 64, 8192, TARGETS["sm_90"]).tile != 128 or not plain.folded
+    assert not choose_tiles(make_config(**LONG), 64, 64, 8192, TARGETS["sm_90"]).folded
 
 
-@pytest.mark.parametrize("way", BOXED_WAYS)
-def test_packed_keys_are_boxes_where_boxes_hold_whole_rows(way: str) -> None:
-    long: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "block_size": 0}
-
-    def boxed(target: str = "sm_90", mapped: bool = True, rows: int = 8192, **changes: Any) -> bool:
-        config = make_config(**{**long, **changes})
-        return choose_tiles(config, rows, 1, rows, TARGETS[target], mapped).boxes
-
-    assert not boxed() or variants.current().general_packed != "pointers"
+@pytest.mark.parametrize("way", variants.ALLOWED["general_packed"][1:])
+def test_tiles_of_long_prefills_over_packed_keys(way: str) -> None:
+    load, _, cut = way.rpartition("_")
+    packed: dict[str, Any] = {"block_size": 0}
     with variants.using(general_packed=way):
-        assert boxed() and boxed(sliding_window=100, sinks=True, lse=True) and boxed(dtype="float16")
-        assert not boxed(mapped=False) and not boxed("sm_100") and not boxed("sm_80") and not boxed(rows=8)
-        for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}):
-            assert not boxed(**other)
+        tiles = tiles_of(**packed)
+        assert (tiles.boxes, tiles.positive, tiles.hoisted) == (load == "boxes", load != "", False)
+        assert (tiles.tile, tiles.masked_tile) == (CUTS[cut]["tile"], CUTS[cut]["masked_tile"])
+        assert tiles_of(**packed, sliding_window=100, sinks=True).boxes == (load == "boxes")
+        assert not tiles_of(**packed, mapped=False).boxes and not tiles_of("sm_100", **packed).boxes
+        for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}, {"rows": 8}):
+            assert not tiles_of(**packed, **other).boxes
         for other in ({"batch_invariant": True}, {"mm_prefix": "full"}, {"kv_cache_dtype": "fp8_e4m3"}):
-            assert not boxed(**other)
+            assert not tiles_of(**packed, **other).boxes

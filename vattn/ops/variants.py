@@ -17,16 +17,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_prefill": ("plain", "folded", "wide", "paired", "wide_hoisted", "paired_hoisted", "paired_late"),
-    "general_packed": (
-        "pointers",
-        "boxes",
-        "boxes_late",
-        "boxes_tall",
-        "boxes_tall_late",
-        "boxes_paired",
-        "boxes_paired_late",
-    ),
+    "general_prefill": ("plain", "paired", "shared_wide", "shared_tall", "shared_paired"),
+    "general_packed": ("plain", "wide", "shared_wide", "shared_tall", "boxes_wide", "boxes_slim", "boxes_paired"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
@@ -38,8 +30,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "quick", "words"),
     "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
-    "prefill_rescale": ("always", "late"),
-    "prefill_loads": ("one", "two"),
 }
 """What each field may be."""
 
@@ -56,15 +46,12 @@ class Variants:
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
-        general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program: "plain";
-            "folded", with the scale in the exponent's argument; "wide", that, and 128 keys a step where they fit;
-            "paired", as "wide" over packed keys, and over a cache 64 rows, two programs on a multiprocessor;
-            "wide_hoisted" and "paired_hoisted", these with places inside blocks computed once for all steps;
-            "paired_late", the last with results rescaled on Hopper only where a row's maximum has grown by more than
-            2^8.
-        general_packed: how the general kernel loads packed keys in such tiles on Hopper: "pointers"; "boxes", by tensor
-            maps, 128 keys a step; "boxes_tall", 64 keys, two programs of 128 rows on a multiprocessor; "boxes_paired",
-            two of 64 rows; "boxes_late", "boxes_tall_late" and "boxes_paired_late", these with results rescaled late.
+        general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program over a
+            cache: "plain"; "paired", 64 rows and keys a step, the scale in the exponent's argument, two programs on a
+            multiprocessor; "shared_paired", that, products reading the query from shared memory, and places inside
+            blocks computed once; "shared_tall", that of 128 rows; "shared_wide", that of 128 rows and keys.
+        general_packed: the same over packed keys: "wide" is of 128 rows and keys; "boxes_wide", "boxes_slim" (128 rows,
+            64 keys, four warps) and "boxes_paired" load them by tensor maps on Hopper.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
             instructions for TurboQuant keys and NVFP4.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
@@ -72,14 +59,9 @@ class Variants:
             "measured", this where block tables have room for no more than 2048 tokens in all.
         first_tiles: when the decode kernels of large batches and of few short requests on Hopper ask for the first keys
             and values of a program: "wait", once the kernel before has ended; "early", into the L2 cache before that.
-        prefill_rescale: when Hopper's prefill kernel multiplies its results by what their weights have shrunk:
-            "always", at every key tile; "late", where a row's maximum has grown by more than 2^8 (16-bit weights, heads
-            of 128 and 256).
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
             warpgroups, where a row's scale spans all heads: "deep", twice, one launch after the other; "overlapped",
             the second while the first still runs.
-        prefill_loads: warps of Hopper's prefill kernel that load keys and values: "one"; "two", one for either where
-            nothing is converted and a tile has two warpgroups.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
@@ -104,7 +86,7 @@ class Variants:
     mixed: str = "overlapped"
     mixed_below: int = 256
     general_prefill: str = "paired"
-    general_packed: str = "pointers"
+    general_packed: str = "wide"
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
@@ -116,8 +98,6 @@ class Variants:
     packed_store: str = "plain"
     few_requests: str = "measured"
     first_tiles: str = "wait"
-    prefill_rescale: str = "always"
-    prefill_loads: str = "one"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

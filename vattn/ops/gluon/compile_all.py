@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -42,7 +41,6 @@ from vattn.ops.gluon.prefill_launch import Cut
 from vattn.ops.triton import compile_all as triton_compile_all
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
-from vattn.ops.variants import using
 
 TARGET = "sm_90"
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY, "a Hopper GPU")
@@ -133,6 +131,7 @@ def all_launches() -> Iterator[Launch]:
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
     yield from few_rows_cases.launches()
+    yield from few_rows_cases.clustered_launches()
 
 
 def _other_cuts() -> Iterator[Launch]:
@@ -156,19 +155,6 @@ def _other_cuts() -> Iterator[Launch]:
                     yield prefill_launch_of(config, cut)
             if cache and head_size == 64 and triton.__version__.startswith("3.6."):
                 yield prefill_launch_of(config, Cut(3))
-            if heads == 32 and head_size > 64 and not config.takes_fp8_query:
-                yield from _changed("late", config, prefill_rescale="late")
-            if heads == 32 and not cache and features in FEATURES[:3]:
-                yield from _changed("two loaders", config, prefill_loads="two")
-                if head_size == 256:
-                    yield from _changed("two loaders, late", config, prefill_loads="two", prefill_rescale="late")
-
-
-def _changed(name: str, config: AttentionConfig, **variants: Any) -> Iterator[Launch]:
-    """Yield the launch of a long prompt under other variants."""
-    with using(**variants):
-        launch = prefill_launch_of(config, Cut(2, prefill_launch.cut_of(config, 16384, 2).pack))
-    yield replace(launch, name=f"{launch.name} {name}")
 
 
 def source_of(launch: Launch) -> ASTSource:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.ops.gluon.prefill_convert import convert
-from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce, produce_values
+from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
 from vattn.ops.gluon.prefill_softmax import (
     LOWEST,
@@ -168,7 +168,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, head_scale, values, value_full, next_stage, next_phase, SOFT_CAP, BITS,
-                    CACHE, MATH, LEFT, SHAPE.LATE,
+                    CACHE, MATH, LEFT,
                 )  # fmt: skip
                 step += 1
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
@@ -255,7 +255,7 @@ def prefill_kernel(
     value_full = new_barriers(STAGES, 1)
     value_empty = new_barriers(STAGES, GROUPS)
     message_full = new_barriers(2, 1)
-    message_empty = new_barriers(2, GROUPS if CACHE == "plain" and SHAPE.LOADERS == 1 else GROUPS + 1)
+    message_empty = new_barriers(2, GROUPS if CACHE == "plain" else GROUPS + 1)
     raw_key_full = key_full
     raw_key_empty = key_empty
     raw_value_full = value_full
@@ -326,22 +326,6 @@ def prefill_kernel(
             [(consume, (consumer, SHAPE, 0, 0)), (convert, (converter, SHAPE)), (produce, (producer, SHAPE))],
             [CONVERTERS, 1],
             [56, 56 if CACHE == "native" else 40],
-        )
-    elif SHAPE.LOADERS == 2:
-        value_blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], words_layout)
-        of_values = (
-            value_boxes, block_table, table_stride, table_width, num_blocks, values, messages, value_blocks, value_full,
-            value_empty, message_full, message_empty,
-        )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (consume, (consumer, SHAPE, 0, 1)),
-                (consume, (consumer, SHAPE, 1, 0)),
-                (produce, (producer, SHAPE)),
-                (produce_values, (of_values, SHAPE)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
         )
     elif CACHE == "plain":
         gl.warp_specialize(

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vattn.ops.gluon.compat import as_boxes, as_words, load_box
-from vattn.ops.gluon.prefill_messages import RECORD, announce, read_word, receive
+from vattn.ops.gluon.prefill_messages import announce, read_word
 
 GROUP_ROWS = gl.constexpr(64)
 """Query rows of a consumer warpgroup."""
@@ -70,7 +70,7 @@ def load_tile(
 
 @gluon.jit
 def produce(arguments, SHAPE: gl.constexpr):
-    """Take row tiles from the counter, announce them, and load their queries, keys and, if it is alone, values."""
+    """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
         query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
         query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
@@ -139,56 +139,11 @@ def produce(arguments, SHAPE: gl.constexpr):
                         key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
                         BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
                     )  # fmt: skip
-                    if SHAPE.LOADERS == 1:
-                        stage = step % VALUE_STAGES
-                        mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
-                        mbarrier.expect(value_full.index(stage), TILE_BYTES)
-                        load_tile(
-                            value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head,
-                            seq_len, BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
-                        )  # fmt: skip
+                    stage = step % VALUE_STAGES
+                    mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
+                    mbarrier.expect(value_full.index(stage), TILE_BYTES)
+                    load_tile(
+                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len,
+                        BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
+                    )  # fmt: skip
                     step += 1
-
-
-@gluon.jit
-def produce_values(arguments, SHAPE: gl.constexpr):
-    """Load the values of the row tiles that `produce` announces, which then loads everything else."""
-    (
-        value_boxes, block_table, table_stride, table_width, num_blocks, values, messages, blocks, value_full,
-        value_empty, message_full, message_empty,
-    ) = arguments  # fmt: skip
-    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
-    D: gl.constexpr = SHAPE.D
-    KEYS: gl.constexpr = SHAPE.KEYS
-    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
-    STAGES: gl.constexpr = SHAPE.STAGES
-    GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
-    BOXES: gl.constexpr = KEYS // BOX
-    TILE_BYTES: gl.constexpr = KEYS * D * value_boxes.dtype.primitive_bitwidth // 8
-    turn = 0
-    step = 0
-    rows = 1
-    while rows > 0:
-        # The request is read before the message is let go.
-        mbarrier.wait(message_full.index(turn % 2), (turn // 2) & 1)
-        request = read_word(as_words(messages.index(turn % 2), RECORD).index(0), 1)
-        rows, _, position, seq_len, first, end, packed = receive(messages, message_full, message_empty, turn, 1)
-        turn += 1
-        if rows > 0:
-            table = block_table + request.to(gl.int64) * table_stride
-            kv_head = packed * SHAPE.PACK // GROUP
-            left = 0
-            if SHAPE.WINDOW:
-                left = position - SHAPE.WINDOW + 1
-            for back in range(end - first):
-                key_tile = end - 1 - back
-                stage = step % STAGES
-                find_blocks(table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE)
-                mbarrier.wait(value_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(value_full.index(stage), TILE_BYTES)
-                load_tile(
-                    value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
-                    BOXES, KV_HEADS, D, BLOCK_SIZE, SHAPE.HND,
-                )  # fmt: skip
-                step += 1

@@ -28,8 +28,6 @@ class Shape:
         MODEL: dtype of the model.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
-        LOADERS: 1, or 2 where a second warp loads values beside the first: with two consumer warpgroups, no converters.
-        LATE: whether results are rescaled only where a row's maximum has grown by much.
     """
 
     HEADS: int
@@ -53,5 +51,3 @@ class Shape:
     MODEL: Any
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]
-    LOADERS: int
-    LATE: bool

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
-from vattn.ops.triton.late_rescale import GROWTH_BITS, RESCALE, RESCALE_OPERANDS
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
@@ -90,24 +89,6 @@ def decay_of(old, new, scale, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def moved_maximum(old, grown, scale, SOFT_CAP: gl.constexpr):
-    """Return the maximum that weights are taken from: the old one, as long as it has not grown by much."""
-    growth = grown - old
-    if not SOFT_CAP:
-        growth = growth * scale
-    return gl.where(growth > GROWTH_BITS, grown, old)
-
-
-@gluon.jit
-def rescale(acc, decay):
-    """Return results times the decay of their rows; a warp whose rows all stay skips the products."""
-    values, factors = gl.broadcast(acc, decay[:, None])
-    return gl.inline_asm_elementwise(
-        RESCALE, RESCALE_OPERANDS, [values, factors], dtype=gl.float32, is_pure=True, pack=64
-    )
-
-
-@gluon.jit
 def as_left(weights, KEYS: gl.constexpr, CACHE: gl.constexpr, MATH: gl.constexpr, LAYOUT: gl.constexpr):
     """Return weights as the left operand of the second product; no value leaves its thread.
 
@@ -156,23 +137,14 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 @gluon.jit
 def add_tile(
     scores, maximum, sums, acc, scale, values, value_full, stage, phase, SOFT_CAP: gl.constexpr, BITS: gl.constexpr,
-    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, LATE: gl.constexpr = False,
+    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results.
-
-    LATE: maxima stay behind until they have grown by GROWTH_BITS, and results are rescaled only then. Not for FP8
-    weights, whose range ends at 2 ** NATIVE_BITS.
-    """
+    """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results."""
     N: gl.constexpr = scores.shape[1]
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-    if LATE:
-        new_maximum = moved_maximum(maximum, new_maximum, scale, SOFT_CAP)
     decay = decay_of(maximum, new_maximum, scale, SOFT_CAP)
     weights = weights_of(scores, new_maximum, scale, BITS, SOFT_CAP)
-    if LATE:
-        acc = rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent)))
-    else:
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
     left = as_left(weights, N, CACHE, MATH, LEFT)
     mbarrier.wait(value_full.index(stage), phase)
     acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)

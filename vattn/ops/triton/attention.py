@@ -13,7 +13,6 @@ import triton.language as tl
 
 from vattn.ops.triton.codec import cast, decode, dot
 from vattn.ops.triton.epilogue import load_scale, quantise_dynamic, store_rows
-from vattn.ops.triton.late_rescale import moved_maximum, rescale
 from vattn.ops.triton.mask import (
     LN2,
     LOG2E,
@@ -205,17 +204,14 @@ def softmax_step(s, v, acc, m, total):
 
 
 @triton.jit
-def softmax_step_of_products(s, factor, v, acc, m, total, LATE: tl.constexpr):
+def softmax_step_of_products(s, factor, v, acc, m, total):
     """Do the same with products whose scores are `factor` times as large, which is not negative."""
     m_new = tl.maximum(m, tl.max(s, axis=1) * factor)
-    if LATE:
-        m_new = moved_maximum(m, m_new)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor[:, None] - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, axis=1)
-    weights = cast(p, v.dtype)
-    acc = dot(weights, v, rescale(acc, alpha) if LATE else acc * alpha[:, None])
+    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
     return acc, m_new, total
 
 
@@ -244,7 +240,7 @@ def attention_kernel(
     PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
-    MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr, LATE: tl.constexpr,
+    MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr, POSITIVE: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -255,7 +251,8 @@ def attention_kernel(
     Without splits `output` gets rows in the model dtype or as static FP8 and `lse` (or `None`) natural logs; with
     splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: keys are counted as rank
     RANK of WORLD holds them, in runs of INTERLEAVE. `key_boxes` and `value_boxes`, unless `None`: tensor maps over
-    packed keys and values `[heads, keys, columns]`, whose boxes are tiles of a head; scores have positive factors then.
+    packed keys and values `[heads, keys, columns]`, whose boxes are tiles of a head. POSITIVE: no factor of a score is
+    negative.
     """
     PAGED: tl.constexpr = block_table is not None
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -348,9 +345,9 @@ def attention_kernel(
     PRODUCTS: tl.constexpr = FOLDED and not MODIFIED and D_STEP == BLOCK_D
     BOXES: tl.constexpr = key_boxes is not None
     AHEAD: tl.constexpr = FOLDED and PAGED
-    if PRODUCTS and not BOXES:
+    if PRODUCTS and not POSITIVE:
         # The largest score is that of the largest product only where none is multiplied by a negative number. A query
-        # that was computed passes through registers, beside which products of boxes would be serialised.
+        # that is computed here passes to every product through registers.
         q = tl.where(row_factor[:, None] < 0.0, -q, q)
         row_factor = tl.abs(row_factor)
     slope = 0.0
@@ -441,7 +438,7 @@ def attention_kernel(
                                     BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
                                     LOAD_VALUE, MODEL)  # fmt: skip
             if PRODUCTS:
-                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total, LATE)
+                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
             else:
                 s = s * row_factor[:, None]
                 if MODIFIED:

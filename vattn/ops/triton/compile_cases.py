@@ -419,25 +419,20 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
         yield from attention_launches(f"{dtype}/{cache[0]} {step} query-{load}", target, rounded, *counts)
 
 
-_PACKED_WAYS = ("boxes", "boxes_late", "boxes_paired", "boxes_paired_late")
-_GENERAL_WAYS = ("folded", "wide", "wide_hoisted", "paired_hoisted", "paired_late")
-
-
 def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
     """Yield the general kernel's other ways through tiles that need no mask."""
     packed = {**SHAPES["32x128"], "block_size": 0}
     shapes = {"32x128": SHAPES["32x128"], "8x64": SHAPES["8x64"], "packed-32x128": packed}
-    for way, shape, feature in itertools.product(_GENERAL_WAYS, shapes, ("plain", "window-sinks-lse")):
-        config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
-        with using(general_prefill=way):
-            found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))
-        yield from found
-    for way, feature in itertools.product(_PACKED_WAYS, FEATURES):
-        config = _config(dtype, cache, packed, **FEATURES[feature])
-        if config.attn_type == "decoder" and not config.context_only and not config.context_parallel:
-            with using(general_packed=way):
-                found = list(attention_launches(f"{dtype}/{cache[0]} {way} {feature}", target, config, 2048, 2))
-            yield from found
+    for name, feature in itertools.product(("general_prefill", "general_packed"), ("plain", "window-sinks-lse")):
+        for way in ALLOWED[name]:
+            if way == "boxes_slim":
+                continue  # It keeps 160 bytes outside of its loops in memory.
+            for shape in ("packed-32x128",) if name == "general_packed" else ("32x128", "8x64"):
+                config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
+                with using(**{name: way}):
+                    label = f"{dtype}/{cache[0]} {shape} {way} {feature}"
+                    found = list(attention_launches(label, target, config, 2048, 2))
+                yield from found
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -89,7 +89,8 @@ class Tiles:
             tile ahead.
         hoisted: whether that loop computes where keys lie in their blocks once; its tiles are whole blocks of whole
             rows in the dtype of the products then.
-        late: whether that loop rescales its results only where a row's maximum has grown by much.
+        positive: whether it is known that no factor of a score is negative, so that products read the query from
+            shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
     """
 
@@ -104,7 +105,7 @@ class Tiles:
     masked_tile: int = 0
     folded: bool = False
     hoisted: bool = False
-    late: bool = False
+    positive: bool = False
     boxes: bool = False
 
     @property
@@ -128,15 +129,13 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
     return torch.bfloat16 if model == "bfloat16" else torch.float32
 
 
-BOXED: dict[str, dict[str, Any]] = {
-    "boxes": {"tile": 128, "masked_tile": 64, "num_stages": 3},
-    "boxes_late": {"tile": 128, "masked_tile": 64, "num_stages": 3, "late": True},
-    "boxes_tall": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4},
-    "boxes_tall_late": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4, "late": True},
-    "boxes_paired": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4},
-    "boxes_paired_late": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4, "late": True},
+CUTS: dict[str, dict[str, Any]] = {
+    "wide": {"tile": 128, "masked_tile": 64, "num_stages": 3},
+    "tall": {"tile": 64, "masked_tile": 32, "num_stages": 3},
+    "slim": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4},
+    "paired": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4},
 }
-"""Cuts of prefills over packed keys that tensor maps load, by the name of the variant."""
+"""Cuts of long prefills: 128 rows by 128 keys; by 64; the same with half as many warps; 64 rows by 64 keys."""
 
 
 def choose_tiles(
@@ -164,26 +163,19 @@ def choose_tiles(
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
-    way = current().general_packed
-    if full_loop and block_m == 128 and mapped and way != "pointers" and _fits_boxes(config, wide, item, limits):
-        boxed = replace(chosen, folded=True, boxes=True, **BOXED[way])
-        return replace(boxed, group_tile=min(config.group_size, boxed.block_m))
-    way = current().general_prefill
-    # Windows over packed keys leave too few registers: matrix instructions would be serialised.
-    crowded = config.block_size == 0 and config.sliding_window is not None
-    if way == "plain" or not full_loop or block_m < 128 or crowded:
+    load, _, cut = (current().general_prefill if config.block_size else current().general_packed).rpartition("_")
+    fits, positive = _fits_wide_tiles(config, wide, item, limits), _has_positive_factors(config)
+    if load == "boxes" and not (mapped and fits and positive and limits.hopper and _is_of_128_columns(config)):
+        load, cut = "", "wide"
+    # Windows over packed keys leave too few registers beside places of rows: matrix instructions would be serialised.
+    crowded = config.block_size == 0 and config.sliding_window is not None and load != "boxes"
+    if cut == "plain" or not full_loop or block_m < 128 or crowded:
         return chosen
-    if way != "folded" and _fits_wide_tiles(config, wide, item, limits):
-        if way.startswith("paired") and config.block_size:
-            beside = replace(chosen, block_m=64, group_tile=min(config.group_size, 64), num_warps=4)
-            cut = replace(beside, tile=64, masked_tile=32, num_stages=3, folded=True)
-        else:
-            cut = replace(chosen, tile=128, masked_tile=64, num_stages=3, folded=True)
-        hoisted = way.endswith(("hoisted", "late")) and _is_whole_blocks(config, cut.tile)
-        # Of narrow tiles, whose warps hold 16 rows of 128 columns; beside wide ones products would be serialised.
-        late = way.endswith("late") and limits.hopper and config.head_size_v == 128 and cut.block_m == 64
-        return replace(cut, hoisted=hoisted, late=late)
-    return replace(chosen, folded=True)
+    if not fits:
+        return replace(chosen, folded=True)
+    tiles = replace(chosen, folded=True, positive=load != "" and positive, boxes=load == "boxes", **CUTS[cut])
+    hoisted = load == "shared" and _is_whole_blocks(config, tiles.tile)
+    return replace(tiles, group_tile=min(config.group_size, tiles.block_m), hoisted=hoisted)
 
 
 def _is_padded(config: AttentionConfig, wide: int) -> bool:
@@ -238,17 +230,19 @@ def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limi
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
 
 
-def _fits_boxes(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
-    """Whether boxes hold whole rows of packed keys and values, whose scores have one positive factor."""
-    same = config.head_size == config.head_size_v == wide and config.kv_cache_dtype == config.dtype
-    plain = same and config.kv_scale == config.query_scale == "none" == config.query_format
-    return plain and limits.hopper and config.scale > 0 and _fits_wide_tiles(config, wide, item, limits)
+def _has_positive_factors(config: AttentionConfig) -> bool:
+    """Whether it is known without reading a scale that no factor of a score is negative."""
+    return config.scale > 0 and config.kv_scale == config.query_scale == config.query_format == "none"
+
+
+def _is_of_128_columns(config: AttentionConfig) -> bool:
+    """Whether keys and values have 128 columns each in the dtype of the model."""
+    return config.head_size == config.head_size_v == 128 and config.kv_cache_dtype == config.dtype
 
 
 def _is_whole_blocks(config: AttentionConfig, tile: int) -> bool:
     """Whether every step reads whole blocks of rows of the full width."""
-    same = config.head_size == config.head_size_v == 128 and config.kv_cache_dtype == config.dtype
-    return config.block_size > 0 and tile % config.block_size == 0 and same
+    return config.block_size > 0 and tile % config.block_size == 0 and _is_of_128_columns(config)
 
 
 def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: int, limits: Limits) -> int:
