@@ -284,14 +284,6 @@ def _decode_questions() -> Iterator[Question]:
     from vattn.ops.triton.decode_fast import Tuning
 
     split, early = by_variant("split", few_requests="split"), by_variant("early", first_tiles="early")
-    clusters = by_variant("clusters", few_requests="clusters")
-    clusters_early = by_clusters("clusters, early", 4)
-    wide = by_clusters("clusters of 8 warps, early", 8)
-    few = (clusters, clusters_early, wide, split)
-    for name, cache, bar in (
-        ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
-    ):  # fmt: skip
-        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, few, bar, ("cudnn", "flashinfer", "xqa"))
     waves: dict[str, tuple[Peer, ...]] = {
         "bf16": (
             DEFAULT, early, by_tuning("128 registers", Tuning(2, 2, 1, slots=4, overlap=True, max_registers=128)),
@@ -308,7 +300,15 @@ def _decode_questions() -> Iterator[Question]:
     }  # fmt: skip
     for cache, ways in waves.items():
         bar = 1.25 if cache == "bf16" else 1.05
-        yield Question("one wave", LLAMA, WORKS["decode 32x1k"], cache, ways, bar, ("cudnn", "flashinfer", "xqa"))
+        yield Question("one wave", LLAMA, WORKS["decode 32x1k"], cache, ways, bar, ("cudnn", "xqa"))
+    clusters = by_variant("clusters", few_requests="clusters")
+    clusters_early = by_clusters("clusters, early", 4)
+    wide = by_clusters("clusters of 8 warps, early", 8)
+    few = (clusters, clusters_early, wide, split)
+    for name, cache, bar in (
+        ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
+    ):  # fmt: skip
+        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, few, bar, ("cudnn", "xqa"))
     for requests, keys in ((1, 2048), (1, 4096), (2, 1024), (4, 1024)):
         work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
         yield Question("few", LLAMA, work, "bf16", few, 1.0, ())

@@ -143,7 +143,7 @@ def test_every_replay_gives_the_same_bits(lengths: list[int], cache: dict[str, A
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("slots", [4, 8])
-@pytest.mark.parametrize("guess", [0x7FFFFFFF, -1, 1 << 20, 7])
+@pytest.mark.parametrize("guess", [0x7FFFFFFF, 7])
 @pytest.mark.parametrize("lengths", [[1000], [6000, 3], [900, 40, 2000, 1]], ids=str)
 def test_keys_asked_for_early(lengths: list[int], guess: int, slots: int, cache: dict[str, Any]) -> None:
     """The same bits, whatever lengths and tables hold until the kernel before has written them."""

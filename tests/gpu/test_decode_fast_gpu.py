@@ -344,7 +344,7 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
-@pytest.mark.parametrize("guess", [0x7FFFFFFF, -1, 1 << 20, 7])
+@pytest.mark.parametrize("guess", [0x7FFFFFFF, 7])
 @pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2)])
 def test_first_tiles_asked_for_early(heads: int, slots: int, guess: int, cache: dict[str, Any]) -> None:
     """The same bits, whatever schedules and tables hold until the kernel before has written them."""
