@@ -292,8 +292,9 @@ def _decode_questions() -> Iterator[Question]:
             by_tuning("early, lines of 32", Tuning(2, 2, 1, 4, True, 128, ahead=8, line=32)),
         ),
         "fp8": (
-            DEFAULT, by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
+            DEFAULT, by_tuning("overlap, room", Tuning(2, 3, 4, overlap=True, room=48 << 10)),
             by_tuning("slots 4, early", Tuning(2, 5, 1, 4, True, 128, ahead=16)),
+            by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
             by_tuning("slots 4, early, 8 tiles", Tuning(2, 5, 1, 4, True, 128, ahead=8)),
             by_tuning("slots 4, early, lines of 32", Tuning(2, 5, 1, 4, True, 128, ahead=16, line=32)),
         ),
@@ -308,16 +309,18 @@ def _decode_questions() -> Iterator[Question]:
     for name, cache, bar in (
         ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
     ):  # fmt: skip
-        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, few, bar, ("cudnn", "xqa"))
+        ways = few if cache == "bf16" else (*few, waves["fp8"][1])
+        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, ways, bar, ("cudnn", "xqa"))
     for requests, keys in ((1, 2048), (1, 4096), (2, 1024), (4, 1024)):
         work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
         yield Question("few", LLAMA, work, "bf16", few, 1.0, ())
-    for name in ("32x8k", "64x4k"):
+    for name in ("64x4k", "32x8k", "128x2k"):
         yield Question("waves", LLAMA, WORKS[f"decode {name}"], "bf16", waves["bf16"][:2], 1.0, ("cudnn",))
         yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
     gluon = by_tuning("slots 4, early", Tuning(2, 2, 1, 4, True, 128, ahead=8))
     for name in ("8x1k", "8x8k"):
         yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, gluon), 1.0, ("cudnn",))
+        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:2], 1.0, ("xqa",))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
     for cache in ("bf16", "fp8"):
         yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))
@@ -331,7 +334,8 @@ def questions() -> Iterator[Question]:
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT,), 0.95, ("fa3",))
+        orders = [by_variant(name, prefill_order=name) for name in variants.ALLOWED["prefill_order"]]
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *orders[1:]), 0.95, ("fa3",))
     names = variants.ALLOWED["general_prefill"][1:]
     on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"][1:]]
     for work in (prompt, prompts):

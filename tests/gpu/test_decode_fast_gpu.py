@@ -343,6 +343,29 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("changes", [{}, {"output_format": "fp8_static"}, {"head_size": 64}], ids=str)
+@pytest.mark.parametrize("lengths", [[900], [3000, 7, 900, 64, 1, 200, 5000, 33] * 12], ids=["one", "many"])
+def test_steps_that_overlap_with_shared_memory_for_so_many_ctas(lengths: list[int], changes: dict[str, Any]) -> None:
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, **changes, **FP8)
+    stages = decode_fast.choose_tuning(batch.config, len(lengths)).stages
+    tuning = decode_fast.Tuning(2, stages, 4)
+    check(batch, tuning)
+    expected, expected_lse = batch.args.output.clone(), batch.args.lse.clone()
+    full = dataclasses.replace(tuning, overlap=True, room=48 << 10)
+    graph = torch.cuda.CUDAGraph()
+    decode_fast.decode(batch.args, batch.config, full)
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            decode_fast.decode(batch.args, batch.config, full)
+    for _ in range(10):
+        batch.args.output.view(torch.uint8).fill_(0x7F)
+        graph.replay()
+        assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(batch.args.lse, expected_lse)
+
+
 @pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
 @pytest.mark.parametrize("guess", [0x7FFFFFFF, 7])
 @pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2)])
