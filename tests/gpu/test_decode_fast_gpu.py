@@ -349,21 +349,23 @@ def test_steps_that_overlap_with_shared_memory_for_so_many_ctas(lengths: list[in
     from vattn.ops.triton import decode_fast
 
     batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, **changes, **FP8)
-    stages = decode_fast.choose_tuning(batch.config, len(lengths)).stages
-    tuning = decode_fast.Tuning(2, stages, 4)
-    check(batch, tuning)
-    expected, expected_lse = batch.args.output.clone(), batch.args.lse.clone()
+    tuning = decode_fast.Tuning(2, decode_fast.choose_tuning(batch.config, len(lengths)).stages, 4)
+    shape = decode_fast.plan_shape(batch.config, len(lengths), len(lengths), batch.args.query.device)
+    args = batch.args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
+    decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, tuning)
+    decode_fast.decode(args, batch.config, tuning)
+    expected, expected_lse = args.output.clone(), args.lse.clone()
     full = dataclasses.replace(tuning, overlap=True, room=48 << 10)
+    decode_fast.decode(args, batch.config, full)
     graph = torch.cuda.CUDAGraph()
-    decode_fast.decode(batch.args, batch.config, full)
     with torch.cuda.graph(graph):
         for _ in range(5):
-            decode_fast.decode(batch.args, batch.config, full)
+            decode_fast.decode(args, batch.config, full)
     for _ in range(10):
-        batch.args.output.view(torch.uint8).fill_(0x7F)
+        args.output.view(torch.uint8).fill_(0x7F)
         graph.replay()
-        assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
-        assert torch.equal(batch.args.lse, expected_lse)
+        assert torch.equal(args.output.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(args.lse, expected_lse)
 
 
 @pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
