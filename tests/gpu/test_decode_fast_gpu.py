@@ -402,7 +402,10 @@ def test_keys_asked_for_early_are_those_that_the_kernel_before_wrote() -> None:
     from vattn.ops.triton import decode_fast
 
     steps = [decode_batch([2000] * 32, num_heads=32, num_kv_heads=8) for _ in range(2)]
-    first, second = (step.args for step in steps)
+    shape = decode_fast.plan_shape(steps[0].config, 32, 32, torch.device("cuda", 0))
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+    decode_fast.plan(steps[0].args.query_start_loc, steps[0].args.seq_lens, schedule, steps[0].config)
+    first, second = (step.args._replace(plan=[schedule]) for step in steps)
     room = second.kv_cache.view(-1)
     half = room.numel() // 2
     blocks = first.output.numel() // (room.numel() // second.kv_cache.shape[0] // second.kv_cache.shape[1])
