@@ -93,6 +93,11 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
 
 
+WAYS: dict[str, dict[str, str]] = {
+    "default": {}, "early": {"latent_launch": "early"}, "bulk": {"latent_launch": "early", "latent_results": "bulk"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize(
     ("queries", "lengths"),
@@ -106,9 +111,9 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     ],
     ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
 )
-@pytest.mark.parametrize("parts", ["large", "tiles"])
-def test_decode_in_parts(parts: str, heads: int, queries: list[int], lengths: list[int]) -> None:
-    with variants.using(latent_parts=parts):
+@pytest.mark.parametrize("way", ["default", "early", "bulk"])
+def test_decode_in_parts(way: str, heads: int, queries: list[int], lengths: list[int]) -> None:
+    with variants.using(**WAYS[way]):
         config = deepseek(num_heads=heads)
         check(config, queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
         if heads <= 16:
@@ -260,12 +265,12 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("parts", ["small", "large"])
-def test_sparse_decode_in_parts(parts: str) -> None:
+@pytest.mark.parametrize("way", ["default", "bulk"])
+def test_sparse_decode_in_parts(way: str) -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)
     args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
-    with variants.using(latent_sparse="gluon", latent_parts=parts):
+    with variants.using(**WAYS[way]):
         compare(args, config, 3)
 
 

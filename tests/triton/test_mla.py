@@ -209,7 +209,11 @@ def test_slots_of_listed_keys(splits: int) -> None:
 def test_requests_cut_into_parts_see_the_same(most: int, lens: tuple[list[int], list[int]]) -> None:
     config = make_mla_config(lse=True, backend="TRITON_MLA")
     args = random_mla_batch(config, *lens, padding_tokens=2, padding_reqs=1)
-    parts = mla_cut.cut_requests(args, config, most)
+    count = args.query.shape[0] // most + args.seq_lens.shape[0]
+    own = mla_cut.Parts(*(torch.full((size,), -7, dtype=torch.int32) for size in (count + 1, count, count)))
+    mla_cut.cut_requests(args.query_start_loc, args.seq_lens, own, most)
+    table = args.block_table[own.owners.long()]
+    parts = args._replace(query_start_loc=own.starts, seq_lens=own.lengths, block_table=table)
     rows = parts.query_start_loc.diff()
     assert rows.min() >= 0 and rows.max() <= most and parts.query_start_loc[-1] == sum(lens[0])
     assert parts.query_start_loc[0] == 0 and parts.seq_lens.min() >= 0 and (parts.seq_lens[rows == 0] == 0).all()

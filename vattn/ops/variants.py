@@ -22,14 +22,14 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_parts": ("small", "large", "tiles"),
     "latent_launch": ("after", "early"),
     "latent_results": ("direct", "bulk"),
     "latent_output": ("deep", "overlapped"),
-    "few_rows": ("none", "values", "all", "streamed"),
+    "few_rows": ("none", "values", "all", "streamed", "clustered"),
     "packed_store": ("plain", "quick", "words"),
     "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
+    "prefill_order": ("turns", "free", "overlap"),
 }
 """What each field may be."""
 
@@ -62,20 +62,18 @@ class Variants:
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
             warpgroups, where a row's scale spans all heads: "deep", twice, one launch after the other; "overlapped",
             the second while the first still runs.
+        prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
-            which must not be one that writes them.
+            which must not be one that writes them; "clustered", that, and nine and more rows of either by one with tall
+            tiles that the CTAs of a cluster share, of the same kind.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
-            for as many heads as it was timed with, and not over listed keys.
+            for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             but for outputs in FP8 groups and NVFP4, keys that come in chunks, and heads of other columns than 192 and
             128.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
-        latent_parts: parts that requests of latent decode on Hopper are split into: "small", of one tile up, merged
-            eight at a time; "large", of two tiles up, of four with 64 rows a program, as many merged at a time as
-            registers hold, by few programs, and records of the schedule that hold all that is read of a request;
-            "tiles", as "large" with parts of half as many tiles.
         latent_launch: when latent decode on Hopper is launched: "after", when the kernel before has ended; "early",
             while it runs, so that setting up overlaps with its end.
         latent_results: how results of latent decode with 64 rows a program leave it: "direct", from registers, those of
@@ -90,7 +88,6 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
-    latent_parts: str = "small"
     latent_launch: str = "after"
     latent_results: str = "direct"
     latent_output: str = "deep"
@@ -98,6 +95,7 @@ class Variants:
     packed_store: str = "plain"
     few_requests: str = "measured"
     first_tiles: str = "wait"
+    prefill_order: str = "turns"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -44,7 +44,7 @@ SHARED_BYTES = 227 << 10
 DECODE = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
 GLUON = (*DECODE, "mla_prefill_gluon_kernel")
 KERNELS = ("mla_schedule_kernel", *DECODE)
-MERGES = ("mla_reduce_kernel", "mla_merge_parts_kernel")
+MERGE = "mla_merge_parts_kernel"
 HARMLESS = "Too many maxnreg specified"
 
 
@@ -157,7 +157,7 @@ def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
         "q_scale": None if config.query_format == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module, names in ((mla_sparse, ("mla_slots_kernel", *DECODE[1:])), (mla_reduce, MERGES)):
+        for module, names in ((mla_sparse, ("mla_slots_kernel", *DECODE[1:])), (mla_reduce, (MERGE,))):
             for name in names:
                 recorder = Recorder(getattr(module, name), f"lists {config.encode()}", found)
                 stack.enter_context(mock.patch.object(module, name, recorder))
@@ -181,7 +181,7 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
-        for module, names in ((mla_launch, KERNELS), (mla_reduce, MERGES)):
+        for module, names in ((mla_launch, KERNELS), (mla_reduce, (MERGE,))):
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name), title, found)))
         asked = dtype if config.query_format == "none" else torch.float8_e4m3fn
@@ -189,9 +189,9 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
     return found
 
 
-def recorded_large(config: MLAConfig, tokens: int) -> list[Launch]:
-    """Return the launches of a plan and a step with large parts, see `vattn.ops.variants`."""
-    with variants.using(latent_parts="large"):
+def recorded_bulk(config: MLAConfig, tokens: int) -> list[Launch]:
+    """Return the launches of a plan and a step with the ways that are off by default, see `vattn.ops.variants`."""
+    with variants.using(latent_launch="early", latent_results="bulk"):
         return recorded(config, tokens)
 
 
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
-    cases += [partial(recorded_large, *case) for case in configs() if options.only in "large " + case[0].encode()]
+    cases += [partial(recorded_bulk, *case) for case in configs() if options.only in "bulk " + case[0].encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     for chunked in (False, True):
         title = "prompts chunked " if chunked else "prompts "

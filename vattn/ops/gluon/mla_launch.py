@@ -25,6 +25,7 @@ from vattn.ops.gluon.mla_decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_ker
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.triton.mla_cut import Parts, cut_requests
 from vattn.ops.triton.mla_plan import MIXED, line_room
 from vattn.ops.triton.mla_reduce import merge_parts
 from vattn.ops.triton.mla_rule import longest_absorbed
@@ -147,12 +148,30 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
-    records = 1 + 2 * num_reqs + WAVES.value * _multiprocessors(device)
-    room = -(-records // 16) * 16 * FIELDS.value + line_room(num_reqs)
+    parts = most_parts(num_reqs, config)
+    records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
+    room = records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
     tokens = query_tokens(num_tokens, num_reqs)
     return (tokens, room // tokens, 1) if num_tokens % num_reqs else (tokens, room // tokens)
+
+
+def _even(count: int) -> int:
+    return -(-count // 16) * 16
+
+
+def most_parts(num_reqs: int, config: MLAConfig) -> int:
+    """Return how many parts the requests of an uneven step may be cut into, empty ones included."""
+    return num_reqs * (MOST_QUERY_TOKENS // fewest(config) + 1)
+
+
+def parts_in(plan: Tensor, num_reqs: int, config: MLAConfig) -> Parts:
+    """Return where the plan of an uneven step has its parts: views."""
+    parts = most_parts(num_reqs, config)
+    end = plan.numel() - line_room(num_reqs)
+    starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
+    return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
 
 
 @lru_cache(maxsize=64)
@@ -175,33 +194,34 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     tokens = shape[0] if shape else 0
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
+    few = fewest(config)
     if len(shape) == 3:
-        # Steps whose requests are cut into parts are scheduled by each call.
-        return
-    way = Way(fewest(config), fewest(config)) if tokens == MIXED else Way(tokens, 0)
-    lay_schedule(query_start_loc, seq_lens, schedule, way, config)
+        parts = parts_in(schedule, num_reqs, config)
+        cut_requests(query_start_loc, seq_lens, parts, few)
+        # Parts without rows have no item.
+        lay_schedule(parts.starts, parts.lengths, schedule, Way(few, few, 1), config, parts.owners)
+    else:
+        way = Way(few, few) if tokens == MIXED else Way(tokens, 0)
+        lay_schedule(query_start_loc, seq_lens, schedule, way, config)
 
 
-def lay_schedule(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig) -> None:
-    """Write the schedule of one launch."""
+def lay_schedule(
+    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig,
+    owners: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the schedule of one launch; `owners`: the requests that those of `seq_lens` are parts of."""
     num_reqs, ctas = seq_lens.shape[0], _ctas(config, way.split, seq_lens.device)
     requests = min(1024, next_power_of_two(max(32, num_reqs)))
     mla_schedule_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, num_reqs, ctas, -(-num_reqs // ctas), _max_items(num_reqs, ctas),
+        query_start_loc, seq_lens, owners, schedule, num_reqs, ctas, _max_items(num_reqs, ctas),
         SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
-        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), FULL=_full(), num_warps=8,
+        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
     )  # fmt: skip
 
 
 def _least_tiles(rows: int) -> int:
-    """Return the tiles of the smallest part of a request, by the rows of a program."""
-    least = {"small": (1, 1), "large": (2, 4), "tiles": (1, 2)}[variants.current().latent_parts]
-    return least[rows == 64]
-
-
-def _full() -> bool:
-    """Return whether the records of a schedule hold all that is read of a request."""
-    return variants.current().latent_parts != "small"
+    """Return the tiles of the smallest part of a request, by the rows of a program: smaller ones cost more to merge."""
+    return 4 if rows == 64 else 2
 
 
 def launch_options() -> dict[str, bool]:
@@ -219,41 +239,47 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
 
     Rows of requests that are left out, see `way_of`, are not written in either.
     """
-    num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
-    shape = plan_shape(config, num_tokens, num_reqs, device)
-    plan_of_step = next((s for s in args.plan if tuple(s.shape) == shape), None)
-    if plan_of_step is None:
-        plan_of_step = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, plan_of_step, config)
-    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value), dtype=MODEL_DTYPES[config.dtype])
-    _launch(absorbed, args, output, plan_of_step, way_of(num_tokens, num_reqs, config).split, config)
-    return output
+    num_reqs = args.seq_lens.shape[0]
+    tokens = way_of(absorbed.shape[0], num_reqs, config).split
+    return _launch(absorbed, args, config, tokens, num_reqs, num_reqs)
 
 
 def attend_cut(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, most: int) -> Tensor:
-    """Attend requests of at most `most` rows each, whatever the shapes of their step let expect; as `attend_latents`.
+    """Attend requests in parts of at most `most` rows, whatever the shapes of their step let expect.
 
-    The schedule is made by the call.
+    The rest is as in `attend_latents`.
     """
-    num_reqs, device = args.seq_lens.shape[0], absorbed.device
-    way = Way(most, 0)
-    records = 1 + _max_items(num_reqs, _ctas(config, most, device)) + num_reqs
-    schedule = torch.empty((records, FIELDS.value), dtype=torch.int32, device=device)
-    lay_schedule(args.query_start_loc, args.seq_lens, schedule, way, config)
-    shape = absorbed.shape[0], config.num_heads, LATENT.value
-    output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
-    _launch(absorbed, args, output, schedule, way.split, config)
-    return output
+    num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
+    return _launch(absorbed, args, config, most, num_tokens // most + num_reqs, most_parts(num_reqs, config))
+
+
+def planned(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Return the plan of a step, made now where a builder made none."""
+    device = absorbed.device
+    shape = plan_shape(config, absorbed.shape[0], args.seq_lens.shape[0], device)
+    found = next((given for given in args.plan if tuple(given.shape) == shape), None)
+    if found is None:
+        found = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, found, config)
+    return found
 
 
 def _launch(
-    absorbed: Tensor, args: MLAAttentionArgs, output: Tensor, schedule: Tensor, tokens: int, config: MLAConfig
-) -> None:
-    """Attend the items of one schedule."""
+    absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, tokens: int, busy: int, scheduled: int
+) -> Tensor:
+    """Attend the items of a step's schedule.
+
+    Args:
+        tokens: most rows of a request that is split.
+        busy: how many requests, or parts of them, may have items.
+        scheduled: how many requests or parts the schedule has room for.
+    """
     num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
+    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value), dtype=MODEL_DTYPES[config.dtype])
+    schedule = planned(absorbed, args, config)
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
-    slots = _max_items(num_reqs, ctas)
+    slots = _max_items(busy, ctas)
     partial, stats = partial_results(slots, rows, groups, device)
     common: dict[str, Any] = {
         "query_start_loc": args.query_start_loc,
@@ -262,7 +288,7 @@ def _launch(
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "FULL": _full(), **launch_options(), "num_warps": 4,
+        "FULL": True, **launch_options(), "num_warps": 4,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
@@ -288,12 +314,13 @@ def _launch(
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
     # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
-    parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
+    parts = max(1, min(ctas // busy, tiles // _least_tiles(rows)))
     merge_parts(
-        num_reqs * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), _full(),
+        busy * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), True,
         schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
-        lse=args.lse, max_items=slots,
+        lse=args.lse, max_items=_max_items(scheduled, ctas),
     )  # fmt: skip
+    return output
 
 
 def partial_results(slots: int, rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:

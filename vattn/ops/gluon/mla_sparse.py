@@ -45,7 +45,7 @@ def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool
     chosen = variants.current()
     if chosen.latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
         return False
-    if config.kv_cache_dtype == mla_launch.FP8 and chosen.latent_fp8 != "gluon":
+    if config.kv_cache_dtype == mla_launch.FP8 and chosen.latent_fp8 == "plain":
         return False
     slots = args.kv_cache.shape[0] * config.block_size
     return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)

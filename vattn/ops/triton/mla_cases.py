@@ -102,9 +102,8 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
         rest = listed.replace(sparse=False, kv_cache_dtype=cache, kv_scale=scale)
         attend = partial(_attend, rest, (200, 9), limits, longest, 4)
         yield from record(f"bfloat16/{cache} rest of at most {longest}", target, attend)
-    for most, block_size, columns in ((4, 64, 256), (1, 16, 4096)):
-        cut = partial(_cut, listed.replace(block_size=block_size), most, columns)
-        yield from record(f"parts of {most} rows, {columns} blocks", target, cut)
+    for most in (1, 2, 4, 8):
+        yield from record(f"parts of {most} rows", target, partial(_cut, most))
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield from record("bfloat16 96+64/64", target, partial(_prompts, small, 2, limits))
 
@@ -151,13 +150,9 @@ def _attend(config: MLAConfig, counts: tuple[int, int], limits: Limits, longest:
     mla_launch.attend_latents(absorbed, args, config, limits, longest, shortest=shortest)
 
 
-def _cut(config: MLAConfig, most: int, columns: int) -> None:
-    none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
-    args = MLAAttentionArgs(**{
-        **none, "query": _meta(104, 1, 1), "query_start_loc": _meta(65, dtype=torch.int32),
-        "seq_lens": _meta(64, dtype=torch.int32), "block_table": _meta(64, columns, dtype=torch.int32),
-    })  # fmt: skip
-    mla_cut.cut_requests(args, config, most)
+def _cut(most: int) -> None:
+    starts, lengths, parts = _meta(65, dtype=torch.int32), _meta(64, dtype=torch.int32), _meta(577, dtype=torch.int32)
+    mla_cut.cut_requests(starts, lengths, mla_cut.Parts(parts, parts[:576], parts[:576]), most)
 
 
 def _outputs(config: MLAConfig, tokens: int) -> dict[str, Any]:

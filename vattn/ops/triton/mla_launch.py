@@ -14,7 +14,6 @@ from vattn.mla_config import MLAConfig
 from vattn.ops.mla_absorb import absorb, project_values, take_to_latents
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_weights import key_and_value_weights, weight_values
-from vattn.ops.triton.mla_cut import cut_requests
 from vattn.ops.triton.mla_epilogue import clear_scales, finish_rows, kind_of
 from vattn.ops.triton.mla_kernels import mla_attention_kernel, mla_merge_kernel, mla_query_kernel, mla_update_kernel
 from vattn.ops.triton.mla_prefill import attend_prompts, complete_requests
@@ -190,7 +189,7 @@ def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig
         if mla_launch.accepts(absorbed, args, config):
             most = mla_launch.rows_of_parts(absorbed.shape[0], args.seq_lens.shape[0], config)
             if most:
-                return mla_launch.attend_cut(absorbed, cut_requests(args, config, most), config, most)
+                return mla_launch.attend_cut(absorbed, args, config, most)
             return mla_launch.attend_latents(absorbed, args, config)
     return attend_latents(absorbed, args, config, limits)
 

@@ -17,11 +17,6 @@ MOST_PROGRAMS = 16
 """Programs of one warp that a multiprocessor merges with at a time."""
 
 
-def merge_tile(rows: int) -> dict[str, int]:
-    """Return columns and parts that one program of one warp holds at a time, by the rows that are merged."""
-    return {"COLUMNS": 64 if rows <= 64 else 128 if rows <= 512 else 512, "STEP": 8}
-
-
 def merge_parts(
     rows: int, splits: int, heads: int, partial_rows: int, processors: int, full: bool, **tensors: Any
 ) -> None:
@@ -36,10 +31,6 @@ def merge_parts(
     """
     latent = tensors["output"].shape[-1]
     common = {"HEADS": heads, "PARTIAL_ROWS": partial_rows, "LATENT": latent, "num_warps": 1, "launch_pdl": True}
-    if variants.current().latent_parts == "small":
-        tile = merge_tile(rows)
-        mla_reduce_kernel[(rows, latent // tile["COLUMNS"])](**tensors, **tile, **common)
-        return
     step = min(64, next_power_of_two(max(4, splits)))
     columns = max(32, 2048 // step)
     early = variants.current().latent_launch == "early"
@@ -83,36 +74,6 @@ def merge_row(
             tl.store(lse + place, tl.where(seen, (maximum + tl.log2(safe)) * LN2, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
-def mla_reduce_kernel(
-    schedule, partial, stats, query_start_loc, output, lse, max_items,
-    HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
-    """Merge COLUMNS columns of one row of a split request. Grid: rows of as many requests as there are, columns.
-
-    `partial` is fp32 or bf16 `[slots, PARTIAL_ROWS, LATENT]`, unnormalised, `stats` maxima in base 2 and sums.
-    """
-    if not INTERPRETED:
-        tl.extra.cuda.gdc_wait()
-    index = tl.program_id(0) // PARTIAL_ROWS
-    row = tl.program_id(0) % PARTIAL_ROWS
-    if index >= tl.load(schedule + 1):
-        return
-    record = schedule + (1 + max_items + index) * FIELDS
-    request = tl.load(record)
-    first = tl.load(record + 1).to(tl.int64)
-    count = tl.load(record + 2)
-    start = tl.load(query_start_loc + request).to(tl.int64)
-    if row >= (tl.load(query_start_loc + request + 1) - start) * HEADS:
-        return
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    merge_row(
-        partial, stats, output, lse, first, count, start, row, column, tl.program_id(1), HEADS, PARTIAL_ROWS,
-        LATENT, COLUMNS, STEP,
-    )  # fmt: skip
-
-
 @triton.jit
 def load_split(schedule, query_start_loc, max_items, index, FULL: tl.constexpr):
     """Return of a split request: first slot, number of slots, first token, rows."""
@@ -136,8 +97,8 @@ def mla_merge_parts_kernel(
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request after the other, STEP parts at a time. Grid: any number.
 
-    What is merged is that of `mla_reduce_kernel`. Where few requests are split, few programs start in vain.
-    OVERLAP: the next kernel may be launched while this one runs.
+    `partial` is fp32 or bf16 `[slots, PARTIAL_ROWS, LATENT]`, unnormalised, `stats` maxima in base 2 and sums.
+    FULL: see `vattn.ops.triton.mla_schedule`. OVERLAP: the next kernel may be launched while this one runs.
     """
     PANELS: tl.constexpr = LATENT // COLUMNS
     OF_REQUEST: tl.constexpr = PARTIAL_ROWS * PANELS

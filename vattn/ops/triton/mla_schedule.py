@@ -4,18 +4,19 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
 
 - row 0: number of CTAs with work, number of split requests;
 - rows 1 to max_items, an item each: request, first tile, end tile, slot of its partial result (-1: it writes the result
-  itself), next item of the same CTA (-1: none); CTA c starts at item c;
-- the last rows, a split request each: request, first slot, number of slots.
+  itself), next item of the same CTA (-1: none), the request's first token, its rows, its length; CTA c starts at item
+  c, which has no rows if there is nothing for it to do;
+- the last rows, a split request each: request, first slot, number of slots, the request's first token, its rows.
 
-FULL: an item has the request's first token, its rows and its length too, in columns 5 to 7, a split request the first
-two in columns 3 and 4, and every CTA an item, if one of no rows: who reads a record has to load nothing else, and need
-not know how many there are.
+Such a schedule is FULL: who reads a record has to load nothing else, and need not know how many there are.
+`vattn.ops.triton.mla_slots` makes others, with neither tokens, rows and lengths nor records of CTAs without work.
 
 Two ways of sharing the work are estimated, and the cheaper one is taken. Even chunks: every request is cut into equal
 chunks, of which CTAs take turns. Even shares: the requests are laid end to end and the line is cut into as many equal
 shares as there are CTAs. A request of more than SPLIT_QUERY rows is one item of length one, since its partial results
 would find no room: whoever gets it attends all of its keys. With LONGEST, unless 0, requests of more rows, or of fewer
-than SHORTEST, have no item: others attend them.
+than SHORTEST, have no item: others attend them. With `owners` requests are parts of others
+(`vattn.ops.triton.mla_cut`), and records name these, by which block tables are found.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def request_tiles(
 
 @triton.jit
 def choose_chunk(
-    query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, LEAST: tl.constexpr,
+    query_start_loc, seq_lens, num_reqs, ctas, SPLIT_QUERY: tl.constexpr, TILE: tl.constexpr, REQUESTS: tl.constexpr,
+    LONGEST: tl.constexpr, SHORTEST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Return how many tiles an item may have, 0 for even shares, and the tiles of all requests."""
     longest = tl.full([], 1, tl.int32)
     total = tl.zeros([], tl.int32)
+    busy = tl.zeros([], tl.int32)
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
         tiles = request_tiles(
@@ -65,7 +67,8 @@ def choose_chunk(
         )
         longest = tl.maximum(longest, tl.max(tiles, 0))
         total += tl.sum(tiles, 0)
-    waves = first_waves + tl.arange(0, WAVES)
+        busy += tl.sum((tiles > 0).to(tl.int32), 0)
+    waves = tl.maximum((busy + ctas - 1) // ctas, 1) + tl.arange(0, WAVES)
     low = tl.full([WAVES], 1, tl.int32)
     high = low * longest
     while tl.max(high - low, 0) > 0:
@@ -86,7 +89,7 @@ def choose_chunk(
     excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
     is_split = (low < longest).to(tl.float32)
     chunks = ideal + excess / TAIL_SPEED + ITEM_COST * (waves.to(tl.float32) + is_split)
-    shares = ideal + ITEM_COST * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
+    shares = ideal + ITEM_COST * (SHARES_COST + busy.to(tl.float32) / ctas)
     shares = tl.where(ideal < LEAST, float("inf"), shares)
     best = tl.argmin(chunks, 0)
     chunk = tl.sum(tl.where(tl.arange(0, WAVES) == best, low, 0), 0)
@@ -106,17 +109,17 @@ def share_of(tile, total, shares):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "ctas", "first_waves", "max_items"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+    do_not_specialize=["num_reqs", "ctas", "max_items"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "owners"],
 )
 def mla_schedule_kernel(
-    query_start_loc, seq_lens, schedule, num_reqs, ctas, first_waves, max_items, SPLIT_QUERY: tl.constexpr,
+    query_start_loc, seq_lens, owners, schedule, num_reqs, ctas, max_items, SPLIT_QUERY: tl.constexpr,
     TILE: tl.constexpr, REQUESTS: tl.constexpr, PARTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr,
-    LEAST: tl.constexpr, FULL: tl.constexpr = False,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
     chunk, total = choose_chunk(
-        query_start_loc, seq_lens, num_reqs, ctas, first_waves, SPLIT_QUERY, TILE, REQUESTS, LONGEST, SHORTEST, LEAST
+        query_start_loc, seq_lens, num_reqs, ctas, SPLIT_QUERY, TILE, REQUESTS, LONGEST, SHORTEST, LEAST
     )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
@@ -151,11 +154,13 @@ def mla_schedule_kernel(
         item = num_items + tl.cumsum(parts, 0) - parts
         slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
         split = num_splits + tl.cumsum(is_split, 0) - is_split
-        if FULL:
-            known = request < num_reqs
-            token = tl.load(query_start_loc + request, mask=known, other=0)
-            rows = tl.load(query_start_loc + request + 1, mask=known, other=0) - token
-            seq_len = tl.maximum(tl.load(seq_lens + request, mask=known, other=0), 0)
+        owner = request
+        if owners is not None:
+            owner = tl.load(owners + request, mask=request < num_reqs, other=0)
+        known = request < num_reqs
+        token = tl.load(query_start_loc + request, mask=known, other=0)
+        rows = tl.load(query_start_loc + request + 1, mask=known, other=0) - token
+        seq_len = tl.maximum(tl.load(seq_lens + request, mask=known, other=0), 0)
         for first_part in range(0, tl.max(parts, 0), PARTS):
             part = first_part + tl.arange(0, PARTS)[None, :]
             count, length, place = tl.maximum(parts, 1)[:, None], tiles[:, None], on_line[:, None]
@@ -172,22 +177,20 @@ def mla_schedule_kernel(
             next_of_turn = tl.where(index + ctas < num_chunks, index + ctas, -1)
             record = schedule + (1 + index) * FIELDS
             mask = (part < parts[:, None]) & (index < max_items)
-            tl.store(record, tl.zeros_like(index) + request[:, None], mask=mask)
+            tl.store(record, tl.zeros_like(index) + owner[:, None], mask=mask)
             tl.store(record + 1, begin, mask=mask)
             tl.store(record + 2, end, mask=mask)
             tl.store(record + 3, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
             tl.store(record + 4, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
-            if FULL:
-                tl.store(record + 5, tl.zeros_like(index) + token[:, None], mask=mask)
-                tl.store(record + 6, tl.zeros_like(index) + rows[:, None], mask=mask)
-                tl.store(record + 7, tl.zeros_like(index) + seq_len[:, None], mask=mask)
+            tl.store(record + 5, tl.zeros_like(index) + token[:, None], mask=mask)
+            tl.store(record + 6, tl.zeros_like(index) + rows[:, None], mask=mask)
+            tl.store(record + 7, tl.zeros_like(index) + seq_len[:, None], mask=mask)
         record = schedule + (1 + max_items + split) * FIELDS
-        tl.store(record, request, mask=is_split > 0)
+        tl.store(record, owner, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
-        if FULL:
-            tl.store(record + 3, token, mask=is_split > 0)
-            tl.store(record + 4, rows, mask=is_split > 0)
+        tl.store(record + 3, token, mask=is_split > 0)
+        tl.store(record + 4, rows, mask=is_split > 0)
         line += tl.sum(tiles, 0)
         num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
@@ -196,11 +199,10 @@ def mla_schedule_kernel(
     busy_ctas = tl.where(even_shares, active, tl.minimum(ctas, num_chunks))
     tl.store(schedule, busy_ctas)
     tl.store(schedule + 1, num_splits)
-    if FULL:
-        for first_cta in range(0, ctas, 128):
-            idle = first_cta + tl.arange(0, 128)
-            mask = (idle >= busy_ctas) & (idle < ctas)
-            for column in tl.static_range(FIELDS):
-                # Request 0, from its first tile on, and of no rows; there is no slot and no next item.
-                nothing = tl.zeros_like(idle) - (1 if (column == 3) | (column == 4) else 0)
-                tl.store(schedule + (1 + idle) * FIELDS + column, nothing, mask=mask)
+    for first_cta in range(0, ctas, 128):
+        idle = first_cta + tl.arange(0, 128)
+        mask = (idle >= busy_ctas) & (idle < ctas)
+        for column in tl.static_range(FIELDS):
+            # Request 0, from its first tile on, and of no rows; there is no slot and no next item.
+            nothing = tl.zeros_like(idle) - (1 if (column == 3) | (column == 4) else 0)
+            tl.store(schedule + (1 + idle) * FIELDS + column, nothing, mask=mask)
