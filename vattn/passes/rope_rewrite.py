@@ -13,13 +13,14 @@ import torch
 from torch.fx import Node
 
 from vattn.formats import MODEL_DTYPES
-from vattn.passes.region import Refusal, expression, op_name, same_size, value
+from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
 from vattn.passes.rewrite import Builder, erase_unread
 from vattn.passes.rope_kv_cache import FoundRope
 
 aten = torch.ops.aten
 
 _RESHAPES = frozenset("view reshape _unsafe_view unsqueeze squeeze alias".split())
+_SPLITS = ("split", "split_with_sizes")
 
 
 def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
@@ -122,17 +123,38 @@ def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_
 
 
 def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node, Node | None]:
-    """Return tables and positions: the user's own if rows of them are only looked up, else the rows and `None`."""
+    """Return tables and positions: the user's own if this layer alone looks up rows of them, else rows and `None`.
+
+    Rows that other layers read are gathered once for all: a position that is read first costs a kernel a wait.
+    """
     places = (found.cos, found.sin)
     looked_up = [_looked_up(node, tokens) if not part else None for node, part in places]
     if None not in looked_up:
         (cos, positions, cos_part), (sin, others, sin_part) = looked_up  # type: ignore[misc]
-        if positions is others:
+        if positions is others and not any(_is_read_elsewhere(node, found.dead) for node, _ in places):
             if value(positions).dim() != 1:
                 positions = builder.call(aten.reshape.default, positions, [tokens])
             return _columns(builder, cos, cos_part), _columns(builder, sin, sin_part), positions
     cos, sin = (_table(builder, place, tokens) for place in places)
     return cos, sin, None
+
+
+def _is_read_elsewhere(node: Node, dead: frozenset[Node]) -> bool:
+    """Return whether rows of a table, or views of them, are read by what stays in the graph."""
+
+    def is_view(at: Node) -> bool:
+        return op_name(at.target) in (*_RESHAPES, *_SPLITS) or at.target is operator.getitem
+
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user):
+                stack.append(user)
+            elif user not in dead and not is_check(user):
+                return True
+    return False
 
 
 def _columns(builder: Builder, table: Node, part: range | None) -> Node:
@@ -145,7 +167,7 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | Non
     while op_name(node.target) in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     part, split = None, node.args[0] if node.target is operator.getitem else None
-    if isinstance(split, Node) and op_name(split.target) in ("split", "split_with_sizes"):
+    if isinstance(split, Node) and op_name(split.target) in _SPLITS:
         rows, at = split.args[0], node.args[1]
         if not isinstance(rows, Node) or value(rows).dim() != 2 or split.args[2:] not in ((-1,), (1,)):
             return None

@@ -59,10 +59,10 @@ def _store_pairs(rows, first, second, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, KEEP: tl.constexpr):
-    """Return what the first and second members of all pairs are multiplied by, fp32 `[1, WIDTH]`."""
+def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr):
+    """Return what the first and second members of all pairs are multiplied by, fp32 `[ROWS, WIDTH]` of equal rows."""
     HALF: tl.constexpr = SHAPE[1]
-    column = tl.arange(0, SHAPE[2])[None, :]
+    column = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, SHAPE[2])[None, :]
     inside = column < tl.where(known, HALF, 0)
     STEP: tl.constexpr = 2 if SHAPE[4] and SHAPE[5] else 1
     start = table + row * stride_n
@@ -80,16 +80,29 @@ def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, KEEP:
 
 
 @triton.jit
-def _turned_heads(rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: tl.constexpr):
-    """Return fp32 first and second members after norm and rotation, and the columns that only pass."""
+def _turned_heads(
+    rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Return fp32 first and second members after norm and rotation, and the columns that only pass.
+
+    `tables`: cosines, sines, the row to take as a position is written, number of rows, strides. Heads are on their way
+    before the row is waited for. In steps of few tokens every head reads the row for itself, as its own columns are
+    held: else it would be handed from thread to thread behind barriers.
+    """
     D: tl.constexpr = SHAPE[0]
     HALF: tl.constexpr = SHAPE[1]
     REST: tl.constexpr = SHAPE[3]
-    cos_a, cos_b, sin_a, sin_b = tables
+    ROWS: tl.constexpr = TILE if KEEP != "" else 1
+    cos, sin, row, num_rows, stride_cn, stride_cc, stride_sn, stride_sc = tables
     first, second = _load_pairs(rows, inside, SHAPE)
     passed = first
     if D > 2 * HALF:
         passed = _load_columns(rows, inside, 2 * HALF, D - 2 * HALF, REST)
+    row = tl.where(row < 0, row + num_rows, row)
+    known = (row >= 0) & (row < num_rows)
+    cos_a, cos_b = _table_row(cos, row, known, stride_cn, stride_cc, SHAPE, ROWS, KEEP)
+    sin_a, sin_b = _table_row(sin, row, known, stride_sn, stride_sc, SHAPE, ROWS, KEEP)
     if NORM != "none":
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if D > 2 * HALF:
@@ -127,6 +140,7 @@ def _query_tile(
     query, weight, query_out, q_scale, tile, token, tables, stride_t, stride_h, eps,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_HEAD: tl.constexpr, MODEL: tl.constexpr, ROUND: tl.constexpr,
     ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, SHAPE: tl.constexpr, NORM: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = SHAPE[0]
     HALF: tl.constexpr = SHAPE[1]
@@ -135,7 +149,7 @@ def _query_tile(
     inside = (head < NUM_HEADS)[:, None]
     scale = head_scale(q_scale, head // GROUP, head < NUM_HEADS, PER_HEAD)
     rows = query + token * stride_t + (head * stride_h)[:, None]
-    first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM)
+    first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
     target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
     first = query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
     second = query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
@@ -159,16 +173,17 @@ def _key_value_tile(
     HALF: tl.constexpr = SHAPE[1]
     REST: tl.constexpr = SHAPE[3]
     STORED: tl.constexpr = key_cache.dtype.element_ty
+    # Everything is on its way before anything is waited for, scales too: loads stay behind the stores ahead of them.
     slot = tl.load(slot_mapping + token, eviction_policy=KEEP).to(tl.int64)
     head = tile * TILE + tl.arange(0, TILE)
-    # Loads do not wait for the slot; only stores do.
+    scale = head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
+    value_scale = head_scale(v_scale, head, head < NUM_HEADS, PER_HEAD)
     there = (head < NUM_HEADS)[:, None]
     column = tl.arange(0, VALUE_WIDTH)[None, :]
     x = tl.load(value + token * stride_vt + (head * stride_vh)[:, None] + column, mask=there & (column < V), other=0)
     rows = key + token * stride_kt + (head * stride_kh)[:, None]
-    first, second, passed = _turned_heads(rows, there, weight, tables, eps, SHAPE, NORM)
+    first, second, passed = _turned_heads(rows, there, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
     inside = (head < tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS, 0))[:, None]
-    scale = head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
     target = key_cache + slot_start(slot, num_slots, BLOCK_SIZE, K_STRIDES) + (head * K_STRIDES[2])[:, None]
     first = stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
     second = stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
@@ -178,7 +193,7 @@ def _key_value_tile(
         codes = stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
         tl.store(target + 2 * HALF + rest, codes, mask=inside & (rest < D - 2 * HALF))
     target = value_cache + slot_start(slot, num_slots, BLOCK_SIZE, V_STRIDES) + (head * V_STRIDES[2])[:, None] + column
-    x = stored(x, head_scale(v_scale, head, head < NUM_HEADS, PER_HEAD), FORMAT, STORED, NATIVE)
+    x = stored(x, value_scale, FORMAT, STORED, NATIVE)
     tl.store(target, x, mask=inside & (column < V))
 
 
@@ -207,18 +222,14 @@ def rope_update_kernel(
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
     row = token
-    known = token >= 0
     if positions is not None:
         row = tl.load(positions + token, eviction_policy=KEEP).to(tl.int64)
-        row = tl.where(row < 0, row + num_rows, row)
-        known = (row >= 0) & (row < num_rows)
-    cos_a, cos_b = _table_row(cos, row, known, stride_cn, stride_cc, SHAPE, KEEP)
-    sin_a, sin_b = _table_row(sin, row, known, stride_sn, stride_sc, SHAPE, KEEP)
-    tables = (cos_a, cos_b, sin_a, sin_b)
+    tables = (cos, sin, row, num_rows, stride_cn, stride_cc, stride_sn, stride_sc)
     if tile < Q_TILES:
         _query_tile(
             query, q_weight, query_out, q_scale, tile, token, tables, stride_qt, stride_qh, eps, NUM_HEADS,
-            NUM_HEADS // NUM_KV_HEADS, PER_HEAD_Q, MODEL, ROUND, ARITHMETIC, NATIVE, Q_TILE, SHAPE, NORM)  # fmt: skip
+            NUM_HEADS // NUM_KV_HEADS, PER_HEAD_Q, MODEL, ROUND, ARITHMETIC, NATIVE, Q_TILE, SHAPE, NORM,
+            KEEP)  # fmt: skip
     else:
         _key_value_tile(
             key, value, k_weight, key_cache, value_cache, slot_mapping, k_scale, v_scale, tile - Q_TILES, token,
