@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from tests.generator_support import PROMPTS, check_empty, make_generator
 from tests.hf_families import make_model
-from vattn.generation.assembly import Graphs
+from vattn.generation.assembly import MIXED_LADDER, Graphs, mixed_pair, mixed_sizes
 from vattn.integrations.transformers import PackedModel, enable
 
 SAMPLINGS = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
@@ -77,7 +77,8 @@ def test_guesses_beside_prompts_run_without(packed: PackedModel) -> None:
     packed.allocate(num_blocks=64)
     plain = make_generator(packed).generate(PROMPTS, SAMPLINGS)
     assert [request.output for request in done] == [request.output for request in plain]
-    assert {(4, 16), (4, 64)} <= set(log)
+    # One token more than was asked for: 16 for each of 4 requests could be taken for drafts.
+    assert {(4, 16), (4, 65)} <= set(log)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,60 @@ def test_sizes_that_no_step_has_are_refused(packed: PackedModel, sizes: Any, tex
         vattn.Generator(packed, mixed_graph_size=[8])  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("max_num_reqs", [1, 2, 3, 16, 64, 256])
+@pytest.mark.parametrize("budget", [2, 60, 512, 2048])
+def test_the_ladder_holds_steps_that_are_no_drafts(max_num_reqs: int, budget: int) -> None:
+    """Up to the token budget, never less than the requests, never as many tokens for each of them."""
+
+    class Builder:
+        device, backends = torch.device("cuda"), {"TRITON_ATTN"}
+
+    builder: Any = Builder()
+    sizes = mixed_sizes(None, budget, max_num_reqs, [1], builder)
+    assert sizes == sorted(set(sizes))
+    assert all(max_num_reqs <= size <= min(budget, MIXED_LADDER[-1]) for size in sizes)
+    assert not sizes or sizes[-1] == min(budget, MIXED_LADDER[-1])
+    for size in sizes:
+        requests, tokens = mixed_pair(max_num_reqs, size, 4096)
+        rows, rest = divmod(tokens, max(2, requests))
+        assert requests == max_num_reqs and size <= tokens <= size + 1 and (rest or rows > 16)
+    assert mixed_sizes(None, budget, max_num_reqs, [], builder) == []
+    builder.backends = {"TRITON_ATTN", "FLASHINFER"}
+    assert mixed_sizes(None, budget, max_num_reqs, [1], builder) == []
+    assert mixed_sizes((), budget, max_num_reqs, [1], builder) == []
+
+
 @pytest.mark.parametrize("pair", [(5, 8), (0, 8), (4, 0), (4, 65), (1, 33), (4,)])
 def test_runner_refuses_pairs_beyond_the_builder(packed: PackedModel, pair: Any) -> None:
     packed.allocate(num_blocks=64)
     builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=32, layers=packed)
     with pytest.raises(ConfigError, match="pairs of up to 4 requests and 64 tokens, 32 for each"):
         vattn.CUDAGraphRunner(packed, [pair], builder, lambda step: [])
+
+
+@pytest.mark.parametrize("compiled", ["layers", pytest.param("model", marks=pytest.mark.slow)])
+def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compiled: str) -> None:
+    """One graph: that of the captures is the one of the first prompt that is too long for them."""
+    prepare = vattn.CUDAGraphRunner._prepare
+
+    def run_too(runner: vattn.CUDAGraphRunner, *size: int) -> Any:
+        cost = prepare(runner, *size)
+        metadata = runner._sample_step(*size)
+        metadata.mark_dynamic()
+        runner._run(runner._entries[metadata.capture_key()], metadata)
+        return cost
+
+    monkeypatch.setattr(vattn.CUDAGraphRunner, "_prepare", run_too)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    packed = enable(make_model("llama"), num_blocks=64)
+    options: dict[str, Any] = {"compile": compiled, "compile_options": {"backend": "eager"}, "token_budget": 32}
+    generator = make_generator(packed, graph_sizes=[1, 4], mixed_graph_sizes=[16], max_seq_len=128, **options)
+    counted = torch._dynamo.utils.counters["stats"]
+    assert counted["unique_graphs"] == 1
+    generator.generate(PROMPTS, SAMPLINGS)
+    assert counted["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

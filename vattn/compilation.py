@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vattn import context, errors
 from vattn.errors import ConfigError, UnknownOptionError, VattnError
 from vattn.keywords import refuse_unknown
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, mark_once
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -36,9 +36,8 @@ def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
     for value in values:
         if isinstance(value, Tensor):
             if value.dim() and not isinstance(value, nn.Parameter):
-                torch._dynamo.maybe_mark_dynamic(value, 0)
-                if value.dim() > 1 and value.shape[0] == 1 < num_tokens == value.shape[1]:
-                    torch._dynamo.maybe_mark_dynamic(value, 1)
+                packed = value.dim() > 1 and value.shape[0] == 1 < num_tokens == value.shape[1]
+                mark_once(value, *([0, 1] if packed else [0]))
         elif isinstance(value, AttentionMetadata):
             value.mark_dynamic()
         elif isinstance(value, (list, tuple)):

@@ -258,7 +258,8 @@ class CUDAGraphRunner:
         side = torch.cuda.Stream(self.builder.device)
         side.wait_stream(torch.cuda.current_stream(self.builder.device))
         with torch.cuda.stream(side):
-            for _ in range(2):
+            # What is loaded or allocated once is there behind the first size, for the others too.
+            for _ in range(1 if self._entries else 2):
                 self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
         torch.cuda.synchronize(self.builder.device)

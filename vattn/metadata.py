@@ -174,11 +174,10 @@ class AttentionMetadata:
 
     def mark_dynamic(self) -> None:
         """Tell Dynamo, where it is loaded, that batch sizes vary, so that no size of this step is compiled in."""
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:
+        if "torch._dynamo" not in sys.modules:
             return
         for name, tensor in self.tensors().items():
-            dynamo.maybe_mark_dynamic(tensor, [0, 1, 2] if name == "tree_bias" else 0)
+            mark_once(tensor, *([0, 1, 2] if name == "tree_bias" else [0]))
 
     def check(self, block_size: int, num_blocks: int | None = None) -> None:
         """Test what only a device sync can tell; for tests and debugging.
@@ -236,6 +235,15 @@ _PAIRS = (
 
 _OWN_ROWS = ("tree_bias", "cross_slot_mapping", "logits_indices")
 """Fields of which no other gives the number of rows."""
+
+
+def mark_once(tensor: Tensor, *dims: int) -> None:
+    """Tell Dynamo that sizes of a tensor vary, where it has not been told.
+
+    Every layer asks for the same tensors of a step, and the question takes a tenth of what telling does.
+    """
+    if not set(dims) <= getattr(tensor, "_dynamo_weak_dynamic_indices", set()):
+        torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
 def _check_shapes(host: dict[str, Tensor]) -> None:

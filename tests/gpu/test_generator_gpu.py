@@ -259,6 +259,29 @@ def test_steps_with_prompts_in_graphs(name: str) -> None:
     assert generator.scheduler.pool.num_used == 0
 
 
+@pytest.mark.parametrize("compiled", ["none", "layers"])
+def test_steps_with_prompts_are_captured_by_default(compiled: str) -> None:
+    """Nothing compiles behind the captures, also where a step is too long for them; tokens are those without graphs."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=320)
+    prompts = [*PROMPTS, list(range(3, 90)) * 20, list(range(5, 95)) * 3]
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18, 12, 30)]
+    options: dict[str, Any] = {"max_num_reqs": 8, "token_budget": 2000, "max_seq_len": 2048, "reuse_prefixes": False}
+    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(prompts, sampling)
+    generator = vattn.Generator(packed, compile=compiled, **options)
+    assert generator.mixed_graphs is not None
+    print(generator.graphs.report, generator.mixed_graphs.report, sep="\n")
+    sizes = sorted(key.num_tokens for key in generator.mixed_graphs._entries)
+    assert sizes == [63, 127, 255, 511, 767, 1023, 1279, 1535]
+    seen = graph_count()
+    for _ in range(2):
+        assert_near(generator.generate(prompts, sampling), alone, make_model("llama", head_dim=64).cuda())
+    assert graph_count() == seen
+    # As many tokens as for a draft of each request, and one request has most of them.
+    packed.allocate(num_blocks=320)
+    generator = vattn.Generator(packed, compile="none", mixed_graph_sizes=[32], **options)
+    assert_near(generator.generate(PROMPTS, sampling[:6]), alone[:6], make_model("llama", head_dim=64).cuda())
+
+
 class _Watched:
     """A runner whose calls go through a function."""
 

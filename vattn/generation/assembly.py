@@ -148,12 +148,31 @@ def compiled(model: nn.Module, how: str | None, device: torch.device, options: d
     return model
 
 
-def mixed_sizes(sizes: Sequence[int], token_budget: int) -> list[int]:
-    """Return the numbers of tokens to capture for steps with prompts.
+def mixed_sizes(
+    sizes: Sequence[int] | None,
+    token_budget: int,
+    max_num_reqs: int,
+    decodes: Sequence[int],
+    builder: AttentionMetadataBuilder,
+) -> list[int]:
+    """Return the numbers of tokens to capture for steps with prompts: those asked for, or a ladder on CUDA.
+
+    Args:
+        sizes: `None` for the ladder, `()` for none.
+        token_budget: tokens of the largest step.
+        max_num_reqs: requests that run at once.
+        decodes: numbers of requests that are captured; without any, nothing is by default.
+        builder: of the steps; the ladder is for layers on TRITON_ATTN, where it was measured.
 
     Raises:
         ConfigError: no list of ints, or more tokens than a step has.
     """
+    if sizes is None:
+        if builder.device.type != "cuda" or not decodes or builder.backends != {"TRITON_ATTN"}:
+            return []
+        most = min(token_budget, MIXED_LADDER[-1])
+        # Padding to fewer tokens than requests would be no step that kernels were tuned for.
+        return sorted(size for size in {*MIXED_LADDER, most} if max(2, max_num_reqs) <= size <= most)
     if not isinstance(sizes, (list, tuple, range)):
         raise ConfigError(f"mixed_graph_sizes={sizes!r:.80}", "a list of numbers of tokens", "mixed_graph_sizes=[256]")
     read = sorted({check_count("mixed_graph_sizes", size, 2) for size in sizes})
@@ -164,6 +183,26 @@ def mixed_sizes(sizes: Sequence[int], token_budget: int) -> list[int]:
             "raise token_budget, or leave the size out",
         )
     return read
+
+
+MIXED_LADDER = (63, 127, 255, 511, 767, 1023, 1279, 1535)
+"""Numbers of tokens up to which launching the layers of an 8B model took an H200's host longer than they ran.
+
+Each fills tiles of rows but for one: a multiple of the requests would not do, see `mixed_pair`.
+"""
+
+_MOST_DRAFTS = 16
+"""Rows of a request that attention takes for drafts at most."""
+
+
+def mixed_pair(max_num_reqs: int, tokens: int, max_seq_len: int) -> tuple[int, int]:
+    """Return requests and tokens of a capture for steps with prompts.
+
+    Attention takes a step of as many tokens for every request for one of drafts, and is slow where one request has most
+    of them: there the capture has one token more.
+    """
+    rows, rest = divmod(tokens, max(2, max_num_reqs))
+    return max_num_reqs, min(tokens + (not rest and rows <= _MOST_DRAFTS), max_num_reqs * max_seq_len)
 
 
 def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> list[int]:
@@ -209,7 +248,7 @@ def capture(
     wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
     if mixed:
         # The largest of all first: the others fit into their memory.
-        pairs = [(max_num_reqs, min(tokens, max_num_reqs * builder.max_seq_len)) for tokens in mixed]
+        pairs = [mixed_pair(max_num_reqs, tokens, builder.max_seq_len) for tokens in mixed]
         wanted.append(("mixed", pairs, sample_inputs, {"output_rows": "requests"}))
     if sizes:
         wanted.append(("plain", list(sizes), sample_inputs, {"output_rows": "requests"}))
@@ -219,7 +258,9 @@ def capture(
     first: CUDAGraphRunner | None = None
     try:
         for name, numbers, inputs, options in wanted:
-            runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options)
+            # As steps are launched: in another mode each layer would be compiled once more for those without a graph.
+            with torch.inference_mode():
+                runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options)
             first = first or runner
             graphs = graphs._replace(**{name: runner})
     except RuntimeError as error:

@@ -67,8 +67,9 @@ class Generator:
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
             CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with guesses too.
         mixed_graph_sizes: numbers of tokens to capture for steps that hold prompts, each with up to `max_num_reqs`
-            requests; default none. A step runs padded to the next size, and without a graph beyond the largest. It pays
-            where launching the layers takes the host longer than the device computes: steps of few hundred tokens.
+            requests; default a ladder up to 1536 and the token budget where decodes are captured and all layers run on
+            TRITON_ATTN, else none; `()` for none. A step runs padded to the next size, and without a graph beyond the
+            largest. It pays where launching the layers takes the host longer than the device computes.
 
     Attributes:
         graphs: the runner of the captured sizes, `None` without.
@@ -113,7 +114,7 @@ class Generator:
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
-        mixed_graph_sizes: Sequence[int] = (),
+        mixed_graph_sizes: Sequence[int] | None = None,
     ) -> None:
         check_count("max_num_reqs", max_num_reqs)
         check_count("token_budget", token_budget)
@@ -129,13 +130,13 @@ class Generator:
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
-        mixed = mixed_sizes(mixed_graph_sizes, token_budget)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes)
         self.scheduler = Scheduler(self._blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
-        capacity = max(2, token_budget, max_num_reqs * (1 + num_drafts))
+        capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
+        mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
         forward = compiled(model, compile, self.device, compile_options or {})
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs

@@ -159,6 +159,9 @@ class Launcher:
         inputs = model_inputs(ids, metadata, rows)
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
+        with torch.inference_mode(False):
+            # As what graphs are captured with: inference tensors would compile a whole model once more.
+            inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
         with forward_context(metadata):
             return self.forward(*inputs), metadata, None
 
