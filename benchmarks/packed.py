@@ -2,7 +2,7 @@
 
     python benchmarks/packed.py --json packed.json
     python benchmarks/packed.py --formats int4_per_token_head --what decode
-    python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what ahead    # the cut in use, tiles fetched ahead
+    python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what late    # the cut in use, sums rescaled late
 
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
@@ -50,10 +50,7 @@ CUTS = tuple(
 )  # fmt: skip
 """Cuts of the decode kernel; those whose buffers don't fit a multiprocessor run fewer CTAs than they count on."""
 
-AHEAD = (2, 4, 8)
-"""Tiles that are fetched before a request's query is turned, with the cut in use."""
-
-UPDATES = ((1024, 1), (1024, 2), (512, 1), (2048, 2))
+UPDATES = ((1024, 1), (512, 1))
 """Columns and warps of a program of the store."""
 
 
@@ -61,14 +58,15 @@ def name_of(tuning: PackedTuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
-def cuts(in_use: PackedTuning, ahead: bool) -> list[PackedTuning]:
-    """Return the cuts to time: every one, or the one in use with tiles fetched ahead."""
-    others = [replace(in_use, ahead=tiles) for tiles in AHEAD]
-    return others if ahead else [*CUTS, *others]
+def cuts(in_use: PackedTuning, late: bool) -> list[PackedTuning]:
+    """Return the cuts to time: every one, or the one in use and that which rescales otherwise."""
+    return (
+        [in_use, replace(in_use, late=not in_use.late)] if late else [*CUTS, *(replace(cut, late=True) for cut in CUTS)]
+    )
 
 
 def decode_steps(
-    cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, ahead: bool = False
+    cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, late: bool = False
 ) -> dict[str, Callable]:
     """Return the calls to time by name, each compared with the reference on two requests."""
     config = cache.config
@@ -80,7 +78,7 @@ def decode_steps(
     expected, _ = reference.paged_attention(two, config)
     accepted = KV_FORMATS[config.kv_cache_dtype].packed and decode_packed.accepts(args, config)
     in_use = decode_packed.choose_tuning(config, num_reqs, query.device) if accepted else None
-    for tuning in cuts(in_use, ahead) if in_use else ():
+    for tuning in cuts(in_use, late) if in_use else ():
         shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
@@ -124,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--formats", default="", help="comma separated; default: every packed one")
-    parser.add_argument("--what", choices=("both", "decode", "ahead", "store"), default="both")
+    parser.add_argument("--what", choices=("both", "decode", "late", "store"), default="both")
     parser.add_argument("--compile", action="store_true", help="compile and compare all cuts, time none")
     options = parser.parse_args()
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
@@ -146,7 +144,7 @@ def main() -> None:
             cells["store 8192"] = {BASELINE: Timer([lambda: base.store(slots)]), **store_timers(cache, slots)}
         for (num_reqs, seq_len), (query, table) in inputs.items() if options.what != "store" else ():
             calls = {BASELINE: decode_steps(base, num_reqs, seq_len, query, table)["in use"]}
-            calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "ahead")
+            calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "late")
             cells[f"{num_reqs} x {seq_len}"] = {label: Timer([call]) for label, call in calls.items()}
         for cell, timers in cells.items() if not options.compile else ():
             times = beside_baseline(timers, 5)

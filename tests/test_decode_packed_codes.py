@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -14,62 +12,11 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from tests.ptx_emulation import run_ptx
 from vattn.ops.triton import decode_packed_codes
 from vattn.ops.triton.decode_packed_codes import unpack
 
-Registers = dict[str, np.ndarray]
-
 ASSEMBLY = {"int8": "UNPACK_INT8", "int4": "UNPACK_NIBBLES", "codebook": "UNPACK_CODEBOOK"}
-
-
-def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """`prmt.b32`: bytes of two registers by the nibbles of a third; bit 3 repeats the byte's sign."""
-    pool = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    result = np.zeros_like(a)
-    for place in range(4):
-        nibble = (selector >> np.uint32(4 * place)) & np.uint32(15)
-        byte = ((pool >> (np.uint64(8) * (nibble & np.uint32(7)).astype(np.uint64))) & np.uint64(255)).astype(np.uint32)
-        byte = np.where(nibble & 8, np.where(byte & 128, np.uint32(255), np.uint32(0)), byte)
-        result |= byte << np.uint32(8 * place)
-    return result
-
-
-def look_up(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
-    """`lop3.b32`: any function of three bits."""
-    result = np.zeros_like(a)
-    for case in range(8):
-        if table >> case & 1:
-            terms = (x if case >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0)))
-            result |= np.bitwise_and.reduce(list(terms))
-    return result
-
-
-def run_ptx(ptx: str, source: str, words: np.ndarray) -> Registers:
-    """Return the registers after a block of assembly whose input is `source`."""
-    registers: Registers = {source: words}
-
-    def value(name: str) -> np.ndarray:
-        constant = re.fullmatch(r"0x[0-9a-fA-F]+|\d+", name)
-        return np.full_like(words, int(name, 0)) if constant else registers[name]
-
-    for line in ptx.strip("{} \n").split(";"):
-        instruction, _, rest = line.strip().partition(" ")
-        names = [name.strip() for name in rest.split(",")]
-        if not instruction or instruction.startswith("."):
-            continue
-        target, operands = names[0], [value(n) for n in names[1:] if not n.startswith("%")]
-        kind = instruction.split(".")[0]
-        if kind == "mov":
-            # Lane 31's mask has all bits but the last; the code is to be right in every lane.
-            registers[target] = operands[0] if operands else np.full_like(words, 0x7FFFFFFF)
-        elif kind == "prmt":
-            registers[target] = permute(*operands)
-        elif kind == "lop3":
-            registers[target] = look_up(*operands[:3], int(names[4], 0))
-        else:
-            run = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shr": np.right_shift}
-            registers[target] = {**run, "shl": np.left_shift}[kind](*operands)
-    return registers
 
 
 @triton.jit
@@ -91,7 +38,7 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(-1, 2)
     halves = torch.cat((halves, halves.flip(1)))
     words = halves.contiguous().view(torch.int32).flatten().numpy().view(np.uint32)
-    registers = run_ptx(ptx, f"${count}", words)
+    registers = run_ptx(ptx, {f"${count}": words})
     got = torch.tensor(np.stack([registers[f"${j}"] for j in range(count)]).view(np.int32)).view(torch.int16)
     plain = torch.empty(4, halves.numel(), dtype=torch.float16)
     unpack_kernel[(1,)](halves.flatten(), plain, COUNT=halves.numel(), CODEC=codec, ASSEMBLY=False)
@@ -101,3 +48,23 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
         columns = expected.view(4, -1, 2).permute(1, 2, 0).reshape(-1, 4, 2).permute(1, 0, 2)
         expected = columns.reshape(4, -1)
     assert torch.equal(got.reshape(count, -1), expected)
+
+
+@pytest.mark.parametrize(("sums", "values"), [(2, 16), (2, 8), (4, 8), (4, 4)])
+def test_sums_are_rescaled_where_a_factor_is_not_one(sums: int, values: int) -> None:
+    """A thread's factors are those of two rows; a warp skips what none of its threads has to do."""
+    from vattn.ops.triton import decode_packed_rescale
+
+    name = f"{'TWO' if sums == 2 else 'FOUR'}_{values}"
+    ptx, count = getattr(decode_packed_rescale, name).value, sums * values
+    assert getattr(decode_packed_rescale, f"{name}_OPERANDS").value.count(",") == 2 * count + values - 1
+    draw = np.random.default_rng(values)
+    factor = np.where(draw.random((2, 4096)) < 0.6, 1.0, draw.random((2, 4096))).astype(np.float32)
+    factor[0, :3] = 0.0, np.nextafter(np.float32(1), np.float32(0)), 0.5
+    old = draw.standard_normal((count, 4096)).astype(np.float32)
+    inputs = {f"${i}": old[i].view(np.uint32) for i in range(count)}
+    inputs |= {f"${2 * count + e}": factor[e % 2].view(np.uint32) for e in range(values)}
+    registers = run_ptx(ptx, inputs)
+    assert np.array_equal(registers["moved"], (factor != 1).any(0))
+    got = np.stack([registers[f"${i}"] for i in range(count)]).view(np.float32)
+    assert np.array_equal(got, old * factor[np.arange(count) % values % 2])

@@ -21,19 +21,12 @@ LENGTHS = [1, 16, 17, 300, 47, 129]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.ops.triton import (
-        decode_fast_kernels,
-        decode_packed,
-        decode_packed_ahead,
-        decode_packed_codes,
-        decode_packed_kernels,
-    )
+    from vattn.ops.triton import decode_fast_kernels, decode_packed, decode_packed_codes, decode_packed_kernels
 
-    device_code = decode_fast_kernels, decode_packed_ahead, decode_packed_codes, decode_packed_kernels
-    interpret(monkeypatch, decode_packed, *device_code)
+    interpret(monkeypatch, decode_packed, decode_fast_kernels, decode_packed_codes, decode_packed_kernels)
 
 
-def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, ahead: int = 0, **changes: Any) -> None:
+def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:
     from vattn.ops.triton import decode_packed
 
     values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, "block_size": 16}
@@ -45,7 +38,7 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, ahead: int
     # A row of zeros, and one whose columns are subnormal in fp16.
     batch.args.query[0, 0] = 0.0
     batch.args.query[1, 1] *= 2.0**-13
-    decode_packed.decode(batch.args, config, decode_packed.PackedTuning(heads, 3, 2, slots=slots, ahead=ahead))
+    decode_packed.decode(batch.args, config, decode_packed.PackedTuning(heads, 3, 2, slots=slots))
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE
     # No zero below zero: codes of an output format would differ.
@@ -65,12 +58,6 @@ def test_masks_and_padding(fmt: str) -> None:
     if fmt == "nvfp4":
         masks["kv_scale"] = "head"
     check(fmt, padding=2, heads=1, slots=2 if fmt.startswith("fp8") else 0, **masks)
-
-
-@pytest.mark.parametrize("fmt", ["int4_per_token_head", "nvfp4"])
-def test_tiles_are_fetched_ahead(fmt: str) -> None:
-    """Past the end of requests and of their tables too."""
-    check(fmt, padding=1, slots=2, ahead=4, sliding_window=40, num_kv_heads=3, num_heads=15)
 
 
 def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:

@@ -15,7 +15,7 @@ from vattn.backends import selector
 from vattn.formats import KV_FORMATS
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import kv_cache_shape
-from vattn.ops.variants import using
+from vattn.ops.variants import ALLOWED, using
 
 pytestmark = pytest.mark.gpu
 
@@ -68,16 +68,17 @@ def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.Monkey
     check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
 
 
-@pytest.mark.parametrize("ahead", [2, 8])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("fmt", PACKED)
-def test_tiles_are_fetched_ahead(fmt: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_rescaled_late(fmt: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few CTAs and in many; maxima that grow in some heads, in some rows of a head, and in the last tiles."""
     from vattn.ops.triton import decode_packed
 
     for tunings in (decode_packed.TUNINGS, decode_packed.MANY_TUNINGS):
         for name, tuning in tunings.items():
-            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, ahead=ahead))
-    check(fmt, [1, 16, 31, 33, 300, 900, 2500], padding=2, sliding_window=700, kv_cache_layout="HND")
-    check(fmt, [40] * 300 + [1, 129], num_heads=24)
+            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, late=late))
+    check(fmt, [1, 16, 31, 33, 300, 900, 2500], padding=2, sliding_window=700, kv_cache_layout="HND", head_size=64)
+    check(fmt, [40] * 300 + [1, 129], num_heads=24, scale=1.0)
 
 
 def test_small_and_large_queries_keep_their_digits() -> None:
@@ -149,7 +150,7 @@ def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("way", ["plain", "quick"])
+@pytest.mark.parametrize("way", ALLOWED["packed_store"])
 @pytest.mark.parametrize("cut", [None, (1024, 4), (512, 2), (256, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])

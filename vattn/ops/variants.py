@@ -52,8 +52,8 @@ class Variants:
             blocks computed once; "shared_tall", that of 128 rows; "shared_wide", that of 128 rows and keys.
         general_packed: the same over packed keys: "wide" is of 128 rows and keys; "boxes_wide", "boxes_slim" (128 rows,
             64 keys, four warps) and "boxes_paired" load them by tensor maps on Hopper.
-        packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "quick", with fewer
-            instructions for TurboQuant keys and NVFP4.
+        packed_store: how new keys and values are packed on GPUs that convert FP8: "plain"; "quick", with fewer
+            instructions for TurboQuant keys and NVFP4; "words", eight columns of NVFP4 and TurboQuant at a time.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this where block tables have room for no more than 2048 tokens in all.

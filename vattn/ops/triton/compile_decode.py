@@ -139,7 +139,7 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             decode_packed.decode(args, config)
             if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:
                 in_use = decode_packed.choose_tuning(config, num_reqs, query.device)
-                decode_packed.decode(args, config, dataclasses.replace(in_use, ahead=4))
+                decode_packed.decode(args, config, dataclasses.replace(in_use, late=not in_use.late))
             return found
         decode_fast.decode(args, config)
         if config.sinks:

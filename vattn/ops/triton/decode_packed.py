@@ -36,10 +36,10 @@ class PackedTuning(Tuning):
     """How the main kernel is cut, `slots` being the tiles of a step: 2, or 0 for one.
 
     Attributes:
-        ahead: tiles of an item that are fetched into L2 while its query is turned, a power of two; 0: none.
+        late: whether a warp multiplies its sums by what their weights have shrunk only where one of them has.
     """
 
-    ahead: int = 0
+    late: bool = False
 
 
 TUNINGS: dict[str, PackedTuning] = {
@@ -164,7 +164,7 @@ def decode_constants(config: AttentionConfig, tuning: PackedTuning) -> dict[str,
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
         "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
-        "PAIR": tuning.slots == 2, "AHEAD": tuning.ahead,
+        "PAIR": tuning.slots == 2, "LATE": tuning.late,
     }  # fmt: skip
     width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):
@@ -193,13 +193,10 @@ def _launch(
     score_scale, soft_cap = config.scale * log2_e, 1.0
     if config.logits_soft_cap is not None:
         score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
-    ahead_key, ahead_value = (key.codes, value.codes) if tuning.ahead else (None, None)
     names = ("sinks", "output_scale", "output", "lse", "output_stride", "NUM_HEADS", "NUM_KV_HEADS", "HEAD_SIZE")
     decode_packed_kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
         query=args.query, key_boxes=_boxes(key.codes, tuning), value_boxes=_boxes(value.codes, tuning),
-        key_codes=ahead_key, value_codes=ahead_value, KEY_ROWS=_byte_strides(ahead_key),
-        VALUE_ROWS=_byte_strides(ahead_value), key_scales=key.scales, value_scales=value.scales,
-        block_table=args.block_table, schedule=schedule,
+        key_scales=key.scales, value_scales=value.scales, block_table=args.block_table, schedule=schedule,
         partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
         query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],

@@ -25,7 +25,6 @@ from vattn.ops.triton.decode_fast_kernels import (
     split_rows,
     visible_end,
 )
-from vattn.ops.triton.decode_packed_ahead import fetch_tiles
 from vattn.ops.triton.decode_packed_codes import (
     INTEGER_UNIT,
     is_integer,
@@ -36,6 +35,7 @@ from vattn.ops.triton.decode_packed_codes import (
     unpack,
     unpack_e2m1,
 )
+from vattn.ops.triton.decode_packed_rescale import rescale_four, rescale_two
 from vattn.ops.triton.epilogue import load_scale, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
 from vattn.ops.triton.rotation import rotate_back, rotate_query
@@ -339,13 +339,13 @@ def finish_item(
 
 @triton.jit
 def decode_packed_kernel(
-    query, key_boxes, value_boxes, key_codes, value_codes, key_scales, value_scales, block_table, schedule, output, lse,
+    query, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse,
     partial_output, partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
     output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, AHEAD: tl.constexpr, KEY_ROWS: tl.constexpr, VALUE_ROWS: tl.constexpr,
+    PAIR: tl.constexpr, LATE: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
     KEY_FLIP: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
     VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr, VALUE_STRIDES: tl.constexpr,
@@ -353,9 +353,8 @@ def decode_packed_kernel(
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
-    PAIR: two tiles at a time. AHEAD: tiles of an item that are fetched into L2 while its query is turned, 0 without
-    `key_codes` and `value_codes`. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. ROWS, STRIDES: of codes
-    and of scales, in bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
+    PAIR: two tiles at a time. LATE: see `PackedTuning`. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation.
+    STRIDES: of scales, in bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -408,12 +407,6 @@ def decode_packed_kernel(
             page = tl.load(table + first_tile // TILES_PER_BLOCK, mask=first_tile < last_tile, other=-1)
             rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
             wide = tl.load(query + rows[:, None] + column[None, :], mask=query_mask[:, None], other=0.0)
-            if AHEAD:
-                # After the query has been asked for, and before it is waited for.
-                fetch_tiles(
-                    key_codes, value_codes, key_scales, value_scales, table, first_tile, last_tile, num_blocks, kv_head,
-                    AHEAD, TILES_PER_BLOCK, KEY_ROWS, VALUE_ROWS, KEY_STRIDES, VALUE_STRIDES, ASSEMBLY,
-                )  # fmt: skip
             wide = wide.to(tl.float32)
             if KEY_BLOCK > 1:
                 wide = rotate_query(wide, KEY_FACTOR, KEY_BLOCK, KEY_FLIP)
@@ -463,11 +456,16 @@ def decode_packed_kernel(
                 total = total * decay[:, :, None]
                 if HAS_OFFSET:
                     offset = offset * decay[:, :, None]
-                a = a * decay[:, None, :]
-                b = b * decay[:, None, :]
-                if VALUE_COUNT == 4:
-                    c = c * decay[:, None, :]
-                    d = d * decay[:, None, :]
+                if LATE and ASSEMBLY and VALUE_COUNT == 4:
+                    a, b, c, d = rescale_four(a, b, c, d, decay)
+                elif LATE and ASSEMBLY:
+                    a, b = rescale_two(a, b, decay)
+                else:
+                    a = a * decay[:, None, :]
+                    b = b * decay[:, None, :]
+                    if VALUE_COUNT == 4:
+                        c = c * decay[:, None, :]
+                        d = d * decay[:, None, :]
                 total, offset, a, b, c, d = add_tile(
                     scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
                     VALUE_CODEC, VALUE_COUNT, ASSEMBLY,

@@ -15,6 +15,7 @@ from vattn.ops.cache_layout import PackedRows, packed_views
 from vattn.ops.triton.cache_update import head_scale, slot_start
 from vattn.ops.triton.packed import TRITON_CODECS, part_constants
 from vattn.ops.triton.packed_quick import QUICK_STORES
+from vattn.ops.triton.packed_words import WORD_STORES
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.ops.variants import current
 
@@ -27,23 +28,42 @@ def load_columns(source, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def load_rows(source, rows, PART: tl.constexpr):
-    """Return rows `[heads, width]` as they come.
+def load_quarters(source, rows, PART: tl.constexpr):
+    """Return rows `[heads, width]` of which a thread gets as many columns of each quarter."""
+    QUARTER: tl.constexpr = PART[1] // 4
+    WIDTH: tl.constexpr = PART[0]
+    low = tl.join(load_columns(source, rows, 0, QUARTER, WIDTH), load_columns(source, rows, QUARTER, QUARTER, WIDTH))
+    high = tl.join(
+        load_columns(source, rows, 2 * QUARTER, QUARTER, WIDTH),
+        load_columns(source, rows, 3 * QUARTER, QUARTER, WIDTH),
+    )
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), [rows.shape[0], PART[1]])
 
-    Rows to be rotated come in quarters, of which a thread gets as many columns of each: sums of columns far apart are
-    made in the thread then.
+
+@triton.jit
+def load_groups(source, rows, PART: tl.constexpr):
+    """Return rows `[heads, width]` of which a thread gets whole groups of 16 columns."""
+    HALF: tl.constexpr = PART[1] // 2
+    column = tl.arange(0, HALF)
+    # Which is told to lie next to each other in eights, though it knows: others would take apart a vector of a thread.
+    column = (column // 8 * 16 + column % 8)[None, :]
+    low = tl.load(source + column, mask=rows & (column < PART[0]), other=0)
+    high = tl.load(source + column + 8, mask=rows & (column < PART[0] - 8), other=0)
+    pairs = tl.reshape(tl.join(low, high), [rows.shape[0], PART[1] // 16, 8, 2])
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), [rows.shape[0], PART[1]])
+
+
+@triton.jit
+def load_rows(source, rows, PART: tl.constexpr, WORDS: tl.constexpr):
+    """Return rows `[heads, width]` as they come, by parts of rows.
+
+    Sums of columns far apart are made in the thread that has them all, and what is made of a row or a group is made by
+    few threads.
     """
-    if PART[3] >= 64:
-        QUARTER: tl.constexpr = PART[1] // 4
-        WIDTH: tl.constexpr = PART[0]
-        low = tl.join(
-            load_columns(source, rows, 0, QUARTER, WIDTH), load_columns(source, rows, QUARTER, QUARTER, WIDTH)
-        )
-        high = tl.join(
-            load_columns(source, rows, 2 * QUARTER, QUARTER, WIDTH),
-            load_columns(source, rows, 3 * QUARTER, QUARTER, WIDTH),
-        )
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), [rows.shape[0], PART[1]])
+    if PART[3] >= 64 or (WORDS and PART[6] == 0 and PART[1] >= 64):
+        return load_quarters(source, rows, PART)
+    elif WORDS and PART[6] == 16:
+        return load_groups(source, rows, PART)
     else:
         return load_columns(source, rows, 0, PART[1], PART[0])
 
@@ -52,10 +72,10 @@ def load_rows(source, rows, PART: tl.constexpr):
 def _store_heads(
     source, codes, scales, given, slot, num_slots, token, head, known, stride_t, stride_h, BLOCK_SIZE: tl.constexpr,
     CODE_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr, PER_HEAD: tl.constexpr, PART: tl.constexpr,
-    STORE: tl.constexpr, NATIVE: tl.constexpr,
+    STORE: tl.constexpr, NATIVE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     rows = known[:, None]
-    x = load_rows(source + token * stride_t + (head * stride_h)[:, None], rows, PART)
+    x = load_rows(source + token * stride_t + (head * stride_h)[:, None], rows, PART, WORDS)
     target = codes + slot_start(slot, num_slots, BLOCK_SIZE, CODE_STRIDES) + (head * CODE_STRIDES[2])[:, None]
     scale_target = scales
     if scales is not None:
@@ -70,7 +90,7 @@ def packed_update_kernel(
     stride_kt, stride_kh, stride_vt, stride_vh, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     K_STRIDES: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
     PER_HEAD: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, STORE_KEY: tl.constexpr,
-    STORE_VALUE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr,
+    STORE_VALUE: tl.constexpr, NATIVE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.kv_cache_update`. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -80,9 +100,9 @@ def packed_update_kernel(
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     known = head < NUM_HEADS
     _store_heads(key, key_codes, key_scales, k_scale, slot, num_slots, token, head, known, stride_kt, stride_kh,
-                 BLOCK_SIZE, K_STRIDES, K_SCALE_STRIDES, PER_HEAD, KEY_PART, STORE_KEY, NATIVE)  # fmt: skip
+                 BLOCK_SIZE, K_STRIDES, K_SCALE_STRIDES, PER_HEAD, KEY_PART, STORE_KEY, NATIVE, WORDS)  # fmt: skip
     _store_heads(value, value_codes, value_scales, v_scale, slot, num_slots, token, head, known, stride_vt, stride_vh,
-                 BLOCK_SIZE, V_STRIDES, V_SCALE_STRIDES, PER_HEAD, VALUE_PART, STORE_VALUE, NATIVE)  # fmt: skip
+                 BLOCK_SIZE, V_STRIDES, V_SCALE_STRIDES, PER_HEAD, VALUE_PART, STORE_VALUE, NATIVE, WORDS)  # fmt: skip
 
 
 def strides(view: Tensor | None) -> tuple[int, ...]:
@@ -109,11 +129,20 @@ def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 
-def choose_store(part: PackedPart, limits: Limits) -> Any:
+STORES: dict[str, dict[str, Any]] = {"plain": {}, "quick": QUICK_STORES, "words": WORD_STORES}
+"""Other device functions than those of `TRITON_CODECS`, by the variant and the name of the codec."""
+
+
+def choose_way(kv_cache: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> str:
+    """Return which of `STORES` write into a cache. Words are for both parts, in caches that begin at one."""
+    way = current().packed_store if limits.native_fp8 else "plain"
+    has_words = kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
+    return "quick" if way == "words" and not has_words else way
+
+
+def choose_store(part: PackedPart, way: str) -> Any:
     """Return the device function that stores rows of a part of a format."""
-    store = TRITON_CODECS[part.codec].store
-    quick = current().packed_store == "quick" and limits.native_fp8
-    return QUICK_STORES.get(part.codec, store) if quick else store
+    return STORES[way].get(part.codec, TRITON_CODECS[part.codec].store)
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
@@ -124,6 +153,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
     limits = limits or Limits.of(args.key.device)
     key, value = packed_views(args.kv_cache, config)
     parts = KV_FORMATS[config.kv_cache_dtype].parts
+    way = choose_way(args.kv_cache, parts, limits)
     constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
     tile, num_warps = choose_update(config, max(constants[0][1], constants[1][1]))
     packed_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
@@ -131,8 +161,8 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
         args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",
         **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
-        STORE_KEY=choose_store(parts[0], limits), STORE_VALUE=choose_store(parts[1], limits),
-        NATIVE=limits.native_fp8, TILE=tile, num_warps=num_warps,
+        STORE_KEY=choose_store(parts[0], way), STORE_VALUE=choose_store(parts[1], way),
+        NATIVE=limits.native_fp8, WORDS=way == "words", TILE=tile, num_warps=num_warps,
         # A fused multiply and add would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )  # fmt: skip
