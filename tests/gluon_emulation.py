@@ -1,11 +1,12 @@
 """Run a Gluon kernel's own Python on a CPU: its indices, its barriers and its order, in threads; layouts mean nothing.
 
-Only what `vattn.ops.gluon.few_rows` uses is here. Copies land at once, barriers count arrivals and bytes as the
-hardware does, and whoever waits longer than a few seconds fails: that is a deadlock on a GPU.
+Only what `vattn.ops.gluon.few_rows` and `few_rows_cluster` use is here. Copies land at once, barriers count arrivals
+and bytes as the hardware does, and whoever waits longer than a few seconds fails: that is a deadlock on a GPU.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import types
 from collections.abc import Callable
@@ -73,7 +74,10 @@ class Pointer:
 
 
 class Boxes:
-    """A tensor map over `[panels, rows, columns]`; boxes are zero beyond it. `kind` is `"weights"` or `"inputs"`."""
+    """A tensor map over `[panels, rows, columns]` or `[rows, columns]`; boxes are zero beyond it.
+
+    `kind` is `"weights"` or `"inputs"`.
+    """
 
     dtype, layout = None, None
 
@@ -87,8 +91,8 @@ class Boxes:
             for first, size, whole in zip(start, self.block_shape, self.tensor.shape, strict=True)
         ]
         inside = [slice(first, max(first, end)) for first, end in zip(start, ends, strict=True)]
-        part = self.tensor[inside[0], inside[1], inside[2]].float()
-        found[: part.shape[0], : part.shape[1], : part.shape[2]] = part
+        part = self.tensor[tuple(inside)].float()
+        found[tuple(slice(size) for size in part.shape)] = part
         return found
 
 
@@ -112,7 +116,7 @@ class Program:
         gl = types.SimpleNamespace(
             program_id=lambda axis: program, num_programs=lambda axis: programs, minimum=min, static_range=range,
             int64=torch.int64, int32=torch.int32, float32=torch.float32, full_like=torch.full_like,
-            inline_asm_elementwise=self._ask, NVMMADistributedLayout=self._nothing,
+            inline_asm_elementwise=self._ask, convert_layout=lambda x, layout: x, NVMMADistributedLayout=self._nothing,
             DotOperandLayout=self._nothing, BlockedLayout=self._nothing, SliceLayout=self._nothing,
             SwizzledSharedLayout=self._nothing, arange=lambda low, high, layout: torch.arange(low, high),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), sum=lambda x, axis: x.sum(axis),
@@ -149,7 +153,7 @@ class Program:
         assert boxes.kind == "weights" or getattr(self.waited, "done", False), "the input is read before it is there"
         self.steps.append(boxes.kind)
         target.store(boxes.box(start))
-        size = self.panel_bytes * boxes.block_shape[0] * boxes.block_shape[1]
+        size = self.panel_bytes * math.prod(boxes.block_shape[:-1])
         barrier.change(0, -size)
 
     def _ask(self, text: str, constraints: str, operands: list[Any], **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which products the Hopper kernel takes, and that its boxes are panels of 128 bytes of the rows."""
     pytest.importorskip("triton.experimental.gluon")
     from vattn.ops import hopper
-    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RINGS, _boxes, accepts
+    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RING, _boxes, accepts
 
     args = make_args(5, codes, columns=1024)
     assert not accepts(args)
@@ -107,11 +108,32 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = torch.zeros(5 * 1032, dtype=args.input.dtype).as_strided((5, 1024), (1028 if codes else 1026, 1))
     assert not accepts(args._replace(input=odd))  # Rows that are no whole number of 16 bytes apart.
     plain = args.input.view(torch.uint8) if codes else args.input  # CPUs do not compare e4m3.
-    for ring in RINGS:
-        boxes = _boxes(args.input, 8, ring)
-        panels = plain.as_strided(boxes.shape, boxes.strides, args.input.storage_offset())
-        assert torch.equal(panels.permute(1, 0, 2).flatten(1), plain)
-        assert boxes.block_shape == [ring.panels, 8, 128 if codes else 64]
+    boxes = _boxes(args.input, 8, RING)
+    panels = plain.as_strided(boxes.shape, boxes.strides, args.input.storage_offset())
+    assert torch.equal(panels.permute(1, 0, 2).flatten(1), plain)
+    assert boxes.block_shape == [RING.panels, 8, 128 if codes else 64]
+
+
+def test_which_kernel_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows and variant: none, that of up to eight rows, that in clusters, and the plain Triton one."""
+    pytest.importorskip("triton.experimental.gluon")
+    from vattn.ops import hopper
+    from vattn.ops.gluon import few_rows_cluster_launch, few_rows_launch
+    from vattn.ops.triton import linear
+
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(linear, "INTERPRETED", types.SimpleNamespace(value=False))
+    launches = {None: None, "few": few_rows_launch.streamed_linear, "many": few_rows_cluster_launch.clustered_linear}
+    for which, rows, kind in (
+        ("values", 2, None), ("values", 32, None), ("streamed", 1, "few"), ("streamed", 8, "few"),
+        ("streamed", 9, None), ("clustered", 8, "few"), ("clustered", 9, "many"), ("clustered", 32, "many"),
+        ("clustered", 33, None),
+    ):  # fmt: skip
+        for codes in ("", "tensor", "row"):
+            args = make_args(rows, codes)
+            with using(few_rows=which):
+                assert linear.streamed(args) is launches[kind]
+                assert linear.takes(args) == (kind is not None or (not codes and 2 < rows <= 32))
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])

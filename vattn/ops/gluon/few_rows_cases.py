@@ -8,10 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES
-from vattn.ops.gluon import few_rows_launch
-from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RINGS, WIDE_RINGS, Ring, streamed_linear
+from vattn.ops.gluon import few_rows_cluster_launch, few_rows_launch
+from vattn.ops.gluon.few_rows_launch import RING, streamed_linear
 from vattn.ops.linear import E4M3, LinearArgs
 from vattn.ops.triton.compile_cases import Launch
 
@@ -20,25 +21,55 @@ SIZES = ((6144, 4096), (4096, 14336), (16, 64 * 3))
 
 
 def launches() -> Iterator[Launch]:
-    """Yield every ring with its rows, of values and of codes; each dtype and kind of scales with the first ring."""
-    rings = [*itertools.product((2,), RINGS), *itertools.product((16, MANY_ROWS), WIDE_RINGS)]
-    values = [("bfloat16", SIZES[0], ring) for ring in rings]
-    values += [(dtype, size, rings[0]) for dtype, size in itertools.product(("bfloat16", "float16"), SIZES[1:])]
-    for dtype, (features, columns), (rows, ring) in values:
-        x, weight = (torch.empty(height, columns, dtype=MODEL_DTYPES[dtype]) for height in (rows, features))
-        yield _recorded(f"{dtype} {features} x {columns}", LinearArgs(x, weight, None, None, dtype), ring)
-    codes = [(True, False, ring) for ring in rings]
-    codes += [(by_row, not by_row, rings[0]) for by_row in (False, True)]
-    for by_row, by_feature, (rows, ring) in codes:
-        x, weight = (torch.empty(height, 4096, dtype=torch.uint8).view(E4M3) for height in (rows, 6144))
-        scale, other = torch.empty((rows, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
-        yield _recorded(f"e4m3 {by_row} {by_feature}", LinearArgs(x, weight, scale, other, "bfloat16"), ring)
+    """Yield each dtype and size, each kind of scales, and each way to ask for the next weight."""
+    for dtype, (features, columns) in itertools.product(("bfloat16", "float16"), SIZES):
+        x, weight = (torch.empty(height, columns, dtype=MODEL_DTYPES[dtype]) for height in (2, features))
+        yield _recorded(f"{dtype} {features} x {columns}", LinearArgs(x, weight, None, None, dtype))
+    for by_row, by_feature in itertools.product((False, True), repeat=2):
+        x, weight = (torch.empty(height, 4096, dtype=torch.uint8).view(E4M3) for height in (2, 6144))
+        scale, other = torch.empty((2, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
+        yield _recorded(f"e4m3 {by_row} {by_feature}", LinearArgs(x, weight, scale, other, "bfloat16"))
     for columns in (64, 2048, 4096):  # Pieces of the next weight: less than one, one and two of each row.
         x, weight, following = (torch.empty(height, columns, dtype=torch.bfloat16) for height in (2, 6144, 100))
-        yield _recorded(f"ahead {columns}", LinearArgs(x, weight, None, None, "bfloat16", following), rings[0][1])
+        yield _recorded(f"ahead {columns}", LinearArgs(x, weight, None, None, "bfloat16", following))
 
 
-def _recorded(name: str, args: LinearArgs, ring: Ring) -> Launch:
+def clustered_launches() -> Iterator[Launch]:
+    """Yield products in clusters of every size, of values and of codes, with and without a next weight."""
+    sizes = ((6144, 4096), (4096, 14336), (2048, 2048), (28672, 4096), (24, 64))
+    for (rows, kind), (features, columns) in itertools.product(
+        zip((2, 16, 32, 32), ("", "", "", "row"), strict=True), sizes
+    ):
+        yield _clustered(rows, features, columns, kind, None)
+    for following in (torch.empty(4096, 4096, dtype=torch.uint8), torch.empty(28672, 64, dtype=torch.bfloat16)):
+        yield _clustered(32, 6144, 4096, "", following)
+        yield _clustered(32, 28672, 4096, "tensor", following)
+    yield _clustered(32, 4096, 4096, "", None, "float16")
+
+
+def _clustered(
+    rows: int, features: int, columns: int, codes: str, following: Tensor | None, dtype: str = "bfloat16"
+) -> Launch:
+    x, weight = (
+        torch.empty(height, columns, dtype=torch.uint8).view(E4M3)
+        if codes
+        else torch.empty(height, columns, dtype=MODEL_DTYPES[dtype])
+        for height in (rows, features)
+    )
+    by_row = codes == "row"
+    scale = torch.empty((rows, 1) if by_row else 1) if codes else None
+    other = torch.empty(features if by_row else 1) if codes else None
+    output = torch.empty(rows, features, dtype=MODEL_DTYPES[dtype])
+    args = LinearArgs(x, weight, scale, other, dtype, following)
+    _, arguments = few_rows_cluster_launch.kernel_arguments(args, output, 132)
+    kernel = few_rows_cluster_launch.clustered_kernel
+    options = {name: arguments[name] for name in arguments.keys() - set(kernel.arg_names)}
+    given = {name: arguments[name] for name in kernel.arg_names}
+    name = f"clustered_kernel {rows} x {features} x {columns} {codes or dtype} ahead {arguments['AHEAD']}"
+    return Launch(name, "sm_90", kernel, given, options)
+
+
+def _recorded(name: str, args: LinearArgs) -> Launch:
     found: dict[str, Any] = {}
     kernel = few_rows_launch.streamed_kernel
 
@@ -48,9 +79,8 @@ def _recorded(name: str, args: LinearArgs, ring: Ring) -> Launch:
 
     with (
         mock.patch.object(few_rows_launch, "streamed_kernel", Recorder()),
-        mock.patch.object(few_rows_launch, "_multiprocessors", lambda device: 132),
+        mock.patch.object(few_rows_launch, "multiprocessors", lambda device: 132),
     ):
-        streamed_linear(args, ring)
+        streamed_linear(args)
     arguments = {key: value for key, value in found.items() if key in kernel.arg_names}
-    name = f"streamed_kernel {name} {args.input.shape[0]} rows {ring}"
-    return Launch(name, "sm_90", kernel, arguments, ring.options)
+    return Launch(f"streamed_kernel {name}", "sm_90", kernel, arguments, RING.options)

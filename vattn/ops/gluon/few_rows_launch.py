@@ -43,20 +43,15 @@ class Ring:
         return {"num_warps": self.panels, "maxnreg": self.registers, "launch_pdl": True}
 
 
+RING = Ring()
+"""What runs: 192 KiB, so that no second program fits beside one on a multiprocessor."""
+
 MOST_ROWS, MANY_ROWS = 8, 32
-"""Rows of the input that `RINGS` take, and `WIDE_RINGS`."""
-
-RINGS = (Ring(), Ring(8, 4), Ring(4, 16))
-"""The first is what runs: 192 KiB, so that no second program fits beside one on a multiprocessor. Two of the second do;
-the third has stages of half the size."""
-
-WIDE_RINGS = (Ring(8, 3, 32, 96), Ring(4, 6, 32, 96), Ring(4, 4, 64, 120))
-"""Wider tiles, since every tile reads the whole input."""
-
+"""Rows of the input that this kernel takes, whose every tile reads the whole input; and that of `few_rows_cluster`."""
 
 AHEAD_BYTES = 3072
-"""Most of a piece of the next weight: `few_rows.PIECES` of them on each of 132 multiprocessors are 13 MB, a quarter of the
-L2 cache, which memory reads in 3 us."""
+"""Most of a piece of the next weight: `few_rows.PIECES` of them on each of 132 multiprocessors are 13 MB, a quarter of
+the L2 cache, which memory reads in 3 us."""
 
 
 def ahead_of(weight: Tensor | None) -> tuple[int, int, int]:
@@ -70,7 +65,7 @@ def ahead_of(weight: Tensor | None) -> tuple[int, int, int]:
 
 
 def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
-    """Return whether the kernel runs a product of up to so many rows that has been checked."""
+    """Return whether a kernel of up to so many rows runs a product that has been checked."""
     x, weight = args.input, args.weight
     if x.dtype is torch.float32 or not 0 < x.shape[0] <= most_rows or not hopper.is_hopper(x.device):
         return False
@@ -79,14 +74,14 @@ def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
     return aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight)) and weight.shape[0] > 0
 
 
-def streamed_linear(args: LinearArgs, ring: Ring = RINGS[0]) -> Tensor:
-    """Run a product that `accepts` takes, of more than `MOST_ROWS` rows with one of `WIDE_RINGS`."""
+def streamed_linear(args: LinearArgs, ring: Ring = RING) -> Tensor:
+    """Run a product that `accepts` takes."""
     x, weight, features = args.input, args.weight, args.weight.shape[0]
     output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     tiles, rows = -(-features // ring.features), max(8, triton.next_power_of_2(x.shape[0]))
     ahead = ahead_of(args.next_weight)
     following = args.next_weight.view(torch.uint8) if args.next_weight is not None and ahead[0] else None
-    streamed_kernel[(min(tiles, _multiprocessors(x.device)),)](
+    streamed_kernel[(min(tiles, multiprocessors(x.device)),)](
         weight_boxes=_boxes(weight, ring.features, ring), input_boxes=_boxes(x, rows, ring),
         input_scale=args.input_scale, weight_scale=args.weight_scale, next_weight=following, output=output,
         num_rows=x.shape[0], num_features=features, next_features=0 if following is None else following.shape[0],
@@ -107,5 +102,6 @@ def _boxes(rows: Tensor, height: int, ring: Ring) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

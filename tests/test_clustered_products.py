@@ -1,0 +1,138 @@
+"""The kernel of products that CTAs of a cluster share, its own code run in threads on a CPU, and how it is spread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gluon_emulation import PATIENCE, Boxes, Pointer, Program
+from tests.support import relative_l2
+from tests.test_linear_op import expected, make_args
+
+pytest.importorskip("triton.experimental.gluon")
+
+from vattn.ops.gluon import few_rows_cluster
+from vattn.ops.gluon.few_rows_cluster_launch import ahead_of, kernel_arguments, spread
+from vattn.ops.gluon.few_rows_launch import PANEL_BYTES
+
+FUNCTIONS = {
+    name: getattr(few_rows_cluster, name).fn
+    for name in ("ask_for_next", "load_weights", "load_inputs", "exchange", "clustered_kernel")
+}
+
+
+class Cluster:
+    """The inboxes of the CTAs of a cluster, their barrier, and what the kernel calls for them."""
+
+    def __init__(self, size: int) -> None:
+        self.inboxes = [torch.full((20480 // 4,), torch.nan) for _ in range(size)]
+        self.barrier, self.arrived = threading.Barrier(size), threading.local()
+
+    def names(self, rank: int) -> dict[str, Any]:
+        def send(value: Tensor, place: Tensor, cta: Tensor, is_wanted: Tensor) -> None:
+            assert is_wanted.all() and value.shape == place.shape == cta.shape == is_wanted.shape
+            for other, inbox in enumerate(self.inboxes):
+                places = place[cta == other] // 4
+                assert places.numel() * len(self.inboxes) == value.numel() and inbox[places].isnan().all()
+                inbox[places] = value[cta == other]
+
+        return {
+            "open_sums": lambda: 0, "send": send, "receive": lambda place: self.inboxes[rank][place // 4],
+            "arrive_at_cluster_barrier": lambda: None, "wait_at_cluster_barrier": lambda: self.barrier.wait(PATIENCE),
+            "block_barrier": lambda: None, "PAD": 4, "THREADS": 128, "PREFETCH": "",
+            "warpgroup_mma": lambda a, b, c, is_async: a.load(None) @ b.load(None) + c,
+            "warpgroup_mma_wait": lambda num_outstanding, deps: deps[0],
+        }  # fmt: skip
+
+
+def run(args: Any, processors: int, output: Tensor) -> list[Program]:
+    """Run every cluster, the CTAs of one at the same time."""
+    clusters, given = kernel_arguments(args, torch.empty(output.shape, dtype=torch.bfloat16), processors)
+    size = given["CLUSTER"]
+    given = {name: x for name, x in given.items() if name not in ("num_warps", "launch_pdl")}
+    for name, x, height in (("weight_boxes", args.weight, 128), ("input_boxes", args.input, 0)):
+        height = height or given[name].block_shape[0]
+        given[name] = Boxes(x.float(), [height, given[name].block_shape[1]], name.split("_")[0] + "s")
+    given |= {
+        name: None if x is None else Pointer(x) for name, x in given.items() if name.endswith(("_scale", "_weight"))
+    }
+    given["output"] = Pointer(output)
+    programs, faults = [], list[BaseException]()
+    for cluster in range(clusters):
+        shared, threads = Cluster(size), []
+        for rank in range(size):
+            program = Program(FUNCTIONS, cluster * size + rank, clusters * size, PANEL_BYTES, shared.names(rank))
+            programs.append(program)
+
+            def guarded(program: Program = program) -> None:
+                try:
+                    program.names["clustered_kernel"](**given)
+                except BaseException as error:
+                    faults.append(error)
+
+            threads.append(threading.Thread(target=guarded, daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+        if faults:
+            raise faults[0]
+    return programs
+
+
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(
+    ("rows", "features", "columns", "processors", "size"),
+    [
+        (32, 136, 2048, 8, 4),  # A tile over the end; every CTA refills its ring where a value has two bytes.
+        (9, 256, 1152, 16, 8),  # Parts of different lengths.
+        (2, 100, 4096, 2, 2),
+        (17, 500, 1024, 3, 1),  # Two tiles in turn, over the ends of which the ring goes on.
+        (3, 40, 128, 1, 1),
+    ],
+)
+def test_own_code(rows: int, features: int, columns: int, processors: int, size: int, codes: str) -> None:
+    args = make_args(rows, codes, features, columns)
+    assert spread(features, columns * args.input.itemsize, processors)[1] == size
+    # Results are fp32: roundings would hide small faults.
+    output = torch.full((rows, features), torch.nan)
+    programs = run(args, processors, output)
+    assert relative_l2(output.double(), expected(args)) < 1e-6
+    for program in programs:
+        weights, inputs = (program.steps.count(kind) for kind in ("weights", "inputs"))
+        early = program.steps.index("waited")
+        assert weights == inputs and program.steps[:early] == ["weights"] * early and "asked" not in program.steps
+
+
+@pytest.mark.parametrize(("features", "columns"), [(600, 4096), (70, 64), (16, 1536), (300, 128 * 5)])
+def test_what_is_asked_for(features: int, columns: int) -> None:
+    """Nothing twice, nothing outside of the weight, and behind all loads of a CTA's own."""
+    weight = torch.zeros(features, columns, dtype=torch.bfloat16)
+    for other, processors in ((256, 8), (1000, 3)):
+        row_bytes, piece, size = ahead_of(weight, processors)
+        assert row_bytes == columns * 2 and piece % 128 == 0 and piece * size <= row_bytes and piece <= 768
+        args = make_args(2, "", other, 1024)._replace(next_weight=weight)
+        programs = run(args, processors, torch.zeros(2, other))
+        asked = [start for program in programs for start, _ in program.asked]
+        assert len(set(asked)) == len(asked) > 0 and max(asked) + piece <= features * row_bytes
+        for program in programs:
+            at = program.steps.index("asked")
+            assert program.steps.count("asked") == 1 and not {"weights", "inputs"} & set(program.steps[at:])
+
+
+def test_spread() -> None:
+    """The shapes that were thought of, on 132 multiprocessors; no grid has more CTAs than these."""
+    found = {features: spread(features, 8192, 132) for features in (6144, 4096, 28672, 128256, 2048, 100)}
+    assert found == {6144: (48, 2), 4096: (32, 4), 28672: (112, 1), 128256: (126, 1), 2048: (16, 8), 100: (1, 8)}
+    assert spread(100, 128, 132) == (1, 1) and spread(100, 3 * 128, 132) == (1, 2)
+    for features in range(1, 40000, 97):
+        clusters, size = spread(features, 8192, 132)
+        assert clusters * size <= 132 and (size == 1 or clusters * 128 >= features)
+
+
+def test_nothing_is_asked_for_of_odd_rows() -> None:
+    assert ahead_of(None, 132) == ahead_of(torch.zeros(8, 24), 132) == ahead_of(torch.zeros(0, 64), 132) == (0, 0, 0)

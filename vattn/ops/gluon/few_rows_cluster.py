@@ -1,0 +1,195 @@
+"""Products of up to 32 rows on Hopper, whose weights are on their way before their input is, in tiles of 128 features.
+
+With tiles as tall as these the input, which every tile reads whole, is a quarter of the weights at most, and the tensor
+cores take both from shared memory. There are then fewer tiles than multiprocessors, so the CTAs of a cluster share a
+tile: each multiplies its part of the columns, and sends every other the sums of that one's features.
+
+One warpgroup loads and multiplies: a stage is filled again as soon as it has been multiplied, with a barrier of the CTA
+in between. The barriers of the cluster are those of `decode_cluster`: before anything is sent every CTA has begun, and
+once all have sent each touches its own memory alone.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from vattn.ops.gluon.cluster_inbox import arrive_at_cluster_barrier, send, wait_at_cluster_barrier
+from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box, wait_for_previous_kernel
+from vattn.ops.gluon.few_rows import PREFETCH
+
+OPEN_INBOX = gl.constexpr(
+    """
+    {
+    .shared .align 1024 .b8 vattn_sums[20480];
+    mov.u32 $0, vattn_sums;
+    }
+    """
+)
+"""Room for the sums of 8 CTAs of 16 features, of 32 rows, each 4 words longer than it is so that banks differ."""
+
+RECEIVE = gl.constexpr("ld.shared.f32 $0, [$1];")
+
+PAD = gl.constexpr(4)
+
+THREADS = gl.constexpr(128)
+
+
+@gluon.jit
+def ask_for_next(next_weight, next_features, AHEAD: gl.constexpr):
+    """Ask for what the CTA of this number will read first of the next weight: a piece of a row by each thread.
+
+    AHEAD: bytes of a row, of a piece, and CTAs of a cluster there.
+    """
+    program = gl.program_id(0)
+    thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    feature = program // AHEAD[2] * THREADS + thread
+    chunk = program % AHEAD[2] * (AHEAD[0] // 128) // AHEAD[2]
+    place = next_weight + feature.to(gl.int64) * AHEAD[0] + chunk * 128
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r,r", [place, gl.full_like(thread, AHEAD[1]), (feature < next_features).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_weights(boxes, step, first, count, group, groups, stage, ready, weights, BYTES: gl.constexpr):
+    """Start the copy of a step's weights, and announce that of its input: one barrier for both."""
+    FEATURES: gl.constexpr = boxes.block_shape[0]
+    COLUMNS: gl.constexpr = boxes.block_shape[1]
+    mbarrier.expect(ready.index(stage), BYTES)
+    place = [(group + step // count * groups) * FEATURES, (first + step % count) * COLUMNS]
+    load_box(boxes, place, ready.index(stage), weights.index(stage))
+
+
+@gluon.jit
+def load_inputs(boxes, step, first, count, stage, ready, inputs):
+    COLUMNS: gl.constexpr = boxes.block_shape[1]
+    load_box(boxes, [0, (first + step % count) * COLUMNS], ready.index(stage), inputs.index(stage))
+
+
+@gluon.jit
+def open_sums():
+    """Return the address of this CTA's inbox. Called once: every call site would make another one."""
+    return gl.inline_asm_elementwise(OPEN_INBOX, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def receive(place):
+    return gl.inline_asm_elementwise(RECEIVE, "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def exchange(total, inbox, rank, CLUSTER: gl.constexpr, MMA: gl.constexpr, FINAL: gl.constexpr):
+    """Send the sums of each CTA's features there, and return those of this one's, of all columns, in FINAL."""
+    FEATURES: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
+    OWN: gl.constexpr = FEATURES // CLUSTER
+    LINE: gl.constexpr = (OWN + PAD) * 4
+    feature = gl.arange(0, FEATURES, layout=gl.SliceLayout(1, MMA))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
+    place = inbox + (rank * ROWS + row) * LINE + feature % OWN * 4
+    wait_at_cluster_barrier()
+    send(total, place, feature // OWN + 0 * row, feature + row >= 0)
+    arrive_at_cluster_barrier()
+    wait_at_cluster_barrier()
+    own = gl.arange(0, OWN, layout=gl.SliceLayout(1, FINAL))[:, None]
+    line = gl.arange(0, ROWS, layout=gl.SliceLayout(0, FINAL))[None, :]
+    result = gl.zeros([OWN, ROWS], gl.float32, FINAL)
+    for part in gl.static_range(CLUSTER):
+        result += receive(inbox + (part * ROWS + line) * LINE + own * 4)
+    return result
+
+
+@gluon.jit(do_not_specialize=["num_rows", "next_features"])
+def clustered_kernel(
+    weight_boxes, input_boxes, input_scale, weight_scale, next_weight, output, num_rows, num_features, next_features,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, CLUSTER: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr,
+    FEATURE_SCALES: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Write `input @ weight.T` `[num_rows, num_features]`. Grid: clusters of CLUSTER CTAs; as many as tiles, or with
+    clusters of one any number. Boxes: 128 bytes of the rows of a tile, and of the input. CHUNKS: of those in a row.
+
+    CODES: elements are e4m3. AHEAD: see `ask_for_next`, zeros for nothing. OVERLAP: launched while the kernel before
+    may still run. One warpgroup.
+    """
+    FEATURES: gl.constexpr = weight_boxes.block_shape[0]
+    COLUMNS: gl.constexpr = weight_boxes.block_shape[1]
+    ROWS: gl.constexpr = input_boxes.block_shape[0]
+    OWN: gl.constexpr = FEATURES // CLUSTER
+    BYTES: gl.constexpr = (FEATURES + ROWS) * 128
+    DEPTH: gl.constexpr = 32 if CODES else 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, DEPTH])
+    # Neighbouring threads have neighbouring features, as the output has.
+    LANES: gl.constexpr = 32 if OWN >= 32 else 16
+    FINAL: gl.constexpr = gl.BlockedLayout([1, 1], [LANES, 32 // LANES], [1, 4], [0, 1])
+    weights = gl.allocate_shared_memory(weight_boxes.dtype, [STAGES, FEATURES, COLUMNS], weight_boxes.layout)
+    inputs = gl.allocate_shared_memory(input_boxes.dtype, [STAGES, ROWS, COLUMNS], input_boxes.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    block_barrier()
+    rank = gl.program_id(0) % CLUSTER
+    group = gl.program_id(0) // CLUSTER
+    groups = gl.num_programs(0) // CLUSTER
+    inbox = 0
+    if CLUSTER > 1:
+        inbox = open_sums()
+        arrive_at_cluster_barrier()
+    num_tiles = (num_features + FEATURES - 1) // FEATURES
+    first = rank * CHUNKS // CLUSTER
+    count = (rank + 1) * CHUNKS // CLUSTER - first
+    steps = (num_tiles - group + groups - 1) // groups * count
+    early = gl.minimum(steps, STAGES)
+    for step in range(0, early):
+        load_weights(weight_boxes, step, first, count, group, groups, step, ready, weights, BYTES)
+    if OVERLAP:
+        wait_for_previous_kernel()
+        # Not earlier: what begins now may count on everything that came before this kernel.
+        let_next_kernel_start()
+    for step in range(0, early):
+        load_inputs(input_boxes, step, first, count, step, ready, inputs)
+    own = gl.arange(0, OWN, layout=gl.SliceLayout(1, FINAL))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, FINAL))[None, :]
+    if CODES:
+        by_row = gl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
+    if AHEAD[0] > 0:
+        if steps == early:
+            ask_for_next(next_weight, next_features, AHEAD)
+    stage = 0
+    phase = 0
+    ahead = early
+    for tile in range(group, num_tiles, groups):
+        feature = tile * FEATURES + rank * OWN + own
+        if CODES:
+            # Read here: at the end of the tile the product would wait for it.
+            by_feature = gl.load(
+                weight_scale + (feature if FEATURE_SCALES else 0 * feature), mask=feature < num_features, other=0.0
+            )
+        total = gl.zeros([FEATURES, ROWS], gl.float32, MMA)
+        for _ in range(0, count):
+            mbarrier.wait(ready.index(stage), phase)
+            total = warpgroup_mma(weights.index(stage), inputs.index(stage).permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+            # Every warp is done with the stage.
+            block_barrier()
+            if ahead < steps:
+                load_weights(weight_boxes, ahead, first, count, group, groups, stage, ready, weights, BYTES)
+                load_inputs(input_boxes, ahead, first, count, stage, ready, inputs)
+                ahead += 1
+                if AHEAD[0] > 0:
+                    if ahead == steps:
+                        ask_for_next(next_weight, next_features, AHEAD)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        if CLUSTER > 1:
+            result = exchange(total, inbox, rank, CLUSTER, MMA, FINAL)
+        else:
+            result = gl.convert_layout(total, FINAL)
+        if CODES:
+            result = result * by_row * by_feature
+        target = output + row.to(gl.int64) * num_features + feature
+        gl.store(target, result.to(output.dtype.element_ty), mask=(row < num_rows) & (feature < num_features))
