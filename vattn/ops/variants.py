@@ -30,7 +30,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
     "prefill_order": ("turns", "free", "overlap"),
-    "prefill_order": ("turns", "free", "overlap"),
 }
 """What each field may be."""
 
@@ -64,7 +63,6 @@ class Variants:
             warpgroups, where a row's scale spans all heads: "deep", twice, one launch after the other; "overlapped",
             the second while the first still runs.
         prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
-        prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
@@ -97,7 +95,6 @@ class Variants:
     packed_store: str = "plain"
     few_requests: str = "measured"
     first_tiles: str = "wait"
-    prefill_order: str = "turns"
     prefill_order: str = "turns"
 
     def __post_init__(self) -> None:
