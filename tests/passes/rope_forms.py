@@ -42,6 +42,22 @@ def chunked(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor)
     return turn(query), turn(key)
 
 
+def scaled_cosines(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    """Cosines are scaled in the model dtype, sines are not."""
+    cos, sin = (table.to(key.dtype) for table in gathered(layer, positions))
+    return tuple(pairs_of_halves(x, cos * 1.25, sin) for x in (query, key))  # type: ignore[return-value]
+
+
+def tables_in_fp64(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    cos, sin = (table.double() * 1.5 for table in gathered(layer, positions))
+    return tuple(pairs_of_halves(x, cos, sin) for x in (query, key))  # type: ignore[return-value]
+
+
+def pairs_of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
 def hf(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
     """As transformers writes it: doubled tables in the model dtype, rotate_half."""
     angles = layer.angles[positions]
@@ -362,6 +378,8 @@ FORMS: dict[str, RopeForm] = {
     "rolled, signs in a constant": RopeForm(rolled, "RoPE (neox, 32 of 32 columns)"),
     "halves swapped": RopeForm(swapped, "not as a rotation that the op has", False),
     "different tables": RopeForm(two_tables, "different tables", False),
+    "cosines scaled in bf16": RopeForm(scaled_cosines, "the tables are bfloat16 and float32", False),
+    "tables in fp64": RopeForm(tables_in_fp64, "the tables are float64", False),
     "the query alone": RopeForm(query_alone, "", None),
     "the key alone": RopeForm(key_alone, "the query: no rotation makes it", False),
     "different styles": RopeForm(two_styles, "differ in style", False),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from vattn.formats import MODEL_DTYPES
+from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
 from vattn.passes.rewrite import Builder, erase_unread
 from vattn.passes.rope_kv_cache import FoundRope
@@ -76,6 +76,7 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     moved = {name: at for name, at in update.kwargs.items() if name.startswith("_kv_cache_")}
     moved["_kv_cache_base_index"] = update.kwargs["_kv_cache_base_index"] + 1  # type: ignore[operator]
     cos, sin, positions = _tables(builder, found, tokens)
+    _check_tables(cos, sin)
     kwargs: dict[str, Any] = {
         "query": query,
         "key": key,
@@ -137,6 +138,14 @@ def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node
             return _columns(builder, cos, cos_part), _columns(builder, sin, sin_part), positions
     cos, sin = (_table(builder, place, tokens) for place in places)
     return cos, sin, None
+
+
+def _check_tables(cos: Node, sin: Node) -> None:
+    """Refuse tables that the op does not take: it wants both in one model dtype."""
+    dtypes = [value(table).dtype for table in (cos, sin)]
+    if dtypes[0] != dtypes[1] or dtypes[0] not in MODEL_DTYPES.values():
+        told = " and ".join(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
+        raise Refusal(f"the tables are {told}: give both one model dtype ahead of the rotation", cos, near=True)
 
 
 def _is_read_elsewhere(node: Node, dead: frozenset[Node]) -> bool:
