@@ -165,11 +165,11 @@ def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
     return found
 
 
-def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
-    """Return the launches of a step, recorded on tensors without values."""
+def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False) -> list[Launch]:
+    """Return the launches of a step, recorded on tensors without values. `uneven`: with a row more."""
     found: list[Launch] = []
-    title = f"tokens={tokens} {config.encode()}"
-    dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs
+    title = f"{'uneven ' if uneven else ''}tokens={tokens} {config.encode()}"
+    dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs + uneven
     stored = mla_cache_dtype(config)
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args = MLAAttentionArgs(**{
@@ -184,8 +184,14 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4) -> list[Launch]:
         for module, names in ((mla_launch, KERNELS), (mla_reduce, (MERGE,))):
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name), title, found)))
+        # What cuts requests is compiled with the plain kernels.
+        stack.enter_context(mock.patch.object(mla_launch, "cut_requests"))
         asked = dtype if config.query_format == "none" else torch.float8_e4m3fn
-        mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=asked), args, config)
+        query = empty(rows, config.num_heads, config.head_size, dtype=asked)
+        if uneven:
+            mla_launch.attend_cut(query, args, config, mla_launch.fewest(config))
+        else:
+            mla_launch.attend_latents(query, args, config)
     return found
 
 
@@ -219,6 +225,8 @@ def main() -> int:
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
     cases += [partial(recorded_bulk, *case) for case in configs() if options.only in "bulk " + case[0].encode()]
+    few = [case for case, tokens in configs() if tokens == 1]
+    cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     for chunked in (False, True):
         title = "prompts chunked " if chunked else "prompts "
