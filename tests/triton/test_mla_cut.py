@@ -1,4 +1,4 @@
-"""Plans of latent steps of uneven drafts in the interpreter: every part's tiles once, under its request's block table."""
+"""Plans of latent steps of uneven drafts in the interpreter: tiles of every part once, under its request's table."""
 
 from __future__ import annotations
 
