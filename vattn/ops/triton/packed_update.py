@@ -45,7 +45,7 @@ def load_groups(source, rows, PART: tl.constexpr):
     """Return rows `[heads, width]` of which a thread gets whole groups of 16 columns."""
     HALF: tl.constexpr = PART[1] // 2
     column = tl.arange(0, HALF)
-    # Which is told to lie next to each other in eights, though it knows: others would take apart a vector of a thread.
+    # Halves of groups, each of which a thread loads at once.
     column = (column // 8 * 16 + column % 8)[None, :]
     low = tl.load(source + column, mask=rows & (column < PART[0]), other=0)
     high = tl.load(source + column + 8, mask=rows & (column < PART[0] - 8), other=0)
@@ -55,10 +55,9 @@ def load_groups(source, rows, PART: tl.constexpr):
 
 @triton.jit
 def load_rows(source, rows, PART: tl.constexpr, WORDS: tl.constexpr):
-    """Return rows `[heads, width]` as they come, by parts of rows.
+    """Return rows `[heads, width]` as they come, rows to be rotated and what words are made of by parts.
 
-    Sums of columns far apart are made in the thread that has them all, and what is made of a row or a group is made by
-    few threads.
+    Sums of columns far apart are made in the thread that has them all, what a row or group has once by few threads.
     """
     if PART[3] >= 64 or (WORDS and PART[6] == 0 and PART[1] >= 64):
         return load_quarters(source, rows, PART)
