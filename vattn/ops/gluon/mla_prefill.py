@@ -37,13 +37,25 @@ GROUPS = gl.constexpr(2)
 
 
 @gluon.jit
-def missing_blocks(table, key_tile, most_keys, table_width, num_blocks, BLOCK_SIZE: gl.constexpr):
-    """Return a bit for each box of a tile, a block or a part of a large one, whose block id is out of range."""
+def boxes_of(key_tile, BLOCK_SIZE: gl.constexpr):
+    """Return the boxes of a tile, blocks or parts of a large one, and the first token of each."""
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     BOXES: gl.constexpr = KEYS // BOX
     box = gl.arange(0, BOXES, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    token = (key_tile * BOXES + box) * BOX
-    block = gl.load(table + gl.minimum(token // BLOCK_SIZE, table_width - 1))
+    return box, (key_tile * BOXES + box) * BOX
+
+
+@gluon.jit
+def load_blocks(table, key_tile, table_width, BLOCK_SIZE: gl.constexpr):
+    """Load the block ids of a tile's boxes."""
+    _, token = boxes_of(key_tile, BLOCK_SIZE)
+    return gl.load(table + gl.minimum(token // BLOCK_SIZE, table_width - 1))
+
+
+@gluon.jit
+def missing_blocks(block, key_tile, most_keys, num_blocks, BLOCK_SIZE: gl.constexpr):
+    """Return a bit for each box of a tile whose block id is out of range."""
+    box, token = boxes_of(key_tile, BLOCK_SIZE)
     wrong = ((block < 0) | (block >= num_blocks)) & (token < most_keys)
     return gl.sum(wrong.to(gl.int32) << box, 0)
 
@@ -102,12 +114,15 @@ def produce(
                 column = head * (NOPE + VALUES)
                 if CHUNKED:
                     origin -= first_place
+                blocks = load_blocks(table, end - 1, table_width, BLOCK_SIZE)
                 for back in range(end - begin):
                     key_tile = end - 1 - back
                     place = origin + key_tile * KEYS
                     stage = step % STAGES
                     free = ((step // STAGES) & 1) ^ 1
-                    missing = missing_blocks(table, key_tile, most_keys, table_width, num_blocks, BLOCK_SIZE)
+                    missing = missing_blocks(blocks, key_tile, most_keys, num_blocks, BLOCK_SIZE)
+                    # The next tile's, on their way while this one's room is waited for.
+                    blocks = load_blocks(table, gl.maximum(key_tile - 1, 0), table_width, BLOCK_SIZE)
                     mbarrier.wait(key_empty.index(stage), free)
                     words.index(step % WORDS).store(gl.zeros([1], gl.int32, lanes) + missing)
                     mbarrier.expect(key_full.index(stage), KEYS * (NOPE + ROPE) * 2)
