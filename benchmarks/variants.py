@@ -171,7 +171,7 @@ def packed_rows(cell: Cell) -> tuple[Tensor, Tensor]:
 
 
 def by_fa3_on_packed_rows() -> Peer:
-    """Return FA3 without a cache, which is a peer and no way of vattn's."""
+    """Return FA3 without a cache."""
 
     def make(cell: Cell) -> Call:
         from vattn.ops.flash_attention import NAMESPACE
@@ -190,7 +190,7 @@ def by_fa3_on_packed_rows() -> Peer:
 
         return step
 
-    return way("FA3 on packed rows", make)
+    return Peer("FA3 (packed rows)", "fa3", _found, make)
 
 
 def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
@@ -255,6 +255,7 @@ class Question:
         ways: vattn's; the first is the default.
         bar: least time of the best peer over the best way.
         peers: keys of `vattn.bench.peers.PEERS`.
+        others: further peers.
     """
 
     key: str
@@ -264,6 +265,7 @@ class Question:
     ways: tuple[Peer, ...]
     bar: float
     peers: tuple[str, ...] = ("fa3", "flashinfer", "cudnn")
+    others: tuple[Peer, ...] = ()
 
 
 def _mixed_ways(fp8_query: bool = False, below: int = 256) -> tuple[Peer, ...]:
@@ -293,6 +295,7 @@ def _decode_questions() -> Iterator[Question]:
         ),
         "fp8": (
             DEFAULT, by_tuning("overlap, room", Tuning(2, 3, 4, overlap=True, room=48 << 10)),
+            by_tuning("overlap, room, early", Tuning(2, 3, 4, overlap=True, room=48 << 10, ahead=4)),
             by_tuning("slots 4, early", Tuning(2, 5, 1, 4, True, 128, ahead=16)),
             by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
             by_tuning("slots 4, early, 8 tiles", Tuning(2, 5, 1, 4, True, 128, ahead=8)),
@@ -309,18 +312,20 @@ def _decode_questions() -> Iterator[Question]:
     for name, cache, bar in (
         ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
     ):  # fmt: skip
-        ways = few if cache == "bf16" else (*few, waves["fp8"][1])
+        splits = (by_tuning("split, early", Tuning(2, 3, 4, overlap=True, ahead=4)),)
+        ways = (*few, *(splits if cache == "bf16" else waves["fp8"][1:3]))
         yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, ways, bar, ("cudnn", "xqa"))
     for requests, keys in ((1, 2048), (1, 4096), (2, 1024), (4, 1024)):
         work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
         yield Question("few", LLAMA, work, "bf16", few, 1.0, ())
     for name in ("64x4k", "32x8k", "128x2k"):
         yield Question("waves", LLAMA, WORKS[f"decode {name}"], "bf16", waves["bf16"][:2], 1.0, ("cudnn",))
-        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
-    gluon = by_tuning("slots 4, early", Tuning(2, 2, 1, 4, True, 128, ahead=8))
+        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:4], 1.0, ("xqa",))
+    eight = (DEFAULT, by_tuning("early", Tuning(2, 3, 4, overlap=True, ahead=2)))
+    eight += (by_tuning("slots 4, early", Tuning(2, 2, 1, 4, True, 128, ahead=8)),)
     for name in ("8x1k", "8x8k"):
-        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", (DEFAULT, gluon), 1.0, ("cudnn",))
-        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:2], 1.0, ("xqa",))
+        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", eight, 1.0, ("cudnn",))
+        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
     ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
     for cache in ("bf16", "fp8"):
         yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))
@@ -340,7 +345,7 @@ def questions() -> Iterator[Question]:
     on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"][1:]]
     for work in (prompt, prompts):
         yield Question("general", LLAMA, work, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
-        yield Question("packed rows", LLAMA, work, "bf16", (*on_packed, by_fa3_on_packed_rows()), 0.75, ("fa3",))
+        yield Question("packed rows", LLAMA, work, "bf16", tuple(on_packed), 0.75, ("fa3",), (by_fa3_on_packed_rows(),))
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)
@@ -373,9 +378,8 @@ def questions() -> Iterator[Question]:
 def answer(question: Question, settings: attention.Settings) -> dict[str, Any]:
     """Check and time one cell; name the winner."""
     others = [peer for key in question.peers for peer in peers.choose_peers([key]) if peer.problem() is None]
-    row = attention.run_cell(
-        question.layer, question.work, question.cache, [*question.ways, *others], settings, ceilings={}
-    )
+    tried = [*question.ways, *question.others, *others]
+    row = attention.run_cell(question.layer, question.work, question.cache, tried, settings, ceilings={})
     kernels = row.get("kernels", {})
     default = kernels.get(question.ways[0].name, {}).get("us")
     row |= {"question": question.key, "bar": question.bar, "default_us": default}

@@ -370,7 +370,7 @@ def test_steps_that_overlap_with_shared_memory_for_so_many_ctas(lengths: list[in
 
 @pytest.mark.parametrize("cache", [{}, FP8, {"head_size": 64}], ids=["plain", "fp8", "narrow"])
 @pytest.mark.parametrize("guess", [0x7FFFFFFF, 7])
-@pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("heads", "slots"), [(2, 4), (1, 4), (4, 2), (2, 0)])
 def test_first_tiles_asked_for_early(heads: int, slots: int, guess: int, cache: dict[str, Any]) -> None:
     """The same bits, whatever schedules and tables hold until the kernel before has written them."""
     from tests.gpu.late_copy import copy_late
@@ -380,7 +380,7 @@ def test_first_tiles_asked_for_early(heads: int, slots: int, guess: int, cache: 
     batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, sinks=True, **cache)
     shape = decode_fast.plan_shape(batch.config, len(lengths), len(lengths), batch.args.query.device)
     args = batch.args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
-    waits = decode_fast.Tuning(heads, 2, 1, slots=slots)
+    waits = decode_fast.Tuning(heads, 2, 1, slots=slots) if slots else decode_fast.Tuning(heads, 3, 4)
     decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], batch.config, waits)
     decode_fast.decode(args, batch.config, waits)
     expected, expected_lse = args.output.clone(), args.lse.clone()
@@ -414,6 +414,7 @@ def test_keys_asked_for_early_are_those_that_the_kernel_before_wrote() -> None:
     waits = decode_fast.choose_tuning(config, 32)
     early = dataclasses.replace(waits, ahead=16)
     apart = dataclasses.replace(waits, overlap=False)
+    assert early.overlap
     for place in (0, half):
         first = first._replace(output=room[place : place + first.output.numel()].view(first.output.shape))
         decode_fast.decode(first, config, early)

@@ -70,8 +70,8 @@ class Tuning:
         overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
             one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
-        ahead: of the Gluon kernel, where it overlaps: tiles of a CTA's first item that it asks for before it waits for
-            the kernel before, a power of two; 0: none.
+        ahead: where steps overlap: tiles of a CTA's first item that it asks for before it waits for the kernel before,
+            a power of two; 0: none.
         line: bytes that are asked for at a time.
         room: bytes of shared memory, up to 48 KB, that a CTA of the Triton kernel is given at least, so that no more of
             them than `ctas` fit.
@@ -441,9 +441,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
-    if not tuning.slots:
-        return constants | {"ASSEMBLY": True}
-    return constants | {"SLOTS": tuning.slots, "TOKENS": tokens, "AHEAD": (tuning.ahead, tuning.line)}
+    return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
 
 
 def _launch_decode(
@@ -457,17 +455,17 @@ def _launch_decode(
     tokens: int,
     common: dict[str, Any],
 ) -> None:
-    kernel, warps, starts = decode_kernel, tuning.heads, dict[str, Any]()
+    kernel, warps = decode_kernel, tuning.heads
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
         warps *= tuning.slots
-        starts = cache_starts(args, config, tuning)
     compiled = kernel[grid_of(config, tuning, sizes)](
         query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
         launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
-        **cache_arguments(args, config, tuning), **starts, **decode_constants(config, tuning, tokens),
+        **cache_arguments(args, config, tuning), **early_arguments(args, config, tuning),
+        **decode_constants(config, tuning, tokens),
     )  # fmt: skip
     if tuning.room and hasattr(compiled, "packed_metadata"):
         # What is launched with; the first launch, which compiles, has what the kernel needs. Nothing else changes.
@@ -475,15 +473,16 @@ def _launch_decode(
         compiled.packed_metadata = (warps, ctas, max(shared, tuning.room))
 
 
-def cache_starts(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
-    """Return what the Gluon kernel takes of the cache to ask for its first tiles early, None each where it does not."""
+def early_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what a main kernel takes to ask for its first tiles early, None each where it does not."""
     names = ("key_start", "value_start", "block_stride", "token_stride", "head_stride", "num_reqs")
+    how = {"AHEAD": (tuning.ahead, tuning.line)}
     if not tuning.ahead:
-        return dict.fromkeys(names)
+        return how | dict.fromkeys(names)
     key, value = key_value_views(args.kv_cache, config)
     if config.kv_cache_dtype in QUANTISED_CACHES:
         key, value = key.view(torch.int16), value.view(torch.int16)
-    return dict(zip(names, (key, value, *key.stride()[:3], args.seq_lens.shape[0]), strict=True))
+    return how | dict(zip(names, (key, value, *key.stride()[:3], args.seq_lens.shape[0]), strict=True))
 
 
 def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:
