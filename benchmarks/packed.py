@@ -58,11 +58,18 @@ def name_of(tuning: PackedTuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
+LONE = (PackedTuning(1, 4, 16, max_registers=128), PackedTuning(1, 3, 16, slots=2, max_registers=128))
+"""CTAs of one warp, in which barriers cost nothing."""
+
+
 def cuts(in_use: PackedTuning, late: bool) -> list[PackedTuning]:
-    """Return the cuts to time: every one, or the one in use and that which rescales otherwise."""
-    return (
-        [in_use, replace(in_use, late=not in_use.late)] if late else [*CUTS, *(replace(cut, late=True) for cut in CUTS)]
-    )
+    """Return the cuts to time: every one, or those of one warp and the one in use where it rescales otherwise."""
+    found = LONE if late else (*CUTS, *LONE)
+    return [
+        replace(in_use, late=not in_use.late),
+        *(replace(cut, late=True) for cut in found),
+        *(() if late else found),
+    ]
 
 
 def decode_steps(
