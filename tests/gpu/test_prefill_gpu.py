@@ -134,8 +134,9 @@ WIDE: dict[str, dict[str, Any]] = {"wide, native": {"head_size": 256, **NATIVE}}
 def test_features(case: str, products: str) -> None:
     changes = {**(PRODUCTS | WIDE)[products], **FEATURES[case]}
     if products in WIDE and case == "large scores":
-        # Sums of twice as many columns are cut off twice as often: see `tests.fp8_products`.
-        changes["scale"] = 1.5
+        # Sums of twice as many columns are cut off twice as often: `tests.fp8_products` gives one row's log-sum-exp an
+        # error of 3.1e-3 at this scale, and 4.6e-3 at half as much again.
+        changes["scale"] = 1.0
     check(prefill_batch(padding=3, **changes))
 
 
