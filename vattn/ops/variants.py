@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "quick", "words"),
     "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
+    "rope_launch": ("after", "early"),
     "prefill_order": ("turns", "free", "overlap"),
 }
 """What each field may be."""
@@ -59,6 +60,8 @@ class Variants:
             "measured", this where block tables have room for no more than 2048 tokens in all.
         first_tiles: when the decode kernels of large batches and of few short requests on Hopper ask for the first keys
             and values of a program: "wait", once the kernel before has ended; "early", into the L2 cache before that.
+        rope_launch: when the kernel behind RoPE and cache update of few tokens may be launched on Hopper: "after", when
+            these have ended; "early", while they run: decode kernels wait for them before they read.
         latent_output: how results of latent attention are multiplied by their projection and quantised on GPUs with
             warpgroups, where a row's scale spans all heads: "deep", twice, one launch after the other; "overlapped",
             the second while the first still runs.
@@ -95,6 +98,7 @@ class Variants:
     packed_store: str = "plain"
     few_requests: str = "measured"
     first_tiles: str = "wait"
+    rope_launch: str = "after"
     prefill_order: str = "turns"
 
     def __post_init__(self) -> None:
