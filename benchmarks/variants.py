@@ -338,14 +338,14 @@ def questions() -> Iterator[Question]:
     yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
-    for work in (prompt, prompts):
-        orders = [by_variant(name, prefill_order=name) for name in variants.ALLOWED["prefill_order"]]
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *orders[1:]), 0.95, ("fa3",))
-    names = variants.ALLOWED["general_prefill"][1:]
+    orders = [by_variant(name, prefill_order=name) for name in variants.ALLOWED["prefill_order"][1:]]
+    cuts = [by_general_kernel(name) for name in variants.ALLOWED["general_prefill"][1:]]
     on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"][1:]]
     for work in (prompt, prompts):
-        yield Question("general", LLAMA, work, "bf16", tuple(map(by_general_kernel, names)), 0.7, ("fa3",))
-        yield Question("packed rows", LLAMA, work, "bf16", tuple(on_packed), 0.75, ("fa3",), (by_fa3_on_packed_rows(),))
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *orders), 0.95, ("fa3",))
+        yield Question("general", LLAMA, work, "bf16", tuple(cuts), 0.7, ("fa3",))
+        others = (by_fa3_on_packed_rows(),)
+        yield Question("packed rows", LLAMA, work, "bf16", tuple(on_packed), 0.75, ("fa3",), others)
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)
