@@ -11,7 +11,17 @@ from torch import Tensor, nn
 import vattn
 from tests.mla_support import make_mla_config
 from tests.support import relative_l2
-from vattn.errors import CacheNotBoundError, ConfigError, DtypeError, MetadataError, ShapeError, VattnError
+from vattn.context_parallel import ContextParallel
+from vattn.errors import (
+    CacheNotBoundError,
+    ConfigError,
+    DtypeError,
+    GradientError,
+    MetadataError,
+    ShapeError,
+    UnsupportedRequestError,
+    VattnError,
+)
 from vattn.layers.latent_rotary import LatentRotary
 from vattn.layers.lightning_indexer import LightningIndexer
 from vattn.mla_config import MLAConfig
@@ -135,21 +145,42 @@ def test_an_indexed_layer_equals_dense_attention_where_everything_is_listed() ->
 
 
 def test_wrong_indexers_and_calls() -> None:
-    for wrong in ({"head_size": 6}, {"topk": 0}):
+    for wrong in ({"head_size": 6}, {"topk": 0}, {"num_heads": True}):
         with pytest.raises(ConfigError):
             LightningIndexer(**{"num_heads": 2, "head_size": 8, "topk": 4, "max_tokens": 4, **wrong})
-    with pytest.raises(ShapeError):
-        LightningIndexer(2, 8, 4, 4, topk_indices=torch.zeros(4, 4))
+    for buffer in (torch.zeros(4, 4), [[-1] * 4] * 4):
+        with pytest.raises(ShapeError):
+            LightningIndexer(2, 8, 4, 4, topk_indices=buffer)
     indexer = LightningIndexer(2, 8, topk=4, max_tokens=4, block_size=8)
     step = vattn.AttentionMetadataBuilder(2, 8, 64, 8).build([3], [3], [[1]])
     given = torch.randn(3, 2, 8), torch.rand(3, 2), torch.randn(3, 8)
     with pytest.raises(CacheNotBoundError):
         indexer(*given, metadata=step)
+    assert torch.equal(indexer(*given), indexer.topk_indices[:3])  # profiling
+    with pytest.raises(ConfigError, match="num_blocks"):
+        indexer.allocate(-1)
     indexer.allocate(4)
-    with pytest.raises(ShapeError):
-        indexer(torch.randn(5, 2, 8), *given[1:], metadata=step)
-    with pytest.raises(DtypeError):
-        indexer(*given[:2], torch.zeros(3, 8, dtype=torch.int32), metadata=step)
+    indexer.topk_indices.fill_(7)
+    parallel = ContextParallel(0, 2)
+    striped = vattn.AttentionMetadataBuilder(2, 8, 64, 8, context_parallel=parallel).build([3], [3], [[1]])
+    other_blocks = vattn.AttentionMetadataBuilder(2, 8, 64, 16).build([3], [3], [[1]])
+    wrong_calls: list[tuple[type[VattnError], tuple[Any, ...], Any]] = [
+        (ShapeError, (torch.randn(5, 2, 8), *given[1:]), step),
+        (ShapeError, (given[0], given[1][:, :1], given[2]), step),
+        (ShapeError, tuple(t[:2] for t in given), step),
+        (ShapeError, (given[0][:2], given[1][:2], given[2]), step),
+        (ShapeError, (None, *given[1:]), step),
+        (DtypeError, (*given[:2], torch.zeros(3, 8, dtype=torch.int32)), step),
+        (DtypeError, (given[0].double(), *given[1:]), step),
+        (GradientError, (given[0].clone().requires_grad_(), *given[1:]), step),
+        (MetadataError, given, "step"),
+        (MetadataError, given, other_blocks),
+        (UnsupportedRequestError, given, striped),
+    ]
+    for error, rows, metadata in wrong_calls:
+        with pytest.raises(error):
+            indexer(*rows, metadata=metadata)
+    assert not indexer.index_cache.any() and (indexer.topk_indices == 7).all()
 
 
 def rope_args(config: MLAConfig, style: str, full: bool, **changes: Any) -> tuple[MLARopeUpdateArgs, RopeConfig]:

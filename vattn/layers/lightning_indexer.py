@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from vattn import context
-from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, ShapeError
+from vattn.errors import (
+    CacheNotBoundError,
+    ConfigError,
+    DtypeError,
+    GradientError,
+    MetadataError,
+    ShapeError,
+    UnsupportedRequestError,
+)
+from vattn.formats import dtype_name
+from vattn.host_integers import read_count
+from vattn.keywords import known_keywords, refuse_unknown_inputs
+from vattn.layers.latent_request import plain_step
 from vattn.metadata import AttentionMetadata
-from vattn.ops.mla_indexer import SCALE_BYTES, quantise_rows
+from vattn.ops.mla_indexer import (
+    SCALE_BYTES,
+    IndexerSelectArgs,
+    IndexerUpdateArgs,
+    check_indexer_select,
+    check_indexer_update,
+    quantise_rows,
+)
+
+_NAME = "LightningIndexer"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class LightningIndexer(nn.Module):
@@ -28,7 +51,8 @@ class LightningIndexer(nn.Module):
         ConfigError: sizes below 1, or a `head_size` that is no multiple of 4.
         ShapeError: `topk_indices` of another shape or dtype.
 
-    State: both buffers are outside of the state dict.
+    State: both buffers are outside of the state dict. Every rank would need all index keys, so that there is none over
+    a cache that ranks share.
 
     Example:
         >>> import torch, vattn
@@ -44,6 +68,7 @@ class LightningIndexer(nn.Module):
     index_cache: Tensor | None
     topk_indices: Tensor
 
+    @known_keywords
     def __init__(
         self,
         num_heads: int,
@@ -54,66 +79,133 @@ class LightningIndexer(nn.Module):
         topk_indices: Tensor | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_heads": num_heads, "topk": topk, "max_tokens": max_tokens, "block_size": block_size}
-        wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
-        if wrong or not isinstance(head_size, int) or head_size < 4 or head_size % 4:
-            came = ", ".join(f"{name}={size!r}" for name, size in (wrong or {"head_size": head_size}).items())
-            raise ConfigError(f"LightningIndexer({came})", "ints from 1 up, head_size a multiple of 4", "fix the sizes")
-        self.num_heads, self.head_size, self.topk = num_heads, head_size, topk
-        self.max_tokens, self.block_size = max_tokens, block_size
+        sizes = {
+            "num_heads": num_heads, "head_size": head_size, "topk": topk, "max_tokens": max_tokens,
+            "block_size": block_size,
+        }  # fmt: skip
+        counts = [read_count(name, size, 1, f"fix {name} of {_NAME}") for name, size in sizes.items()]
+        self.num_heads, self.head_size, self.topk, self.max_tokens, self.block_size = counts
+        if self.head_size % 4:
+            raise ConfigError(f"{_NAME}(head_size={head_size})", "a multiple of 4", "pad the index heads")
+        shape = self.max_tokens, self.topk
         if topk_indices is None:
-            topk_indices = torch.full((max_tokens, topk), -1, dtype=torch.int32)
-        elif topk_indices.shape != (max_tokens, topk) or topk_indices.dtype != torch.int32:
+            topk_indices = torch.full(shape, -1, dtype=torch.int32)
+        elif not isinstance(topk_indices, Tensor) or topk_indices.shape != shape or topk_indices.dtype != torch.int32:
+            came = f"of type {type(topk_indices).__name__}"
+            if isinstance(topk_indices, Tensor):
+                came = f"{tuple(topk_indices.shape)} of {dtype_name(topk_indices.dtype)}"
             raise ShapeError(
-                f"topk_indices {tuple(topk_indices.shape)} of {topk_indices.dtype}",
-                f"int32 ({max_tokens}, {topk})",
-                "share the buffer of an indexer of the same sizes",
+                f"topk_indices {came} in {_NAME}", f"int32 {shape}", "share the buffer of an indexer of the same sizes"
             )
         self.register_buffer("topk_indices", topk_indices, persistent=False)
         self.register_buffer("index_cache", None, persistent=False)
 
+    @known_keywords
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the cache, zeroed: as many blocks as the layer's own has."""
-        shape = (num_blocks, self.block_size, self.head_size + SCALE_BYTES)
+        """Allocate the cache, zeroed: as many blocks as the layer's own has.
+
+        Raises:
+            ConfigError: no positive int.
+        """
+        blocks = read_count("num_blocks", num_blocks, 1, "pass as many as the layer's cache has")
+        shape = (blocks, self.block_size, self.head_size + SCALE_BYTES)
         with torch.inference_mode(False):
             self.index_cache = torch.zeros(shape, dtype=torch.uint8, device=self.topk_indices.device)
 
-    def forward(self, query: Tensor, weights: Tensor, key: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        key: Tensor,
+        metadata: AttentionMetadata | None = None,
+        **unknown: Any,
+    ) -> Tensor:
         """Write the step's keys and choose the positions of its rows.
 
         Args:
-            query: `[T, num_heads, head_size]`, any float dtype; quantised here, per token and head.
+            query: `[T, num_heads, head_size]`, float16, bfloat16 or float32, as the others; quantised here, per token
+                and head.
             weights: `[T, num_heads]`, of the heads; a score is `sum(weight * relu(q . k))`.
             key: `[T, head_size]`.
-            metadata: this step's; default the one of `vattn.forward_context`.
+            metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call:
+                no cache is needed and nothing is written.
 
         Returns:
             `topk_indices[:T]`, written: a row that sees at most `topk` tokens gets all of them.
 
         Raises:
             CacheNotBoundError: `allocate` was not called.
-            MetadataError: no step.
-            ShapeError, DtypeError, DeviceError: tensors that contradict the sizes.
+            MetadataError: no step, or one for blocks of another size.
+            ShapeError, DtypeError, DeviceError: tensors that contradict the sizes or the step.
+            UnsupportedRequestError: a step over a cache that ranks share, or one that a sparse layer refuses.
         """
-        metadata = context.current if metadata is None else metadata
-        if not isinstance(metadata, AttentionMetadata):
-            raise MetadataError(
-                f"metadata of type {type(metadata).__name__} in LightningIndexer", "a step", "pass metadata=step"
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
+        metadata, tokens = plain_step(metadata, _NAME), self._check_rows(query, weights, key)
+        if metadata is None:
+            return self.topk_indices[:tokens]
+        if metadata.stripe is not None:
+            raise UnsupportedRequestError(
+                f"a step of {metadata.stripe} in {_NAME}",
+                "steps over a cache that no ranks share: a row's positions are chosen among all tokens",
+                "leave context_parallel out, or give the layer an indexer of your own",
             )
-        cache, tokens = self.index_cache, query.shape[0]
+        cache = self.index_cache
         if cache is None:
-            raise CacheNotBoundError("LightningIndexer has no cache", "indexer.allocate(num_blocks)", "call it first")
-        if query.shape != (tokens, self.num_heads, self.head_size) or not tokens <= self.max_tokens:
-            raise ShapeError(
-                f"query has shape {tuple(query.shape)} in LightningIndexer",
-                f"[T, {self.num_heads}, {self.head_size}] with T <= {self.max_tokens}",
-                "make the indexer for the largest step",
-            )
+            raise CacheNotBoundError(f"{_NAME} has no cache", "indexer.allocate(num_blocks)", "call it first")
         codes, scale = quantise_rows(query)
-        factors = weights.float() * scale
-        listed = self.topk_indices[:tokens]
-        torch.ops.vattn.mla_indexer_update(key, cache, metadata.slot_mapping)
-        torch.ops.vattn.mla_indexer_select(
-            codes, factors, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, listed
-        )
-        return listed
+        update = IndexerUpdateArgs(key, cache, metadata.slot_mapping)
+        select = IndexerSelectArgs(
+            codes, weights.float() * scale, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            self.topk_indices[:tokens],
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            self._check_step(query, weights, metadata)
+            # Before the first op writes; compiled code leaves it to each of them.
+            check_indexer_update(update)
+            check_indexer_select(select)
+        torch.ops.vattn.mla_indexer_update(*update)
+        torch.ops.vattn.mla_indexer_select(*select)
+        return select.topk_indices
+
+    def _check_rows(self, query: Tensor, weights: Tensor, key: Tensor) -> int:
+        """Return the number of rows; refuse what is no tensor of rows of the sizes."""
+        given = {"query": query, "weights": weights, "key": key}
+        wrong = [f"{name} is {type(t).__name__}" for name, t in given.items() if not isinstance(t, Tensor)]
+        if wrong:
+            raise ShapeError(f"{', '.join(wrong)} in {_NAME}", "tensors of rows", "pass query, weights and key")
+        widths = {"query": (self.num_heads, self.head_size), "weights": (self.num_heads,), "key": (self.head_size,)}
+        tokens = query.shape[0] if query.dim() else 0
+        for name, tensor in given.items():
+            shape = (tokens, *widths[name])
+            if tensor.shape != shape or not tokens <= self.max_tokens:
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)} in {_NAME}",
+                    f"{shape}, of at most {self.max_tokens} tokens",
+                    "pass a row per token of the step, and make the indexer for the largest one",
+                )
+            if tensor.dtype not in _DTYPES:
+                allowed = ", ".join(map(dtype_name, _DTYPES))
+                raise DtypeError(f"{name} is {dtype_name(tensor.dtype)} in {_NAME}", allowed, f"convert {name}")
+        return tokens
+
+    def _check_step(self, query: Tensor, weights: Tensor, metadata: AttentionMetadata) -> None:
+        """Refuse rows and blocks that are not the step's. Eager calls only."""
+        if query.shape[0] != metadata.slot_mapping.shape[0]:
+            raise ShapeError(
+                f"query has {query.shape[0]} tokens in {_NAME}",
+                f"{metadata.slot_mapping.shape[0]}, the tokens of the metadata, padding included",
+                "build the step for the tokens of this call",
+            )
+        if metadata.block_size not in (0, self.block_size):
+            raise MetadataError(
+                f"metadata for blocks of {metadata.block_size} tokens in {_NAME}",
+                f"blocks of {self.block_size} tokens",
+                "make the indexer with the block_size of the layer's CacheConfig",
+            )
+        if torch.is_grad_enabled() and (query.requires_grad or weights.requires_grad):
+            raise GradientError(
+                f"{_NAME} got an input that requires a gradient while grad mode is on",
+                "inference only; choosing positions has no backward",
+                "call it under torch.no_grad() or torch.inference_mode()",
+            )
