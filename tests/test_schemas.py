@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.rope_attention_cases import make_step
 from tests.rope_cases import MAX_POSITIONS, make_call
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch
 from vattn.backends import dispatch, selector
@@ -23,7 +22,6 @@ from vattn.ops.arguments import (
     CacheUpdateArgs,
     MergeArgs,
     PlanArgs,
-    RopeAttentionArgs,
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
@@ -37,7 +35,6 @@ ARGUMENTS: dict[str, Any] = {
     "kv_cache_update": CacheUpdateArgs,
     "rope_kv_cache_update": RopeUpdateArgs,
     "attention": AttentionArgs,
-    "rope_attention": RopeAttentionArgs,
     "varlen_attention": VarlenAttentionArgs,
     "plan": PlanArgs,
     "merge_attn_states": MergeArgs,
@@ -51,7 +48,6 @@ WRITTEN = {
     "kv_cache_update": {"kv_cache"},
     "rope_kv_cache_update": {"query_out", "kv_cache"},
     "attention": {"output", "output_block_scale", "lse", "workspace"},
-    "rope_attention": {"kv_cache", "output", "output_block_scale", "lse", "workspace"},
     "varlen_attention": {"output", "output_block_scale", "lse", "workspace"},
     "plan": {"schedule"},
     "merge_attn_states": {"output", "output_lse"},
@@ -176,18 +172,6 @@ def test_opcheck_of_rope_kv_cache_update() -> None:
     check("rope_kv_cache_update", rope_args(head_size=24, head_size_v=8, kv_cache_layout="HND"))
 
 
-def rope_attention_args(**changes: Any) -> RopeAttentionArgs:
-    config = make_config(block_size=8, backend="TORCH_SDPA", lse=True, **changes)
-    args = make_step(config, RopeConfig(8, norm="rms", norm_eps=1e-6), [1, 1], [5, 9])
-    args.kv_cache.zero_()
-    return args
-
-
-def test_opcheck_of_rope_attention() -> None:
-    check("rope_attention", rope_attention_args())
-    check("rope_attention", rope_attention_args(kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", sinks=True))
-
-
 class _Planner(TorchSDPABackend):
     """A backend whose schedule is the number of keys per request."""
 
@@ -250,7 +234,6 @@ def calls_with_gradients() -> dict[str, tuple[Any, ...]]:
         "varlen_attention": packed._replace(value=packed.value.requires_grad_()),
         "kv_cache_update": update._replace(key=update.key.requires_grad_()),
         "rope_kv_cache_update": rope_args()._replace(cos=torch.ones(MAX_POSITIONS, 4, requires_grad=True)),
-        "rope_attention": rope_attention_args()._replace(k_weight=torch.ones(16, requires_grad=True)),
         "merge_attn_states": merge_args()._replace(prefix_lse=torch.zeros(3, 2, requires_grad=True)),
         "quant_fp8_static": (x, torch.ones(1)),
         "quant_fp8_per_token": (x,),

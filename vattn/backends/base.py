@@ -294,8 +294,6 @@ class Backend:
 
     name: str
     capabilities: Capabilities
-    rope_attention_tokens: int = 0
-    """Tokens up to which a decode step of `rope_attention` may be one kernel."""
 
     def problem(self) -> str | None:
         """Return why this backend cannot be used in this process at all, `None` if it can."""
@@ -436,18 +434,3 @@ class Backend:
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError
-
-    def rope_attention(
-        self, update: RopeUpdateArgs, args: AttentionArgs, rope: RopeConfig, config: AttentionConfig
-    ) -> None:
-        """Run `vattn::rope_attention`, by default in the two steps that it stands for. Arguments are checked already.
-
-        Args:
-            update, args: of the two steps; `args.query` is `update.query_out`, scratch that nobody reads afterwards.
-        """
-        self.rope_kv_cache_update(update, rope, config)
-        self.attention(args, config)
-
-    def rope_attention_limits(self, rope: RopeConfig, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Return why no step of `vattn::rope_attention` is one kernel, empty if some are."""
-        return [f"backend {self.name} has no such kernel"]

@@ -16,7 +16,6 @@ from vattn.backends.base import Backend, DeviceInfo
 from vattn.backends.mla import MLABackend
 from vattn.config import AttentionConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.formats import MODEL_DTYPES
 from vattn.mla_config import HEAD as MLA_HEAD
 from vattn.mla_config import MLAConfig
 from vattn.ops import checks, mla_checks, mla_indexer
@@ -26,7 +25,6 @@ from vattn.ops.arguments import (
     CacheUpdateArgs,
     MergeArgs,
     PlanArgs,
-    RopeAttentionArgs,
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
@@ -62,33 +60,14 @@ def rope_kv_cache_update(*arguments: Any) -> None:
     args = RopeUpdateArgs(*arguments)
     backend, config = _resolve(args.config, args.query.device)
     rope = RopeConfig.parse(args.rope)
-    _check_turns("rope_kv_cache_update", backend)
-    checks.check_rope_kv_cache_update(args, rope, config)
-    backend.rope_kv_cache_update(args, rope, config)
-
-
-def _check_turns(op: str, backend: Backend) -> None:
-    """Refuse a backend that turns no queries and keys."""
     if not backend.capabilities.rope_update:
         raise UnsupportedRequestError(
-            f"{op} on backend {backend.name}",
+            f"rope_kv_cache_update on backend {backend.name}",
             "backends whose capabilities say rope_update=True",
             "rotate ahead of kv_cache_update and attention",
         )
-
-
-def rope_attention(*arguments: Any) -> None:
-    args = RopeAttentionArgs(*arguments)
-    args = args._replace(plan=_present(args.plan))
-    backend, config = _resolve(args.config, args.query.device)
-    rope = RopeConfig.parse(args.rope)
-    _check_turns("rope_attention", backend)
-    dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
-    update, call = args.parts(torch.empty(args.query.shape, dtype=dtype, device=args.query.device))
-    checks.check_rope_attention(args, config)
-    checks.check_rope_kv_cache_update(update, rope, config)
-    checks.check_attention(call, config)
-    backend.rope_attention(update, call, rope, config)
+    checks.check_rope_kv_cache_update(args, rope, config)
+    backend.rope_kv_cache_update(args, rope, config)
 
 
 def _present(plan: list[Tensor]) -> list[Tensor]:

@@ -49,8 +49,6 @@ class TritonAttentionBackend(Backend):
         cuda_graphs="full",
     )
 
-    rope_attention_tokens = 32
-
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say how many columns the kernels multiply for a head, where there are more than it has, and what is fixed."""
         from vattn.ops.triton import encoder
@@ -149,23 +147,6 @@ class TritonAttentionBackend(Backend):
         from vattn.ops.triton.rope_cache_update import rope_update
 
         rope_update(args, rope, config)
-
-    def rope_attention(
-        self, update: RopeUpdateArgs, args: AttentionArgs, rope: RopeConfig, config: AttentionConfig
-    ) -> None:
-        """Run `vattn::rope_attention`: decode steps of few tokens on Hopper in one launch and a reduction."""
-        from vattn.ops.triton import decode_rope
-
-        if update.query.is_cuda and decode_rope.accepts(update, args, rope, config):
-            decode_rope.decode(update, args, rope, config)
-        else:
-            super().rope_attention(update, args, rope, config)
-
-    def rope_attention_limits(self, rope: RopeConfig, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Return why no step of `vattn::rope_attention` is one kernel, empty if some are."""
-        from vattn.ops.triton import decode_rope
-
-        return decode_rope.refusals(rope, config, device)
 
 
 def takes_rounded_queries(config: AttentionConfig) -> str:

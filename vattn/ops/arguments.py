@@ -116,60 +116,6 @@ class AttentionArgs(NamedTuple):
     config: str
 
 
-class RopeAttentionArgs(NamedTuple):
-    """`vattn::rope_attention`: what `rope_kv_cache_update` does, then what `attention` does with the queries it made.
-
-    Fields mean what they mean there; the queries in between are nobody's argument.
-    """
-
-    query: Tensor
-    """`[T, H, D]`, model dtype, not turned yet."""
-    key: Tensor
-    value: Tensor
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor | None
-    kv_cache: Tensor
-    """This layer's storage; written in the slots, then read."""
-    slot_mapping: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_factor: Tensor | None
-    """`q_scale` of `rope_kv_cache_update`: queries are divided or multiplied by it (`RopeConfig.query_arithmetic`)."""
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    output: Tensor
-    output_block_scale: Tensor | None
-    lse: Tensor | None
-    output_scale: Tensor | None
-    q_scale: Tensor | None
-    """`q_scale` of `attention`: what a quantised query's codes are multiplied by."""
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    causal_flags: Tensor | None
-    bias: Tensor | None
-    tree_id: Tensor | None
-    mm_ranges: Tensor | None
-    local_seq_lens: Tensor | None
-    plan: list[Tensor]
-    workspace: Tensor | None
-    rope: str
-    """`RopeConfig.encode()`."""
-    config: str
-    """Of the attention call; its output format is that of `output`."""
-
-    def parts(self, query: Tensor) -> tuple[RopeUpdateArgs, AttentionArgs]:
-        """Return the two calls that this one stands for, with a tensor for the queries in between."""
-        given = {**self._asdict(), "query_out": query}
-        update = RopeUpdateArgs(**{name: given[name] for name in RopeUpdateArgs._fields})
-        given["query"] = query
-        call = AttentionArgs(**{name: given[name] for name in AttentionArgs._fields})
-        return update._replace(q_scale=self.q_factor), call
-
-
 class VarlenAttentionArgs(NamedTuple):
     """`vattn::varlen_attention`: packed queries attend to packed keys and values, no cache."""
 

@@ -27,7 +27,6 @@ from vattn.ops.arguments import (
     CacheUpdateArgs,
     MergeArgs,
     PlanArgs,
-    RopeAttentionArgs,
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
@@ -186,23 +185,6 @@ def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
     _check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
     _check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
-
-
-def check_rope_attention(args: RopeAttentionArgs, config: AttentionConfig) -> None:
-    """Check what only the two steps of `vattn::rope_attention` together can get wrong.
-
-    Raises:
-        ConfigError: the second step would quantise a query that the first has quantised.
-        StrideError: what is written lies over what is read.
-    """
-    if config.query_load != "plain":
-        raise ConfigError(
-            f"query_load={config.query_load!r} in rope_attention",
-            "'plain': a query is quantised behind its rotation",
-            "leave query_load out",
-        )
-    for part in (args.query, args.key, args.value):
-        _check_no_overlap("output", args.output, part)
 
 
 def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -37,13 +37,6 @@ MUTATING_OPS: dict[str, str] = {
         "Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
         + _OPTIONAL_INPUTS
         + "Tensor? local_seq_lens, Tensor[] plan, Tensor(d!)? workspace, str config) -> ()"
-    ),
-    "rope_attention": (
-        "(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) kv_cache, "
-        "Tensor slot_mapping, Tensor? q_weight, Tensor? k_weight, Tensor? q_factor, Tensor query_start_loc, "
-        "Tensor seq_lens, Tensor block_table, Tensor(b!) output, Tensor(c!)? output_block_scale, Tensor(d!)? lse, "
-        + _OPTIONAL_INPUTS
-        + "Tensor? local_seq_lens, Tensor[] plan, Tensor(e!)? workspace, str rope, str config) -> ()"
     ),
     "varlen_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor kv_start_loc, "

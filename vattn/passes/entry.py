@@ -84,8 +84,7 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None,
         strict: raise `vattn.errors.FusionError` when an attention node is not fused.
         output_formats: output formats that may be used; default all.
         rope: whether RoPE ahead of a layer, the query's quantisation and the cache write become one op: `"auto"` where
-            it pays on the device, `"always"` or `"never"`; `"attend"`, as `"always"`, and one op with attention too,
-            whose decode kernel then turns and writes for itself. With these two, `strict` asks for it.
+            it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` asks for it.
 
     Returns:
         A context manager; use it to switch the passes off again at the end of a block.

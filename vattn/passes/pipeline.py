@@ -21,8 +21,7 @@ from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_mo
 from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
 from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
 from vattn.passes.rewrite import rewrite, rewrite_query
-from vattn.passes.rope_join import join
-from vattn.passes.rope_kv_cache import EVERYWHERE, find_rope, find_update
+from vattn.passes.rope_kv_cache import find_rope, find_update
 from vattn.passes.rope_rewrite import rewrite_rope
 
 logger = logging.getLogger("vattn")
@@ -50,7 +49,7 @@ class FusionPass(CustomGraphPass):
         strict: raise `FusionError` on a graph with an attention node that is not fused.
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
-        rope: one of `ROPE_CHOICES`; with `"always"` and `"attend"`, `strict` asks for RoPE too.
+        rope: one of `ROPE_CHOICES`; with `"always"`, `strict` asks for RoPE too.
 
     Attributes:
         replaced: of a pass that `enable()` put into Inductor's configuration, what `disable()` puts back; else empty.
@@ -79,7 +78,7 @@ class FusionPass(CustomGraphPass):
             return
         report.record(nodes)
         report.log(nodes)
-        misses = [node for node in nodes if not node.is_fused or (self.rope in EVERYWHERE and node.missed_rope)]
+        misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
         if self.strict and misses:
             raise report.strict_error(misses)
 
@@ -144,8 +143,6 @@ def fuse_graph(
         turned = _fuse_rope(call, graph, rope)
         query = _fuse_query(call, op)
         output = _fuse_call(call, op, graph, output_formats)
-        if rope == "attend" and turned[1] == FUSED:
-            turned = _join(call, graph, turned)
         nodes.append(NodeReport(name, index, len(calls), op, *output, *query, *turned))
     for (call, _), node in zip(calls, nodes, strict=True):
         if "config" in call.kwargs:
@@ -200,18 +197,6 @@ def _fuse_rope(call: Node, graph: Graph, choice: str) -> tuple[str, str, str]:
     except Exception as error:
         logger.debug("the matcher of RoPE failed on %s", call, exc_info=True)
         return f"the matcher failed: {type(error).__name__}: {error}", REFUSED, source_line(call)
-
-
-def _join(call: Node, graph: Graph, turned: tuple[str, str, str]) -> tuple[str, str, str]:
-    """Make one op of an attention call and the one that turns its query; returns text, outcome and source line."""
-    text, outcome, line = turned
-    try:
-        return f"{text}, {join(call, graph)}", outcome, line
-    except Refusal as refusal:
-        return f"{text}, apart from attention: {refusal.reason}", NEAR_MISS, source_line(refusal.node)
-    except Exception as error:
-        logger.debug("joining RoPE and attention failed on %s", call, exc_info=True)
-        return f"{text}, apart from attention: the pass failed: {type(error).__name__}: {error}", REFUSED, line
 
 
 def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:

@@ -24,12 +24,8 @@ from vattn.passes.rope_probe import Turn, classify_turn
 from vattn.passes.rope_region import same_computation
 from vattn.rope_config import RopeConfig
 
-ROPE_CHOICES = ("auto", "always", "never", "attend")
-"""Values of the option `rope`: fuse where it pays on the device, wherever it can be done, or nowhere; or wherever it
-can be done, and join the result with the attention call."""
-
-EVERYWHERE = ("always", "attend")
-"""Those with which `strict` asks for RoPE too."""
+ROPE_CHOICES = ("auto", "always", "never")
+"""Values of the option `rope`: fuse where it pays on the device, wherever it can be done, or nowhere."""
 
 _VIEWS = frozenset(
     "view reshape _unsafe_view select slice as_strided unsqueeze squeeze permute transpose alias".split()
