@@ -31,8 +31,10 @@ from vattn.integrations.transformers import PackedModel, enable
 DECODES = 16
 
 
-def measure(packed: PackedModel, sizes: list[int], context: int, repeats: int, options: dict[str, Any]) -> list[Any]:
-    """Return a row for each number of tokens."""
+def measure(
+    packed: PackedModel, sizes: list[int], ladder: bool, context: int, repeats: int, options: dict[str, Any]
+) -> list[Any]:
+    """Return a row for each number of tokens; graphs are those of the generator's own ladder, or of these sizes."""
     rng, vocabulary = random.Random(0), packed.model.config.vocab_size
     rows: list[Any] = []
     times: dict[tuple[int, bool], list[tuple[float, float, float]]] = {}
@@ -41,9 +43,11 @@ def measure(packed: PackedModel, sizes: list[int], context: int, repeats: int, o
     for turn in range(2 + 2 * repeats):
         graphs = bool(turn % 2)
         generator = vattn.Generator(
-            packed, max_num_reqs=DECODES + 1, compile="layers" if turn == 0 else "none",
-            mixed_graph_sizes=sizes if graphs else (), graph_sizes=[DECODES], **options,
+            packed, compile="layers" if turn == 0 else "none",
+            mixed_graph_sizes=(None if ladder else sizes) if graphs else (), graph_sizes=[DECODES], **options,
         )  # fmt: skip
+        if generator.mixed_graphs is not None and turn < 2:
+            print(generator.mixed_graphs.report, flush=True)
 
         def add(length: int, new: int, generator: vattn.Generator = generator) -> vattn.Request:
             return generator.add(
@@ -85,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ladder", action="store_true", help="graphs of the generator's own choice")
+    parser.add_argument("--requests", type=int, default=DECODES + 1, help="that the generator runs at once")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -93,8 +99,11 @@ def main() -> None:
     begin = time.perf_counter()
     model = models.make_model(models.SMALL if args.small else models.LARGE, args.layers, device)
     packed = enable(model, memory="64MiB" if args.small else "16GiB", merge_projections=True)
-    options = {"max_seq_len": 512 if args.small else 4096, "token_budget": max(args.sizes), "reuse_prefixes": False}
-    rows = measure(packed, args.sizes, 64 if args.small else 1024, args.repeats, options)
+    options = {
+        "max_seq_len": 512 if args.small else 4096, "token_budget": max(args.sizes), "reuse_prefixes": False,
+        "max_num_reqs": args.requests,
+    }  # fmt: skip
+    rows = measure(packed, args.sizes, args.ladder, 64 if args.small else 1024, args.repeats, options)
     if args.json:
         result = {"torch": torch.__version__, "device": device, "seconds": time.perf_counter() - begin, "rows": rows}
         args.json.write_text(json.dumps(result, indent=1))
