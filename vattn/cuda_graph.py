@@ -17,8 +17,10 @@ from vattn.backends import selector
 from vattn.backends.mla import mla_backends
 from vattn.context import forward_context
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
+from vattn.graph_edges import start_early
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
+from vattn.ops import variants
 
 logger = logging.getLogger("vattn")
 
@@ -263,9 +265,13 @@ class CUDAGraphRunner:
                 self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
         torch.cuda.synchronize(self.builder.device)
-        entry.graph = torch.cuda.CUDAGraph()
+        early = variants.current().graph_edges == "early"
+        entry.graph = torch.cuda.CUDAGraph(keep_graph=early)
         with torch.cuda.graph(entry.graph, pool=self._pool):
             entry.output = self._run(entry, metadata)
+        if early:
+            start_early(entry.graph.raw_cuda_graph())
+            entry.graph.instantiate()
 
     def _run(self, entry: _Entry, metadata: AttentionMetadata) -> Any:
         with forward_context(metadata), torch.no_grad():

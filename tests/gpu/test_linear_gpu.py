@@ -172,7 +172,7 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
         packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows=which):
+        with using(few_rows=which, graph_edges="early" if which == "clustered" else "captured"):
             generator = vattn.Generator(
                 packed, max_num_reqs=4, max_seq_len=128, token_budget=24, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},

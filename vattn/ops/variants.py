@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_output": ("deep", "overlapped"),
     "few_rows": ("none", "values", "all", "streamed", "clustered"),
     "packed_store": ("plain", "quick", "words"),
+    "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
     "first_tiles": ("wait", "early"),
     "rope_launch": ("after", "early"),
@@ -71,6 +72,8 @@ class Variants:
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
             which must not be one that writes them; "clustered", that, and nine and more rows of either by one with tall
             tiles that the CTAs of a cluster share, of the same kind.
+        graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
+            lets them; "early", when it has begun.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
@@ -95,6 +98,7 @@ class Variants:
     latent_results: str = "direct"
     latent_output: str = "deep"
     few_rows: str = "values"
+    graph_edges: str = "captured"
     packed_store: str = "plain"
     few_requests: str = "measured"
     first_tiles: str = "wait"

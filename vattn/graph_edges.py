@@ -1,0 +1,100 @@
+"""Edges of a captured CUDA graph: kernels that read weights ahead start when the kernel before them has begun.
+
+A launch that may overlap with the kernel before it becomes a programmatic edge, which lets it start when every block of
+that one has said so or ended. Compilers say so late, behind all that a kernel waits for. `vattn::linear`'s kernels
+that fill their memory with weights first touch nothing else before they wait for the kernel before to end, whenever
+they start, so that an edge into them may let them start as soon as every block before has begun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from vattn.errors import DeviceError
+
+EARLY_KERNELS = ("streamed_kernel", "clustered_kernel")
+"""Names of kernels that wait for the one before them to end, whenever they start."""
+
+PROGRAMMATIC = 1
+"""Type of an edge, and its port where the kernel before says when."""
+
+BEGUN = 2
+"""Port of an edge that is taken when all blocks of the kernel before have begun."""
+
+
+class Edge(ctypes.Structure):
+    """`CUgraphEdgeData`."""
+
+    _fields_ = [
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    ]
+
+
+class KernelNode(ctypes.Structure):
+    """`CUDA_KERNEL_NODE_PARAMS`, with room for later versions of it."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("sizes", ctypes.c_uint * 7),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("more", ctypes.c_void_p * 4),
+    ]
+
+
+def start_early(graph: int, driver: Any = None) -> int:
+    """Let kernels of `EARLY_KERNELS` start when those before them have begun; return how many edges were changed.
+
+    Args:
+        graph: the `cudaGraph_t` of a capture that has ended and is not instantiated yet.
+        driver: CUDA's driver library; loaded where it is not given. One without edges' data changes nothing.
+
+    Raises:
+        DeviceError: the driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+    if not all(hasattr(driver, name) for name in ("cuGraphGetEdges_v2", "cuFuncGetName", "cuKernelGetName")):
+        return 0
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _checked(driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)), "cuGraphGetEdges")
+    sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+    edges = (Edge * count.value)()
+    _checked(driver.cuGraphGetEdges_v2(handle, sources, targets, edges, ctypes.byref(count)), "cuGraphGetEdges")
+    changed = 0
+    for source, target, edge in zip(sources, targets, edges, strict=True):
+        if (edge.type, edge.from_port) != (PROGRAMMATIC, PROGRAMMATIC):
+            continue
+        if not any(name in _kernel_name(driver, target) for name in EARLY_KERNELS):
+            continue
+        ends = (ctypes.byref(ctypes.c_void_p(source)), ctypes.byref(ctypes.c_void_p(target)))
+        later = Edge(BEGUN, edge.to_port, PROGRAMMATIC)
+        one = ctypes.c_size_t(1)
+        _checked(
+            driver.cuGraphRemoveDependencies_v2(handle, *ends, ctypes.byref(edge), one), "cuGraphRemoveDependencies"
+        )
+        _checked(driver.cuGraphAddDependencies_v2(handle, *ends, ctypes.byref(later), one), "cuGraphAddDependencies")
+        changed += 1
+    return changed
+
+
+def _kernel_name(driver: Any, node: int) -> str:
+    """Return the name of a kernel node, empty for any other node."""
+    found, name = KernelNode(), ctypes.c_char_p()
+    if driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(found)):
+        return ""
+    if found.function:
+        failed = driver.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(found.function))
+    else:
+        failed = driver.cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(found.kernel))
+    return "" if failed or name.value is None else name.value.decode()
+
+
+def _checked(result: int, call: str) -> None:
+    if result:
+        raise DeviceError(f"{call}: CUDA error {result}", "a captured graph", "capture without few_rows='clustered'")
