@@ -82,8 +82,6 @@ CELLS: tuple[Cell, ...] = (
     ),
     Cell("prefill", 16, 1, 8192, tokens=8192, sizes=NARROW),
     Cell("ways", 16, 1, 8192, tokens=8192, sizes=NARROW),
-    Cell("ways", 16, 4, 8192, tokens=1024, room=8192),
-    Cell("ways", 16, 1, 16384, tokens=2048, room=4096),
     Cell("sparse", 128, 8, 65536, changes={"sparse": True, **_FP8}),
     Cell("sparse", 16, 8, 65536, changes={"sparse": True, **_FP8}),
     Cell("decode", 32, 8, 8192, bar=1.0),

@@ -16,7 +16,6 @@ from vattn.ops import variants
 from vattn.ops.mla_absorb import quantised_query
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
-from vattn.ops.mla_chunks import elements_per_token
 
 Step = Callable[[], Tensor]
 
@@ -51,7 +50,6 @@ class Cell:
         against: changes of the layer that this one is compared with, beside or instead of peers.
         changes: of the layer that is timed.
         sizes: columns of the attention.
-        room: places of the workspace, 0 for as many as the op takes by itself; with fewer keys come in chunks.
     """
 
     kind: str
@@ -63,7 +61,6 @@ class Cell:
     against: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     sizes: Sizes = DEEPSEEK
-    room: int = 0
 
     @property
     def name(self) -> str:
@@ -71,8 +68,6 @@ class Cell:
         size = f"{self.batch} x {self.length}, {self.heads} heads, {self.tokens} tokens"
         if self.sizes != DEEPSEEK:
             size += f", {self.sizes.nope + self.sizes.rope}/{self.sizes.value}"
-        if self.room:
-            size += f", chunks of {self.room}"
         return f"{self.kind}: {size}" + "".join(f", {k}={v}" for k, v in self.changes.items())
 
 
@@ -144,12 +139,11 @@ class Inputs:
         fmt = OUTPUT_FORMATS[config.output_format]
         output, block_scale = fmt.allocate(query, config.v_head_dim, self.dtype)
         one = torch.full((1,), 0.005, device=device)
-        room = self.cell.room * elements_per_token(config)
         return MLAAttentionArgs(
             query, cache, self.starts, self.seq_lens, self.table, (weight * config.kv_lora_rank**-0.5).to(self.dtype),
             None, output, block_scale, None, one if fmt.static_scale else None,
             one if config.query_format != "none" else None, one if config.kv_scale == "tensor" else None, topk, None,
-            [], query.new_empty(room) if room else None, config.encode(),
+            [], None, config.encode(),
         )  # fmt: skip
 
     def op_under(self, chosen: dict[str, Any], **changes: Any) -> Step:
@@ -237,7 +231,7 @@ class Inputs:
         longest = longest_absorbed(config)
 
         def step() -> Tensor:
-            mla_prefill_launch.attend_chunk(args, config, line, expanded, ropes, None, longest, limits)
+            mla_prefill_launch.attend_expanded(args, config, line, expanded, ropes, None, longest, limits)
             return args.output
 
         return step

@@ -116,36 +116,6 @@ def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None
         compare(args, config, sum(lens[0]))
 
 
-@pytest.mark.parametrize("name", list(HOPPER))
-@pytest.mark.parametrize("room", [128, 700])
-@pytest.mark.parametrize("lens", [LONG, ([64, 129], [64, 5000]), ([2000], [2000])], ids=["mix", "context", "prompt"])
-def test_chunks_on_hopper(name: str, room: int, lens: tuple[list[int], list[int]]) -> None:
-    """Keys in chunks of one tile and of five: rows that begin, go on and end in each of them."""
-    hopper()
-    from vattn.ops.gluon import mla_prefill_launch
-
-    config = deepseek(**HOPPER[name])
-    args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
-    args = args._replace(workspace=args.query.new_empty(room * elements_per_token(config)).fill_(torch.nan))
-    with variants.using(latent_prefill="gluon"):
-        assert mla_prefill_launch.accepts(args, config, 128, 2)
-        compare(args, config, sum(lens[0]))
-
-
-@pytest.mark.parametrize("output_format", ["fp8_static", "fp8_group64", "nvfp4"])
-def test_chunks_on_hopper_are_quantised_at_their_end(output_format: str) -> None:
-    hopper()
-    config = deepseek(output_format=output_format, lse=False, qk_nope_head_dim=64, v_head_dim=64)
-    args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
-    with variants.using(latent_prefill="gluon"):
-        torch.ops.vattn.mla_attention(*args)
-        whole = args.output.clone()
-        small = args._replace(workspace=args.query.new_empty(300 * elements_per_token(config)))
-        torch.ops.vattn.mla_attention(*small)
-    # Sums in another order: few values round to the other neighbour.
-    assert (args.output.view(torch.uint8) != whole.view(torch.uint8)).float().mean() < 8e-2
-
-
 def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
     hopper()
     config = deepseek(block_size=16)

@@ -111,8 +111,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def recorded_prompts(config: MLAConfig, tokens: int = 700, chunked: bool = False) -> list[Launch]:
-    """Return the launches of a step of prompts behind the expansion of its keys, or of a chunk of them."""
+def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
+    """Return the launches of a step of prompts behind the expansion of its keys."""
     found: list[Launch] = []
     dtype, heads = MODEL_DTYPES[config.dtype], config.num_heads
     query = empty(tokens, heads, config.qk_head_dim, dtype=dtype)
@@ -133,13 +133,7 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700, chunked: bool = False
     ):
         width = heads * (config.qk_nope_head_dim + config.v_head_dim)
         room, ropes = empty(1024 * width, dtype=dtype), empty(1024 * config.qk_rope_head_dim, dtype=dtype)
-        carried = None
-        if chunked:
-            sums, stats = (empty(tokens, heads, n, dtype=torch.float32) for n in (config.v_head_dim, 2))
-            carried = mla_prefill_launch.Carried(1024, 1024, sums, stats)
-        mla_prefill_launch.attend_chunk(
-            args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132, carried=carried
-        )
+        mla_prefill_launch.attend_expanded(args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132)
     return found
 
 
@@ -228,10 +222,7 @@ def main() -> int:
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
-    for chunked in (False, True):
-        title = "prompts chunked " if chunked else "prompts "
-        chosen = [case for case in prompts() if options.only in title + case.encode()]
-        cases += [partial(recorded_prompts, case, chunked=chunked) for case in chosen]
+    cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0

@@ -3,10 +3,7 @@ of 64.
 
 The scheme is that of `vattn.ops.gluon.prefill`, whose schedule, messages and arithmetic it uses; here keys and values
 lie in a workspace (`vattn.ops.triton.mla_prefill_kernels`), a stretch of whole tiles for every request, so that one
-copy loads a tile's keys of a head, and one the rotated keys that all heads share.
-
-Where the workspace holds a chunk of the line alone, a launch attends what lies in it, and adds what the launch before
-has left of a row: sums, a maximum and a total, merged by them.
+copy loads a tile's keys of a head, and one the rotated keys that all heads share. It holds the keys of a whole step.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_words, block_barrier, load_box
+from vattn.ops.gluon.compat import block_barrier, load_box
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
@@ -61,27 +58,15 @@ def missing_blocks(block, key_tile, most_keys, num_blocks, BLOCK_SIZE: gl.conste
 
 
 @gluon.jit
-def span_of(line, request, end, first_place, num_places, CHUNKED: gl.constexpr):
-    """Return the first and the end key tile of a row tile that lie in this launch's chunk."""
-    if CHUNKED:
-        # Requests begin, and chunks begin and end, between tiles.
-        first = (first_place - gl.load(line + request)) // KEYS
-        return gl.minimum(gl.maximum(first, 0), end), gl.minimum(gl.maximum(first + num_places // KEYS, 0), end)
-    else:
-        return 0, end
-
-
-@gluon.jit
 def produce(
     arguments, HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr,
-    VALUES: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    VALUES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
-        query_boxes, query_rope_boxes, key_boxes, rope_boxes, line, first_place, num_places, schedule, counter,
-        block_table, table_stride, table_width, num_blocks, query_head_stride, queries, query_ropes, keys, ropes,
-        values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full,
-        message_empty,
+        query_boxes, query_rope_boxes, key_boxes, rope_boxes, line, schedule, counter, block_table, table_stride,
+        table_width, num_blocks, query_head_stride, queries, query_ropes, keys, ropes, values, words, messages,
+        query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     most_keys = table_width * BLOCK_SIZE
@@ -96,8 +81,7 @@ def produce(
         end = gl.minimum(read_word(fields.index(6), 1), (most_keys + KEYS - 1) // KEYS)
         if rows > 0:
             item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-            begin, end = span_of(line, read_word(fields.index(0), 1), end, first_place, num_places, CHUNKED)
-            if end > begin:
+            if end > 0:
                 first_row = read_word(fields.index(1), 1)
                 head = read_word(fields.index(7), 1)
                 request = read_word(fields.index(0), 1)
@@ -112,10 +96,8 @@ def produce(
                 table = block_table + request.to(gl.int64) * table_stride
                 origin = gl.load(line + request)
                 column = head * (NOPE + VALUES)
-                if CHUNKED:
-                    origin -= first_place
                 blocks = load_blocks(table, end - 1, table_width, BLOCK_SIZE)
-                for back in range(end - begin):
+                for back in range(end):
                     key_tile = end - 1 - back
                     place = origin + key_tile * KEYS
                     stage = step % STAGES
@@ -208,52 +190,16 @@ def finish(
 
 
 @gluon.jit
-def add_carried(acc, maximum, total, carry, carry_stats, place, column, inside, scale, RESULT_ROW: gl.constexpr):
-    """Return sums, maxima and totals of rows with what the launch before has left of them."""
-    ROW: gl.constexpr = maximum.type.layout
-    old_maximum = gl.load(carry_stats + place * 2, mask=inside, other=LOWEST)
-    old_total = gl.load(carry_stats + place * 2 + 1, mask=inside, other=0.0)
-    highest = gl.maximum(maximum, old_maximum)
-    decay = gl.exp2((maximum - highest) * scale)
-    old_decay = gl.exp2((old_maximum - highest) * scale)
-    source = carry + gl.convert_layout(place, RESULT_ROW)[:, None] * column.shape[1] + column
-    mask = gl.convert_layout(inside.to(gl.int32), RESULT_ROW)[:, None] > 0
-    old = gl.load(source, mask=mask & (column >= 0), other=0.0)
-    acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None] + old * gl.convert_layout(old_decay, RESULT_ROW)[:, None]
-    return acc, gl.convert_layout(highest, ROW), total * decay + old_total * old_decay
-
-
-@gluon.jit
-def store_carried(acc, maximum, total, carry, carry_stats, place, column, inside, RESULT_ROW: gl.constexpr):
-    """Leave sums, maxima and totals of rows to the next launch."""
-    gl.store(carry_stats + place * 2, maximum, mask=inside)
-    gl.store(carry_stats + place * 2 + 1, total, mask=inside)
-    target = carry + gl.convert_layout(place, RESULT_ROW)[:, None] * column.shape[1] + column
-    mask = gl.convert_layout(inside.to(gl.int32), RESULT_ROW)[:, None] > 0
-    gl.store(target, acc, mask=mask & (column >= 0))
-
-
-@gluon.jit
-def request_of(messages, message_full, turn, CHUNKED: gl.constexpr):
-    """Return the request of the next row tile, before `receive` gives its message's room back."""
-    if CHUNKED:
-        mbarrier.wait(message_full.index(turn % 2), (turn // 2) & 1)
-        return read_word(as_words(messages.index(turn % 2), RECORD).index(0), 4)
-    else:
-        return 0
-
-
-@gluon.jit
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
-    CHUNKED: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
-        output, lse, block_scale, output_scale, scale_stride, group_stride, line, first_place, num_places, carry,
-        carry_stats, table_width, scale, queries, query_ropes, keys, ropes, values, words, messages, query_full,
-        query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
+        output, lse, block_scale, output_scale, scale_stride, group_stride, table_width, scale, queries, query_ropes,
+        keys, ropes, values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+        message_full, message_empty,
     ) = arguments  # fmt: skip
     N: gl.constexpr = KEYS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -271,17 +217,15 @@ def consume(
     turn = 0
     if GROUP_INDEX == 1:
         give_turn(NEXT)
-    request = request_of(messages, message_full, turn, CHUNKED)
     rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
     while rows > 0:
         end = gl.minimum(end, (most_keys + N - 1) // N)
-        begin, stop = span_of(line, request, end, first_place, num_places, CHUNKED)
-        if stop > begin:
+        if end > 0:
             held = gl.minimum(seq_len, most_keys)
             position = tile_position + GROUP_INDEX * GROUP_ROWS
-            own_end = own_end_of(position, rows, begin, stop, GROUP_INDEX, GROUP_ROWS, N)
+            own_end = own_end_of(position, rows, 0, end, GROUP_INDEX, GROUP_ROWS, N)
             step = pass_tiles(
-                stop - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, True, STAGES
+                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, True, STAGES
             )
             # Key tiles from here on hold keys that some row does not see.
             whole_from = gl.minimum(gl.maximum(position + 1, 0), held) // N
@@ -305,7 +249,7 @@ def consume(
             mbarrier.wait(value_full.index(stage), phase)
             no_result = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
             acc = warpgroup_mma(left0, values.index(stage), no_result, use_acc=False, is_async=True)
-            for back in range(1, own_end - begin):
+            for back in range(1, own_end):
                 next_step = step + 1
                 next_stage = next_step % STAGES
                 next_phase = (next_step // STAGES) & 1
@@ -332,28 +276,15 @@ def consume(
             used += 1
 
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
-            if CHUNKED:
-                row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=ROW)
-                place = (first_row + row).to(gl.int64) * HEADS + head
-                column = gl.arange(0, VALUES, layout=gl.SliceLayout(0, RESULT))[None, :]
-                if begin > 0:
-                    acc, maximum, total = add_carried(
-                        acc, maximum, total, carry, carry_stats, place, column, row < rows, scale, RESULT_ROW
-                    )
-                if end > stop:
-                    store_carried(acc, maximum, total, carry, carry_stats, place, column, row < rows, RESULT_ROW)
-            # What goes on in a later chunk is not finished.
-            if (not CHUNKED) or (end == stop):
-                # A row that sees a NaN is NaN, one that sees nothing is zero.
-                norm = gl.where(total != 0.0, 1.0 / total, 0.0)
-                log_sum = LN2 * (maximum * scale + gl.log2(total))
-                result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
-                finish(
-                    output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row,
-                    rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
-                )  # fmt: skip
-        elif (not CHUNKED) or ((end <= 0) & (first_place == 0)):
-            # The first launch writes rows that see no key.
+            # A row that sees a NaN is NaN, one that sees nothing is zero.
+            norm = gl.where(total != 0.0, 1.0 / total, 0.0)
+            log_sum = LN2 * (maximum * scale + gl.log2(total))
+            result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
+            finish(
+                output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row,
+                rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+            )  # fmt: skip
+        else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             nothing = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
             finish(
@@ -361,32 +292,26 @@ def consume(
                 head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         turn += 1
-        request = request_of(messages, message_full, turn, CHUNKED)
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
     if GROUP_INDEX == 0:
         take_turn(MINE)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "scale_stride", "group_stride", "table_stride", "table_width", "num_blocks", "first_place", "num_places",
-    ],
+    do_not_specialize=["scale_stride", "group_stride", "table_stride", "table_width", "num_blocks"],
     do_not_specialize_on_alignment=["line", "block_table"],
-)  # fmt: skip
+)
 def mla_prefill_gluon_kernel(
     query_boxes, query_rope_boxes, key_boxes, rope_boxes, output, lse, block_scale, output_scale, scale_stride,
-    group_stride, line, first_place, num_places, carry, carry_stats, schedule, counter, block_table, table_stride,
-    table_width, num_blocks, query_head_stride, scale, HEADS: gl.constexpr, TOGETHER: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
-    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    num_warps: gl.constexpr,
+    group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
+    HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
+    STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
-    value. TOGETHER: heads whose tiles run side by side, so that the keys of a few heads stay in L2. CHUNKED: places
-    [first_place, first_place + num_places) of the line alone are there; `carry` fp32 `[T, HEADS, VALUES]` and
-    `carry_stats` `[T, HEADS, 2]` are what one launch leaves to the next.
+    value. TOGETHER: heads whose tiles run side by side, so that the keys of a few heads stay in L2.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -408,25 +333,20 @@ def mla_prefill_gluon_kernel(
     fence_async_shared()
     block_barrier()
     consumer = (
-        output, lse, block_scale, output_scale, scale_stride, group_stride, line, first_place, num_places, carry,
-        carry_stats, table_width, scale, queries, query_ropes, keys, ropes, values, words, messages, query_full,
-        query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
+        output, lse, block_scale, output_scale, scale_stride, group_stride, table_width, scale, queries, query_ropes,
+        keys, ropes, values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
+        message_full, message_empty,
     )  # fmt: skip
     producer = (
-        query_boxes, query_rope_boxes, key_boxes, rope_boxes, line, first_place, num_places, schedule, counter,
-        block_table, table_stride, table_width, num_blocks, query_head_stride, queries, query_ropes, keys, ropes,
-        values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full,
-        message_empty,
+        query_boxes, query_rope_boxes, key_boxes, rope_boxes, line, schedule, counter, block_table, table_stride,
+        table_width, num_blocks, query_head_stride, queries, query_ropes, keys, ropes, values, words, messages,
+        query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, CHUNKED, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 0,
-            )),
-            (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, CHUNKED, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 1,
-            )),
-            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES, CHUNKED)),
+            (consume, (consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 0)),
+            (consume, (consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 1)),
+            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,24 +54,13 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
-    """Return whether a step goes this way: the layer does, and its keys lie in whole tiles."""
+    """Return whether a step goes this way: the layer does, and its keys lie in whole tiles, all at once."""
     way = variants.current().latent_prefill
-    if way == "plain" or align % KEYS.value:
+    if way == "plain" or align % KEYS.value or chunks > 1:
         return False
-    if way == "measured" and (chunks > 1 or _widths(config)[0] != 128 or kind_of(config) in ("groups", "swizzled")):
+    if way == "measured" and (_widths(config)[0] != 128 or kind_of(config) in ("groups", "swizzled")):
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
-
-
-class Carried(NamedTuple):
-    """Which places of the line a launch attends, and what is carried from one to the next."""
-
-    first_place: int
-    num_places: int
-    sums: Tensor
-    """fp32 `[T, N, V]`."""
-    stats: Tensor
-    """fp32 `[T, N, 2]`: maxima and totals."""
 
 
 def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
@@ -86,7 +75,7 @@ def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
     return schedule
 
 
-def attend_chunk(
+def attend_expanded(
     args: MLAAttentionArgs,
     config: MLAConfig,
     line: Tensor,
@@ -97,7 +86,6 @@ def attend_chunk(
     limits: Limits,
     ctas: int | None = None,
     schedule: Tensor | None = None,
-    carried: Carried | None = None,
 ) -> None:
     """Attend requests of more than `longest` tokens to their keys on the line, and write rows of padding.
 
@@ -106,7 +94,6 @@ def attend_chunk(
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
         ctas: programs, by default one for each multiprocessor.
         schedule: what `plan_tiles` returned, made here by default.
-        carried: which chunk of the line is expanded, by default all of it.
     """
     query, heads = args.query, config.num_heads
     if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
@@ -126,12 +113,10 @@ def attend_chunk(
         rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
         block_scale=target["output_block_scale"] if groups[0] else None, output_scale=args.output_scale,
         scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line,
-        first_place=carried.first_place if carried else None, num_places=carried.num_places if carried else None,
-        carry=carried.sums if carried else None, carry_stats=carried.stats if carried else None, schedule=schedule,
-        counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
+        schedule=schedule, counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=args.kv_cache.shape[0], query_head_stride=query.stride(1),
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=2 if heads % 2 == 0 else 1, BLOCK_SIZE=config.block_size,
-        NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)], CHUNKED=carried is not None,
+        NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
         num_warps=4,
     )  # fmt: skip

@@ -114,40 +114,16 @@ def attend_prompts(
         "R_TILE": max(16, next_power_of_two(rope)), "BLOCK_SIZE": config.block_size,
         "NATIVE_FP8": limits.native_fp8, "enable_fp_fusion": True,
     }  # fmt: skip
-    hopper = _Hopper(args, line, config) if _goes_to_hopper(args, chunks, config) else None
+    if _goes_to_hopper(args, chunks, config):
+        from vattn.ops.gluon.mla_prefill_launch import attend_expanded
+
+        _expand(args, weight.view(width, -1), 0, chunks, common, config, limits)
+        longest = longest_absorbed(config)
+        attend_expanded(args, config, line, common["expanded"], common["ropes"], rows, longest, limits)
+        return
     for first in range(0, chunks.count * chunks.places, chunks.places):
         _expand(args, weight.view(width, -1), first, chunks, common, config, limits)
-        if hopper is None:
-            _attend_chunk(args, complete, first, chunks, common, (carry, carry_stats, rows), config, limits)
-        else:
-            hopper.attend(first, chunks, common, (carry, carry_stats, rows), limits)
-
-
-class _Hopper:
-    """The kernel of `vattn.ops.gluon.mla_prefill` on one chunk after the other, its row tiles planned once."""
-
-    def __init__(self, args: MLAAttentionArgs, line: Tensor, config: MLAConfig) -> None:
-        from vattn.ops.gluon import mla_prefill_launch
-
-        self.launch, self.args, self.line, self.config = mla_prefill_launch, args, line, config
-        self.schedule = mla_prefill_launch.plan_tiles(args, longest_absorbed(config))
-
-    def attend(
-        self,
-        first: int,
-        chunks: Chunks,
-        common: dict[str, Any],
-        carried: tuple[Tensor | None, Tensor | None, Tensor | None],
-        limits: Limits,
-    ) -> None:
-        sums, stats, rows = carried
-        chunk = None
-        if sums is not None and stats is not None:
-            chunk = self.launch.Carried(first, chunks.places, sums, stats)
-        self.launch.attend_chunk(
-            self.args, self.config, self.line, common["expanded"], common["ropes"], rows,
-            longest_absorbed(self.config), limits, schedule=self.schedule, carried=chunk,
-        )  # fmt: skip
+        _attend_chunk(args, complete, first, chunks, common, (carry, carry_stats, rows), config, limits)
 
 
 def _goes_to_hopper(args: MLAAttentionArgs, chunks: Chunks, config: MLAConfig) -> bool:
