@@ -435,3 +435,56 @@ def test_keys_asked_for_early_are_those_that_the_kernel_before_wrote() -> None:
             torch.cuda.synchronize()
             decode_fast.decode(second, config, apart)
             assert torch.equal(got, second.output)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("lengths", [[1000], [900, 40], [4000, 3], [700, 33] * 16], ids=["1", "2", "long", "many"])
+def test_steps_launched_while_rope_runs(lengths: list[int], cache: dict[str, Any]) -> None:
+    """The keys, values and queries of three steps are those that RoPE wrote, whatever of the next kernel overlaps."""
+    from vattn.ops.arguments import RopeUpdateArgs
+    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton.rope_cache_update import rope_update
+    from vattn.ops.variants import using
+    from vattn.rope_config import RopeConfig
+
+    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, **cache)
+    args, config, rope, rows = batch.args, batch.config, RopeConfig(128), len(lengths)
+    shape = decode_fast.plan_shape(config, rows, rows, args.query.device)
+    args = args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
+    decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], config)
+    last = args.seq_lens.long() - 1
+    slots = args.block_table.gather(1, (last // config.block_size)[:, None])[:, 0] * config.block_size
+    slots = slots.long() + last % config.block_size
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
+
+    steps = []
+    for _ in range(3):
+        fresh, key, value = random(rows, 32, 128), random(rows, 8, 128), random(rows, 8, 128)
+        cos, sin = torch.randn(2, rows, 64, device="cuda")
+        update = RopeUpdateArgs(
+            fresh, key, value, cos, sin, None, args.query, args.kv_cache, slots, None, None, None, args.k_scale,
+            args.v_scale, rope.encode(), config.encode(),
+        )  # fmt: skip
+        steps.append((update, args._replace(output=torch.empty_like(args.output))))
+
+    def run() -> None:
+        for update, call in steps:
+            rope_update(update, rope, config)
+            decode_fast.decode(call, config)
+
+    results = []
+    for way in ({}, {"rope_launch": "early"}, {"rope_launch": "early", "first_tiles": "early"}):
+        with using(**way):
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+        for _ in range(10):
+            for _, call in steps:
+                call.output.view(torch.uint8).fill_(0x7F)
+            graph.replay()
+            results.append(torch.stack([call.output for _, call in steps]))
+    assert results[0].isfinite().all() and not torch.equal(results[0][0], results[0][1])
+    assert all(torch.equal(found, results[0]) for found in results)
