@@ -231,10 +231,10 @@ def attend_left(
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             maximum = gl.max(zero, 1) + HIDDEN
             total = gl.max(zero, 1)
-            if BULK:
-                sent = may_send(slot, rows, group, first, last)
-            else:
+            if not BULK:
                 sent: gl.constexpr = False
+            else:
+                sent = may_send(slot, rows, group, first, last)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
@@ -347,10 +347,10 @@ def attend_right(
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
-            if BULK:
-                sent = may_send(slot, rows, group, first, last)
-            else:
+            if not BULK:
                 sent: gl.constexpr = False
+            else:
+                sent = may_send(slot, rows, group, first, last)
             for tile in range(first, last):
                 if tile > first:
                     mbarrier.wait(factors_ready.index(0), factors_phase)
