@@ -8,7 +8,6 @@ request of more is walked by one CTA, some rows after the others (slow, but righ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -269,21 +268,11 @@ def plan(
     )  # fmt: skip
 
 
-def decode(
-    args: AttentionArgs,
-    config: AttentionConfig,
-    tuning: Tuning | None = None,
-    launch_main: Callable[..., None] | None = None,
-) -> None:
-    """Run `vattn::attention` for a decode step that `accepts` took.
-
-    Args:
-        tuning: instead of what the shapes would choose.
-        launch_main: launches another main kernel, from the arguments of `_launch_decode`.
-    """
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` instead of what shapes would choose."""
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     tokens = args.query.shape[0] // num_reqs
-    if tuning is None and launch_main is None and current().few_requests != "split":
+    if tuning is None and current().few_requests != "split":
         from vattn.ops.gluon import decode_cluster_launch
 
         if decode_cluster_launch.takes(args, config):
@@ -300,7 +289,7 @@ def decode(
     output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-    launch(args, config, schedule, output, tuning, sizes, tokens, launch_main)
+    launch(args, config, schedule, output, tuning, sizes, tokens)
     if not finished:
         from vattn.ops.triton.launch import _launch_finish
 
@@ -355,21 +344,18 @@ def launch(
     tuning: Tuning,
     sizes: Sizing,
     tokens: int,
-    launch_main: Callable[..., None] | None = None,
 ) -> None:
     """Launch the main kernel and the reduction; `output` is the final one, or another in the model dtype.
 
     Args:
         tokens: rows of a request that are attended at a time.
-        launch_main: as of `decode`.
     """
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     finished = output is args.output
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
-    launch_main = launch_main or _launch_decode
-    launch_main(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
+    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     way = choose_reduction(config if finished else written, num_reqs)
     most = 6 if tuning.max_registers else 8  # So many find room beside a main kernel that leaves registers.
     programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
