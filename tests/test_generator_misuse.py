@@ -169,3 +169,11 @@ def test_caches_and_models_that_changed_are_refused() -> None:
 def test_what_has_no_order_or_no_ids_is_no_prompt(packed: PackedModel, prompt: Any) -> None:
     with pytest.raises(errors.RequestError, match="flat sequence of token ids"):
         make_generator(packed).add(prompt)
+
+
+def test_what_a_tokenizer_returned_says_what_to_pass(packed: PackedModel) -> None:
+    generator, encoded = make_generator(packed), {"input_ids": [3, 4], "attention_mask": [1, 1]}
+    with pytest.raises(errors.RequestError, match="pass its input_ids"):
+        generator.add(encoded)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="input_ids"):
+        generator.generate(encoded, GREEDY)

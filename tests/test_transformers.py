@@ -161,6 +161,13 @@ def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
     enable(model)  # nothing of the refused call is left
 
 
+def test_models_without_values_are_refused() -> None:
+    model = make_model("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(vattn.errors.ConfigError, match=r"'lm_head\.weight' has no values"):
+        enable(model)
+
+
 def test_disable_takes_models_alone() -> None:
     with pytest.raises(vattn.errors.ConfigError, match="disable with int"):
         disable(3)  # type: ignore[arg-type]

@@ -37,8 +37,11 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int
             raise TypeError("no sequence of token ids")
         ids = [operator.index(token) for token in tokens]
     except TypeError as error:
+        encoded = isinstance(prompt, Mapping) and "input_ids" in prompt
         raise RequestError(
-            f"a prompt of {str(prompt)[:60]!r}", "a text or a flat sequence of token ids", "encode it first"
+            f"a prompt of {str(prompt)[:60]!r}",
+            "a text or a flat sequence of token ids",
+            "pass its input_ids" if encoded else "encode it first, each prompt apart",
         ) from error
     wrong = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
     if wrong:
@@ -80,8 +83,12 @@ def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Samp
     Raises:
         ConfigError: no list of prompts, texts without a tokenizer, or as many samplings as neither one nor the prompts.
     """
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts={prompts!r:.60}", "a list of prompts", "pass [prompt] for one")
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts={str(prompts):.60}",
+            "a list of prompts",
+            "pass [prompt] for one, or what is encoded by its input_ids",
+        )
     prompts = list(prompts)
     for index, prompt in enumerate(prompts):
         _check_kind(index, prompt, tokenizer)

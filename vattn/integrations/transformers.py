@@ -462,6 +462,13 @@ def _check_model(model: Any) -> None:
         )
     if model.training:
         raise ConfigError("enable() of a model in training mode", "a model in eval mode", "call model.eval() first")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise ConfigError(
+            f"enable() of a model whose {empty!r} has no values (device meta), as after offloading",
+            "a model whose weights are all on its device",
+            "load it whole, with device_map=None or one device",
+        )
     if "_vattn_before" in model.__dict__:
         raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
     if not callable(getattr(model, "prepare_inputs_for_generation", None)) or model.get_output_embeddings() is None:
