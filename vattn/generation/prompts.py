@@ -85,7 +85,7 @@ def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Samp
     """
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise ConfigError(
-            f"prompts={str(prompts):.60}",
+            f"prompts={prompts!s:.60}",
             "a list of prompts",
             "pass [prompt] for one, or what is encoded by its input_ids",
         )
