@@ -73,6 +73,14 @@ def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
         compare(planned(args, config), config, sum(queries))
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [[1, 3, 2, 2], [1, 7, 4, 0, 8], [3] * 5], ids=["two", "four", "even"])
+def test_steps_of_a_multiple_of_rows_need_not_be_even(queries: list[int], heads: int) -> None:
+    config = deepseek(num_heads=heads)
+    lengths = [1500, 700, 2000, 64, 8][: len(queries)]
+    compare(planned(random_mla_batch(config, queries, lengths, device="cuda"), config), config, sum(queries))
+
+
 def test_an_fp8_cache_and_output() -> None:
     changes = {"kv_cache_dtype": "fp8_e4m3", "lse": False, "decode_threshold": 20}
     config = deepseek(output_format="fp8_static", **changes)

@@ -26,6 +26,9 @@ STEPS = {
     "a long one": ([1] * 11 + [60], [*range(64, 1164, 100), 1000]),
     "many": ([1 + i % 4 for i in range(13)], [137 * i + 5 for i in range(13)]),
     "padding": ([2, 1, 0, 0], [800, 3, 0, 0]),
+    "two each": ([2, 2, 2], [800, 3, 1000]),
+    "two each on average": ([1, 3, 4, 0], [5000, 60, 700, 0]),
+    "one long, eight on average": ([1, 1, 22], [5000, 60, 700]),
 }
 
 
@@ -52,9 +55,11 @@ def planned(queries: list[int], lengths: list[int], config: MLAConfig) -> torch.
 def test_every_tile_of_every_part_is_attended_once(name: str, heads: int) -> None:
     queries, lengths = STEPS[name]
     config, tile = layer(heads), TILE.value
-    plan, few = planned(queries, lengths, config), mla_launch.fewest(config)
+    plan = planned(queries, lengths, config)
+    few = mla_launch.rows_of_parts(sum(queries), len(queries), config)
+    assert few == (mla_launch.fewest(config) if sum(queries) % len(queries) else sum(queries) // len(queries))
     ctas = max(1, PROCESSORS // mla_launch.groups_of_rows(config, few))
-    most = mla_launch.most_parts(len(queries), config) + WAVES.value * ctas
+    most = mla_launch.most_parts(len(queries), few) + WAVES.value * ctas
     records = plan.flatten()[: plan.numel() // 8 * 8].view(-1, 8).tolist()
     expected: dict[int, tuple[int, int, int]] = {}
     first = 0

@@ -181,11 +181,7 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False
         # What cuts requests is compiled with the plain kernels.
         stack.enter_context(mock.patch.object(mla_launch, "cut_requests"))
         asked = dtype if config.query_format == "none" else torch.float8_e4m3fn
-        query = empty(rows, config.num_heads, config.head_size, dtype=asked)
-        if uneven:
-            mla_launch.attend_cut(query, args, config, mla_launch.fewest(config))
-        else:
-            mla_launch.attend_latents(query, args, config)
+        mla_launch.attend_latents(empty(rows, config.num_heads, config.head_size, dtype=asked), args, config)
     return found
 
 

@@ -118,17 +118,6 @@ class Way(NamedTuple):
     """Requests of fewer rows are not attended."""
 
 
-def way_of(num_tokens: int, num_reqs: int, config: MLAConfig) -> Way:
-    """Return what the launch of a step of these shapes attends.
-
-    Steps of more than MOST_QUERY_TOKENS rows a request on average leave all requests that fill more than one program to
-    other kernels; the others hold decodes, or requests that were cut into parts.
-    """
-    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
-        return Way(fewest(config), fewest(config))
-    return Way(query_tokens(num_tokens, num_reqs), 0)
-
-
 def fewest(config: MLAConfig) -> int:
     """Return the most rows of a request that are absorbed and ask for no more programs than one row does."""
     least, longest = groups_of_rows(config, 1), longest_absorbed(config)
@@ -136,8 +125,14 @@ def fewest(config: MLAConfig) -> int:
 
 
 def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
-    """Return the most rows of the parts that requests of a step of uneven numbers of rows are cut into; 0: as it is."""
-    return fewest(config) if num_tokens % num_reqs else 0
+    """Return the most rows of the parts that the requests of a step are cut into, 0 for steps that are not cut.
+
+    Steps of as many rows as requests are decodes. Of twice as many or another multiple all have equally many, more
+    likely than not, and keep them together; in others these differ.
+    """
+    if num_tokens == num_reqs or num_tokens > MOST_QUERY_TOKENS * num_reqs:
+        return 0
+    return fewest(config) if num_tokens % num_reqs else query_tokens(num_tokens, num_reqs)
 
 
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
@@ -148,27 +143,27 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
-    parts = most_parts(num_reqs, config)
+    parts = most_parts(num_reqs, min(2, fewest(config)))
     records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
     room = records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
-    tokens = query_tokens(num_tokens, num_reqs)
-    return (tokens, room // tokens, 1) if num_tokens % num_reqs else (tokens, room // tokens)
+    most = rows_of_parts(num_tokens, num_reqs, config)
+    return (most, room // most, 1) if most else (1, room)
 
 
 def _even(count: int) -> int:
     return -(-count // 16) * 16
 
 
-def most_parts(num_reqs: int, config: MLAConfig) -> int:
-    """Return how many parts the requests of an uneven step may be cut into, empty ones included."""
-    return num_reqs * (MOST_QUERY_TOKENS // fewest(config) + 1)
+def most_parts(num_reqs: int, most: int) -> int:
+    """Return how many parts of `most` rows the requests of a step may be cut into, empty ones included."""
+    return num_reqs * (MOST_QUERY_TOKENS // most + 1)
 
 
-def parts_in(plan: Tensor, num_reqs: int, config: MLAConfig) -> Parts:
-    """Return where the plan of an uneven step has its parts: views."""
-    parts = most_parts(num_reqs, config)
+def parts_in(plan: Tensor, num_reqs: int) -> Parts:
+    """Return where the plan of a step that is cut has its parts: views."""
+    parts = most_parts(num_reqs, plan.shape[0])
     end = plan.numel() - line_room(num_reqs)
     starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
     return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
@@ -194,14 +189,13 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     tokens = shape[0] if shape else 0
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
-    few = fewest(config)
     if len(shape) == 3:
-        parts = parts_in(schedule, num_reqs, config)
-        cut_requests(query_start_loc, seq_lens, parts, few)
+        parts = parts_in(schedule, num_reqs)
+        cut_requests(query_start_loc, seq_lens, parts, tokens)
         # Parts without rows have no item.
-        lay_schedule(parts.starts, parts.lengths, schedule, Way(few, few, 1), config, parts.owners)
+        lay_schedule(parts.starts, parts.lengths, schedule, Way(tokens, tokens, 1), config, parts.owners)
     else:
-        way = Way(few, few) if tokens == MIXED else Way(tokens, 0)
+        way = Way(fewest(config), fewest(config)) if tokens == MIXED else Way(tokens, 0)
         lay_schedule(query_start_loc, seq_lens, schedule, way, config)
 
 
@@ -237,20 +231,15 @@ def _max_items(num_reqs: int, ctas: int) -> int:
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
     """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
 
-    Rows of requests that are left out, see `way_of`, are not written in either.
-    """
-    num_reqs = args.seq_lens.shape[0]
-    tokens = way_of(absorbed.shape[0], num_reqs, config).split
-    return _launch(absorbed, args, config, tokens, num_reqs, num_reqs)
-
-
-def attend_cut(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, most: int) -> Tensor:
-    """Attend requests in parts of at most `most` rows, whatever the shapes of their step let expect.
-
-    The rest is as in `attend_latents`.
+    In steps of more than MOST_QUERY_TOKENS rows a request on average, those of more rows than `fewest` are left to
+    other kernels: their rows are not written in either.
     """
     num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
-    return _launch(absorbed, args, config, most, num_tokens // most + num_reqs, most_parts(num_reqs, config))
+    most = rows_of_parts(num_tokens, num_reqs, config)
+    if most:
+        return _launch(absorbed, args, config, most, num_tokens // most + num_reqs, most_parts(num_reqs, most))
+    tokens = 1 if num_tokens == num_reqs else fewest(config)
+    return _launch(absorbed, args, config, tokens, num_reqs, num_reqs)
 
 
 def planned(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
@@ -314,7 +303,7 @@ def _launch(
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
     # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
-    parts = max(1, min(ctas // busy, tiles // _least_tiles(rows)))
+    parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
     merge_parts(
         busy * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), True,
         schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,

@@ -169,7 +169,7 @@ def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limi
     if fast:
         from vattn.ops.gluon import mla_launch
 
-        shortest = mla_launch.way_of(absorbed.shape[0], args.seq_lens.shape[0], config).longest
+        shortest = mla_launch.fewest(config)
         latent = mla_launch.attend_latents(absorbed, args, config)
     if latent is None or shortest < longest:
         latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
@@ -187,9 +187,6 @@ def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig
         if mla_sparse.accepts(absorbed, args, config):
             return mla_sparse.attend_latents(absorbed, args, config)
         if mla_launch.accepts(absorbed, args, config):
-            most = mla_launch.rows_of_parts(absorbed.shape[0], args.seq_lens.shape[0], config)
-            if most:
-                return mla_launch.attend_cut(absorbed, args, config, most)
             return mla_launch.attend_latents(absorbed, args, config)
     return attend_latents(absorbed, args, config, limits)
 
