@@ -63,13 +63,10 @@ LONE = (PackedTuning(1, 4, 16, max_registers=128), PackedTuning(1, 3, 16, slots=
 
 
 def cuts(in_use: PackedTuning, late: bool) -> list[PackedTuning]:
-    """Return the cuts to time: every one, or those of one warp and the one in use where it rescales otherwise."""
-    found = LONE if late else (*CUTS, *LONE)
-    return [
-        replace(in_use, late=not in_use.late),
-        *(replace(cut, late=True) for cut in found),
-        *(() if late else found),
-    ]
+    """Return the cuts to time, each in two ways: all, or the one in use and those of one warp with late rescaling."""
+    found = [in_use, LONE[0]] if late else [*CUTS, *LONE]
+    ways = ((True, False), (True, True)) if late else ((False, False), (True, True))
+    return [replace(cut, late=late, apart=apart) for cut in found for late, apart in ways]
 
 
 def decode_steps(

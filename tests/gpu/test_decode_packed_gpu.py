@@ -76,7 +76,7 @@ def test_sums_rescaled_late(fmt: str, late: bool, monkeypatch: pytest.MonkeyPatc
 
     for tunings in (decode_packed.TUNINGS, decode_packed.MANY_TUNINGS):
         for name, tuning in tunings.items():
-            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, late=late))
+            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, late=late, apart=late))
     check(fmt, [1, 16, 31, 33, 300, 900, 2500], padding=2, sliding_window=700, kv_cache_layout="HND", head_size=64)
     check(fmt, [40] * 300 + [1, 129], num_heads=24, scale=1.0)
 

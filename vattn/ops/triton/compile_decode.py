@@ -139,7 +139,9 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             decode_packed.decode(args, config)
             if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:
                 in_use = decode_packed.choose_tuning(config, num_reqs, query.device)
-                decode_packed.decode(args, config, dataclasses.replace(in_use, late=not in_use.late))
+                decode_packed.decode(
+                    args, config, dataclasses.replace(in_use, late=not in_use.late, apart=not in_use.apart)
+                )
             return found
         decode_fast.decode(args, config)
         if config.sinks:

@@ -37,9 +37,11 @@ class PackedTuning(Tuning):
 
     Attributes:
         late: whether a warp multiplies its sums by what their weights have shrunk only where one of them has.
+        apart: whether scores are summed up in two halves, which do not wait for each other.
     """
 
     late: bool = False
+    apart: bool = False
 
 
 TUNINGS: dict[str, PackedTuning] = {
@@ -164,7 +166,7 @@ def decode_constants(config: AttentionConfig, tuning: PackedTuning) -> dict[str,
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
         "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
-        "PAIR": tuning.slots == 2, "LATE": tuning.late,
+        "PAIR": tuning.slots == 2, "LATE": tuning.late, "APART": tuning.apart,
     }  # fmt: skip
     width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):

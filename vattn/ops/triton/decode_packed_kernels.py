@@ -133,7 +133,7 @@ def given_scale(scale, kv_head, KIND: tl.constexpr):
 @triton.jit
 def key_scores(
     keys, a, b, c, d, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Return scores `[heads, 8, 16]` of one tile.
 
@@ -144,11 +144,22 @@ def key_scores(
     else:
         k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
     scores = tl.dot(a, k0.permute(0, 2, 1))
-    scores = tl.dot(b, k1.permute(0, 2, 1), scores)
-    if COUNT == 4:
+    if APART:
+        # Products that wait for each other one by one take longer than two rows of them.
+        others = tl.dot(b, k1.permute(0, 2, 1))
+    else:
+        scores = tl.dot(b, k1.permute(0, 2, 1), scores)
+        others = scores
+    if COUNT == 4 and APART:
+        scores = tl.dot(c, k2.permute(0, 2, 1), scores)
+        others = tl.dot(d, k3.permute(0, 2, 1), others)
+    elif COUNT == 4:
         scores = tl.dot(c, k2.permute(0, 2, 1), scores)
         scores = tl.dot(d, k3.permute(0, 2, 1), scores)
     low, _ = split_rows(scores, HEADS)
+    if APART:
+        other, _ = split_rows(others, HEADS)
+        low = low + other
     if CODEC == "int8":
         low = low - query_sum[:, :, None] * 128.0
     if CODEC == "int4":
@@ -246,7 +257,7 @@ def score_tile(
     kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
     KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
     inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
@@ -260,8 +271,9 @@ def score_tile(
             key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES, VALUE_STRIDES
         )
     scores = key_scores(
-        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
-    )
+        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY,
+        APART,
+    )  # fmt: skip
     scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
     return scores, value_step(value_words, VALUE_CODEC, HEADS), value_words, values
 
@@ -345,7 +357,7 @@ def decode_packed_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, LATE: tl.constexpr,
+    PAIR: tl.constexpr, LATE: tl.constexpr, APART: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
     KEY_FLIP: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
     VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr, VALUE_STRIDES: tl.constexpr,
@@ -353,8 +365,8 @@ def decode_packed_kernel(
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
-    PAIR: two tiles at a time. LATE: see `PackedTuning`. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation.
-    STRIDES: of scales, in bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
+    PAIR: two tiles at a time. LATE, APART: see `PackedTuning`. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: of the
+    rotation. STRIDES: of scales, in bytes. KV_SCALE, of `k_scale`, `v_scale`: 0 none, 1 one value, 2 one per KV head.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -434,7 +446,7 @@ def decode_packed_kernel(
                     q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page,
                     num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
                     TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT,
-                    VALUE_STRIDES,
+                    VALUE_STRIDES, APART,
                 )  # fmt: skip
                 page = next_page
                 new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
@@ -446,7 +458,7 @@ def decode_packed_kernel(
                         q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales,
                         second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin, second_end,
                         soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT,
-                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES,
+                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, APART,
                     )  # fmt: skip
                     second_page = next_second
                     raised = second_scores + logarithm(second_step)[:, None, :]
