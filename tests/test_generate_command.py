@@ -102,6 +102,8 @@ def test_fp8_caches_want_scales(capsys: Any, scales: list[str]) -> None:
 
 
 WRONG = {
+    "no such device": (["--prompt", "x", "--device", "cuda:99"], "DeviceError"),
+    "a length without need": (["--prompt", "x", "--rope-length", "8"], "same for every length"),
     "no prompt": ([], "--prompt TEXT or --file"),
     "no folder": (["--prompt", "x", "--model", "nowhere"], "config.json"),
     "greedy cut": (["--prompt", "x", "--top-k", "3"], "temperature"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vattn.backends.base import DeviceInfo
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.formats import MODEL_DTYPES, kv_cache_dtypes
@@ -144,6 +145,7 @@ def _show_warnings(caught: list[warnings.WarningMessage]) -> None:
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
     """Return a local checkpoint's model in eval mode and its tokenizer; nothing is downloaded."""
+    DeviceInfo.of(device)  # an error of ours for what this machine lacks, before anything is read
     try:
         import transformers
     except ImportError as error:
