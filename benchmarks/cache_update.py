@@ -45,8 +45,8 @@ CONFIG = AttentionConfig(
 )  # fmt: skip
 ENCODED = CONFIG.encode()
 CUTS = [
-    RopeTiles(*cut)
-    for cut in ((512, 1), (512, 2), (1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4), (4096, 4), (4096, 8))
+    *(RopeTiles(*cut) for cut in ((512, 1), (1024, 1), (1024, 2))),
+    *(RopeTiles(*cut, "evict_last") for cut in ((256, 1), (256, 2), (512, 1), (512, 2), (1024, 1), (1024, 2))),
 ]
 HOW = (
     "32 query and 8 KV heads of 128, bf16 in, FP8 query and cache, blocks of 16 NHD, slots scattered; CUDA-graph "
@@ -193,7 +193,9 @@ def run_tokens(tokens: int, options: argparse.Namespace, compiled: Any) -> dict[
     if options.flashinfer:
         ways["FlashInfer"] = Case.flashinfer
     for tiles in CUTS if options.tune else ():
-        ways[f"fused {tiles.elements} x {tiles.num_warps}"] = lambda case, tiles=tiles: case.fused(tiles)
+        ways[f"fused {tiles.elements} x {tiles.num_warps}{' kept' if tiles.keep else ''}"] = lambda case, tiles=tiles: (
+            case.fused(tiles)
+        )
     timers, calls = {}, {}  # a captured graph reads what the calls hold
     for name, make in ways.items():
         try:
