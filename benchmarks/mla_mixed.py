@@ -30,6 +30,8 @@ CELLS: dict[str, tuple[int, list[int], int]] = {
     "32 decodes, a chunk of 101": (16, [1] * 32 + [101], 4096),
     "48 decodes, 16 of 2 to 5 drafts": (16, [1] * 48 + [2, 3, 4, 5] * 4, 4096),
     "48 decodes, 16 of 2 to 5 drafts, 128 heads": (128, [1] * 48 + [2, 3, 4, 5] * 4, 4096),
+    "60 decodes, 4 of 2 drafts": (16, [1] * 60 + [2] * 4, 4096),
+    "32 of 1 to 3 drafts, 64 rows": (16, [1, 2, 2, 3] * 8, 4096),
 }
 """Heads, rows of each request, and keys of each."""
 

@@ -74,7 +74,9 @@ def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("queries", [[1, 3, 2, 2], [1, 7, 4, 0, 8], [3] * 5], ids=["two", "four", "even"])
+@pytest.mark.parametrize(
+    "queries", [[1, 3, 2, 2], [1, 7, 4, 0, 8], [3] * 5, [1, 1, 2, 1, 1]], ids=["two", "four", "even", "decodes"]
+)
 def test_steps_of_a_multiple_of_rows_need_not_be_even(queries: list[int], heads: int) -> None:
     config = deepseek(num_heads=heads)
     lengths = [1500, 700, 2000, 64, 8][: len(queries)]

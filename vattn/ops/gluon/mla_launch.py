@@ -128,11 +128,14 @@ def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
     """Return the most rows of the parts that the requests of a step are cut into, 0 for steps that are not cut.
 
     Steps of as many rows as requests are decodes. Of twice as many or another multiple all have equally many, more
-    likely than not, and keep them together; in others these differ.
+    likely than not, and keep them together. In others these differ; where most have one row, programs for one row read
+    a few keys again in less time than those for `fewest` rows take for all.
     """
     if num_tokens == num_reqs or num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return 0
-    return fewest(config) if num_tokens % num_reqs else query_tokens(num_tokens, num_reqs)
+    if num_tokens % num_reqs == 0:
+        return query_tokens(num_tokens, num_reqs)
+    return 1 if 2 * num_tokens < 3 * num_reqs else fewest(config)
 
 
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
@@ -143,7 +146,7 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
-    parts = most_parts(num_reqs, min(2, fewest(config)))
+    parts = most_parts(num_reqs, 1)
     records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
     room = records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
