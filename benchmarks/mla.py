@@ -27,15 +27,8 @@ from vattn.bench.timing import WallTimer
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
 _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gluon"}
-OWN_WAYS: dict[str, dict[str, Any]] = {
-    "early": {"latent_launch": "early"},
-    "bulk": {"latent_results": "bulk"},
-    "both": {"latent_launch": "early", "latent_results": "bulk"},
-}
+OWN_WAYS: dict[str, dict[str, Any]] = {"direct": {"latent_results": "direct"}}
 """Other ways of vattn's decode, timed beside the default: no peers."""
-
-OUTPUT_WAYS: dict[str, dict[str, Any]] = {"overlapped": {"latent_output": "overlapped"}}
-"""Other ways of its quantised outputs, per token."""
 
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
@@ -134,8 +127,6 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()
     elif cell.changes:
         steps["plain"] = make(**cell.against)
-        if cell.changes.get("output_format") == "fp8_per_token" and inputs.device == "cuda":
-            steps |= {name: inputs.op_under(chosen, **cell.changes) for name, chosen in OUTPUT_WAYS.items()}
     elif inputs.device == "cuda" and cell.tokens == abs(cell.length):
         _, missing = load_peers(peers)
         if "fa3.so" in missing:
@@ -166,7 +157,7 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
     row: dict[str, Any] = {"cell": number, "name": cell.name, "us": {name: round(t, 2) for name, t in times.items()}}
     if own is not None and len(times) > 1:
         # Of several peers the fastest counts.
-        ways = [*OWN_WAYS, *OUTPUT_WAYS]
+        ways = [*OWN_WAYS]
         others = [t for name, t in times.items() if name != "vattn" and name not in ways]
         ratio = min(others) / own if others else 1.0
         row |= {f"ratio of {name}": round(min(others) / times[name], 3) for name in ways if name in times and others}

@@ -94,7 +94,7 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
 
 
 WAYS: dict[str, dict[str, str]] = {
-    "default": {}, "early": {"latent_launch": "early"}, "bulk": {"latent_launch": "early", "latent_results": "bulk"},
+    "default": {}, "direct": {"latent_results": "direct"}, "after": {"latent_launch": "after"},
 }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ WAYS: dict[str, dict[str, str]] = {
     ],
     ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
 )
-@pytest.mark.parametrize("way", ["default", "early", "bulk"])
+@pytest.mark.parametrize("way", ["default", "direct", "after"])
 def test_decode_in_parts(way: str, heads: int, queries: list[int], lengths: list[int]) -> None:
     with variants.using(**WAYS[way]):
         config = deepseek(num_heads=heads)
@@ -265,7 +265,7 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("way", ["default", "bulk"])
+@pytest.mark.parametrize("way", ["default", "direct"])
 def test_sparse_decode_in_parts(way: str) -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)

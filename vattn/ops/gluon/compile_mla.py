@@ -185,9 +185,9 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False
     return found
 
 
-def recorded_bulk(config: MLAConfig, tokens: int) -> list[Launch]:
+def recorded_direct(config: MLAConfig, tokens: int) -> list[Launch]:
     """Return the launches of a plan and a step with the ways that are off by default, see `vattn.ops.variants`."""
-    with variants.using(latent_launch="early", latent_results="bulk"):
+    with variants.using(latent_launch="after", latent_results="direct"):
         return recorded(config, tokens)
 
 
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
-    cases += [partial(recorded_bulk, *case) for case in configs() if options.only in "bulk " + case[0].encode()]
+    cases += [partial(recorded_direct, *case) for case in configs() if options.only in "direct " + case[0].encode()]
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]

@@ -311,7 +311,7 @@ def mla_prefill_gluon_kernel(
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
-    value. TOGETHER: heads whose tiles run side by side, so that the keys of a few heads stay in L2.
+    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
