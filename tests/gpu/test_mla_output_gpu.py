@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.gpu.test_mla_gpu import deepseek
 from tests.mla_support import random_mla_batch
 from vattn.formats import OUTPUT_FORMATS
-from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.quantization import quantise_output
 
@@ -38,40 +37,26 @@ def test_decode_steps(output_format: str) -> None:
         assert off < 2e-2
 
 
-def codes(args: MLAAttentionArgs, way: str) -> list[Tensor]:
-    """Return copies of what a call writes."""
-    with variants.using(latent_output=way):
-        torch.ops.vattn.mla_attention(*args)
-    return written(args)
-
-
 def written(args: MLAAttentionArgs) -> list[Tensor]:
     assert args.output_block_scale is not None
     return [t.view(torch.uint8).clone() for t in (args.output, args.output_block_scale)]
 
 
-@pytest.mark.parametrize("lens", [([1] * 128, [*range(3, 899, 7)]), ([1, 300, 7, 1], [900, 300, 40, 5])])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_overlapping_launches_write_the_same(heads: int, lens: tuple[list[int], list[int]]) -> None:
-    config = deepseek(num_heads=heads, qk_nope_head_dim=128, v_head_dim=128, output_format="fp8_per_token", lse=False)
-    args = random_mla_batch(config, *lens, padding_tokens=2, device="cuda")
-    expected = codes(args, "deep")
-    args.output.view(torch.uint8).fill_(0xFF)
-    for got, wanted in zip(codes(args, "overlapped"), expected, strict=True):
-        assert torch.equal(got, wanted)
-
-
 def test_overlapping_launches_wait_for_what_they_read() -> None:
+    """Each of three calls in a graph writes what a call alone does: no launch reads maxima that are not there yet."""
     config = deepseek(qk_nope_head_dim=128, v_head_dim=128, output_format="fp8_per_token", lse=False)
     args = random_mla_batch(config, [1] * 64, [*range(40, 40 + 64 * 9, 9)], device="cuda")
-    codes(args, "overlapped")
+    torch.ops.vattn.mla_attention(*args)
     graph = torch.cuda.CUDAGraph()
-    with variants.using(latent_output="overlapped"), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         for _ in range(3):
             torch.ops.vattn.mla_attention(*args)
     for factor in range(1, 13):
         args.query.normal_().mul_(0.1 * factor)
         graph.replay()
         got = written(args)
-        for mine, wanted in zip(got, codes(args, "deep"), strict=True):
+        torch.cuda.synchronize()
+        torch.ops.vattn.mla_attention(*args)
+        torch.cuda.synchronize()
+        for mine, wanted in zip(got, written(args), strict=True):
             assert torch.equal(mine, wanted)

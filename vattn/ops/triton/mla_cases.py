@@ -13,7 +13,6 @@ from torch import Tensor
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
 from vattn.mla_formats import MLA_FORMATS
-from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
 from vattn.ops.mla_chunks import elements_per_token
@@ -59,7 +58,6 @@ GEOMETRIES = {
     "5x40+12": (5, 40, 12),
     "40x256+32": (40, 256, 32),
 }
-WAYS = variants.ALLOWED["latent_output"]
 STEPS = {"decode": (2, 2), "mixed": (300, 8)}
 
 
@@ -87,10 +85,9 @@ def mla_launches(record: Callable[..., Iterator[Any]], target: str, limits: Limi
     for dtype, output, geometry in itertools.product(MODEL_DTYPES, OUTPUTS, ("16x512+64", "128x512+64")):
         heads, latent, rope = GEOMETRIES[geometry]
         config = MLAConfig(heads, 128, rope, 128, latent, 0.07, dtype, dtype, 64, output_format=output)
-        two_launches = output == "fp8_per_token" and limits.warpgroups and dtype != "float32"
-        for tokens, way in itertools.product((2, 200), WAYS if two_launches else WAYS[:1]):
-            name = f"{dtype} {output} {geometry} {tokens} tokens {way}"
-            yield from record(name, target, partial(_project, config, tokens, limits, way))
+        for tokens in (2, 200):
+            name = f"{dtype} {output} {geometry} {tokens} tokens"
+            yield from record(name, target, partial(_project, config, tokens, limits))
         if geometry == "16x512+64":
             yield from record(f"{dtype} {output} {geometry}", target, partial(_prompts, config, 1000, limits))
     for dtype, (heads, columns) in itertools.product(MODEL_DTYPES, ((64, 128), (5, 24))):
@@ -164,13 +161,12 @@ def _outputs(config: MLAConfig, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _project(config: MLAConfig, tokens: int, limits: Limits, way: str) -> None:
+def _project(config: MLAConfig, tokens: int, limits: Limits) -> None:
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
     args, dtype = MLAAttentionArgs(**{**none, **_outputs(config, tokens)}), MODEL_DTYPES[config.dtype]
     latent = _meta(tokens, config.num_heads, config.kv_lora_rank, dtype=dtype)
     weight = _meta(config.num_heads, config.v_head_dim, config.kv_lora_rank, dtype=dtype).transpose(1, 2)
-    with variants.using(latent_output=way):
-        mla_project.project_output(latent, weight, args, config, limits)
+    mla_project.project_output(latent, weight, args, config, limits)
 
 
 def _prompts(config: MLAConfig, blocks: int, limits: Limits) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.codec import INTERPRETED, cast, dot
 from vattn.ops.triton.epilogue import absolute_maximum
@@ -197,7 +196,7 @@ def launch_projection(
     passes = ["all"] if constants["KIND"] != "rows" or target["output_block_scale"] is None else ["maxima", "codes"]
     maxima = x.new_empty((tokens, parts), dtype=torch.float32) if len(passes) > 1 else None
     hopper = _is_hopper(exact, limits)
-    overlap = hopper and variants.current().latent_output == "overlapped" and len(passes) > 1
+    overlap = hopper and len(passes) > 1
     for name in passes:
         options: dict[str, Any] = {"launch_pdl": True} if overlap and name == "codes" else {}
         mla_project_kernel[grid](
