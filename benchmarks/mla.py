@@ -27,11 +27,7 @@ from vattn.bench.timing import WallTimer
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
 _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gluon"}
-OWN_WAYS: dict[str, dict[str, Any]] = {
-    "early": {"latent_launch": "early"},
-    "bulk": {"latent_results": "bulk"},
-    "both": {"latent_launch": "early", "latent_results": "bulk"},
-}
+OWN_WAYS: dict[str, dict[str, Any]] = {"direct": {"latent_results": "direct"}}
 """Other ways of vattn's decode, timed beside the default: no peers."""
 
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}

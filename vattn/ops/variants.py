@@ -17,20 +17,17 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_prefill": ("plain", "paired", "shared_wide", "shared_tall", "shared_paired"),
-    "general_packed": ("plain", "wide", "shared_wide", "shared_tall", "boxes_wide", "boxes_slim", "boxes_paired"),
+    "general_rescale": ("always", "late"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_launch": ("after", "early"),
     "latent_results": ("direct", "bulk"),
     "few_rows": ("none", "values", "all", "streamed", "clustered"),
-    "packed_store": ("plain", "quick", "words"),
+    "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
-    "first_tiles": ("wait", "early"),
-    "rope_launch": ("after", "early"),
-    "prefill_order": ("turns", "free", "overlap"),
+    "prefill_order": ("turns", "overlap"),
 }
 """What each field may be."""
 
@@ -47,21 +44,13 @@ class Variants:
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
-        general_prefill: how the general kernel runs tiles that need no mask in prefills of 128 rows a program over a
-            cache: "plain"; "paired", 64 rows and keys a step, the scale in the exponent's argument, two programs on a
-            multiprocessor; "shared_paired", that, products reading the query from shared memory, and places inside
-            blocks computed once; "shared_tall", that of 128 rows; "shared_wide", that of 128 rows and keys.
-        general_packed: the same over packed keys: "wide" is of 128 rows and keys; "boxes_wide", "boxes_slim" (128 rows,
-            64 keys, four warps) and "boxes_paired" load them by tensor maps on Hopper.
-        packed_store: how new keys and values are packed on GPUs that convert FP8: "plain"; "quick", with fewer
-            instructions for TurboQuant keys and NVFP4; "words", eight columns of NVFP4 and TurboQuant at a time.
+        general_rescale: when the general kernel multiplies results of long prefills by what their weights have shrunk:
+            "always", at every step; "late", on Hopper where a row's maximum has grown by more than 2^8.
+        packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
+            a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this where block tables have room for no more than 2048 tokens in all.
-        first_tiles: when the decode kernels of large batches and of few short requests on Hopper ask for the first keys
-            and values of a program: "wait", once the kernel before has ended; "early", into the L2 cache before that.
-        rope_launch: when the kernel behind RoPE and cache update of few tokens may be launched on Hopper: "after", when
-            these have ended; "early", while they run: decode kernels wait for them before they read.
         prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
@@ -85,19 +74,16 @@ class Variants:
     speculative: str = "packed"
     mixed: str = "overlapped"
     mixed_below: int = 256
-    general_prefill: str = "paired"
-    general_packed: str = "wide"
+    general_rescale: str = "always"
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
-    latent_launch: str = "after"
-    latent_results: str = "direct"
+    latent_launch: str = "early"
+    latent_results: str = "bulk"
     few_rows: str = "values"
     graph_edges: str = "captured"
-    packed_store: str = "plain"
+    packed_store: str = "words"
     few_requests: str = "measured"
-    first_tiles: str = "wait"
-    rope_launch: str = "after"
     prefill_order: str = "turns"
 
     def __post_init__(self) -> None:
