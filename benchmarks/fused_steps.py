@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn
 from benchmarks.kernels import Kernel, kernels_of_layer, profile_kernels
+from vattn.ops.variants import using
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 16
@@ -380,7 +381,15 @@ def markdown(result: dict[str, Any]) -> str:
         spread = ", ".join(f"{value:.3f}" for value in row["off_over_on"])
         difference = "none" if row["bitwise_equal"] else f"{row['relative_l2']:.1e}"
         peer = row.get("transformers", {}).get("ms", "-")
-        cells = [row["batch"], row["ms"]["off"], row["ms"]["on"], spread, *counts, difference, peer]
+        cells = [
+            f"{row['batch']} {row.get('variants', '')}".strip(),
+            row["ms"]["off"],
+            row["ms"]["on"],
+            spread,
+            *counts,
+            difference,
+            peer,
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for row in rows:
         for name in ("off", "on"):
@@ -410,6 +419,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
     parser.add_argument("--activations", choices=QUANTISERS, default="static")
     parser.add_argument("--rope", default="auto", help="option of that name of the passes")
+    parser.add_argument("--variants", nargs="*", default=[], help="of vattn.ops.variants, NAME=VALUE: run again under")
     parser.add_argument("--scope", choices=("model", "layer"), default="model", help="what is compiled at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
@@ -435,10 +445,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "activations": args.activations, "context": args.context, "scope": args.scope, "rows": [],
     }  # fmt: skip
-    for row in run_batches(bench):
-        result["rows"].append(row)
-        print(json.dumps({name: value for name, value in row.items() if "kernels" not in name}), flush=True)
-        save(result, args.json)
+    for variants in ("", *args.variants):
+        with using(**dict([variants.split("=")] if variants else [])):
+            for row in run_batches(bench):
+                result["rows"].append(row if not variants else {**row, "variants": variants})
+                print(json.dumps({name: value for name, value in row.items() if "kernels" not in name}), flush=True)
+                save(result, args.json)
     sizes = bench.sizes
     del bench
     for batch in args.transformers or []:
