@@ -2,7 +2,7 @@
 
     python benchmarks/packed.py --json packed.json
     python benchmarks/packed.py --formats int4_per_token_head --what decode
-    python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what late    # the cut in use, sums rescaled late
+    python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what lone    # the cut in use, CTAs of one warp
 
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,11 @@ from vattn.formats import KV_FORMATS
 from vattn.ops import reference
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
-from vattn.ops.triton.decode_packed import PackedTuning
+from vattn.ops.triton.decode_fast import Tuning
 from vattn.ops.variants import ALLOWED, using
 
 CUTS = tuple(
-    PackedTuning(*cut, **more)
+    Tuning(*cut, **more)
     for cut, more in (
         ((2, 4, 4), {}), ((2, 3, 6), {"max_registers": 168}), ((2, 4, 6), {"max_registers": 168}),
         ((2, 4, 8), {"max_registers": 128}), ((4, 4, 3), {"max_registers": 168}), ((2, 3, 4), {"slots": 2}),
@@ -54,23 +54,16 @@ UPDATES = ((1024, 1), (512, 1))
 """Columns and warps of a program of the store."""
 
 
-def name_of(tuning: PackedTuning) -> str:
+def name_of(tuning: Tuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
-LONE = (PackedTuning(1, 4, 16, max_registers=128), PackedTuning(1, 3, 16, slots=2, max_registers=128))
-"""CTAs of one warp, in which barriers cost nothing."""
-
-
-def cuts(in_use: PackedTuning, late: bool) -> list[PackedTuning]:
-    """Return the cuts to time, each in two ways: all, or the one in use and those of one warp with late rescaling."""
-    found = [in_use, LONE[0]] if late else [*CUTS, *LONE]
-    ways = ((True, False), (True, True)) if late else ((False, False), (True, True))
-    return [replace(cut, late=late, apart=apart) for cut in found for late, apart in ways]
+LONE = (Tuning(1, 4, 16, max_registers=128), Tuning(1, 3, 16, slots=2, max_registers=128))
+"""Those of one warp a CTA, in which barriers cost nothing."""
 
 
 def decode_steps(
-    cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, late: bool = False
+    cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, lone: bool = False
 ) -> dict[str, Callable]:
     """Return the calls to time by name, each compared with the reference on two requests."""
     config = cache.config
@@ -81,8 +74,7 @@ def decode_steps(
     )
     expected, _ = reference.paged_attention(two, config)
     accepted = KV_FORMATS[config.kv_cache_dtype].packed and decode_packed.accepts(args, config)
-    in_use = decode_packed.choose_tuning(config, num_reqs, query.device) if accepted else None
-    for tuning in cuts(in_use, late) if in_use else ():
+    for tuning in (LONE if lone else (*CUTS, *LONE)) if accepted else ():
         shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
@@ -126,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--formats", default="", help="comma separated; default: every packed one")
-    parser.add_argument("--what", choices=("both", "decode", "late", "store"), default="both")
+    parser.add_argument("--what", choices=("both", "decode", "lone", "store"), default="both")
     parser.add_argument("--compile", action="store_true", help="compile and compare all cuts, time none")
     options = parser.parse_args()
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
@@ -148,7 +140,7 @@ def main() -> None:
             cells["store 8192"] = {BASELINE: Timer([lambda: base.store(slots)]), **store_timers(cache, slots)}
         for (num_reqs, seq_len), (query, table) in inputs.items() if options.what != "store" else ():
             calls = {BASELINE: decode_steps(base, num_reqs, seq_len, query, table)["in use"]}
-            calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "late")
+            calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "lone")
             cells[f"{num_reqs} x {seq_len}"] = {label: Timer([call]) for label, call in calls.items()}
         for cell, timers in cells.items() if not options.compile else ():
             times = beside_baseline(timers, 5)

@@ -48,23 +48,3 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
         columns = expected.view(4, -1, 2).permute(1, 2, 0).reshape(-1, 4, 2).permute(1, 0, 2)
         expected = columns.reshape(4, -1)
     assert torch.equal(got.reshape(count, -1), expected)
-
-
-@pytest.mark.parametrize(("sums", "values"), [(2, 16), (2, 8), (4, 8), (4, 4)])
-def test_sums_are_rescaled_where_a_factor_is_not_one(sums: int, values: int) -> None:
-    """A thread's factors are those of two rows; a warp skips what none of its threads has to do."""
-    from vattn.ops.triton import decode_packed_rescale
-
-    name = f"{'TWO' if sums == 2 else 'FOUR'}_{values}"
-    ptx, count = getattr(decode_packed_rescale, name).value, sums * values
-    assert getattr(decode_packed_rescale, f"{name}_OPERANDS").value.count(",") == 2 * count + values - 1
-    draw = np.random.default_rng(values)
-    factor = np.where(draw.random((2, 4096)) < 0.6, 1.0, draw.random((2, 4096))).astype(np.float32)
-    factor[0, :3] = 0.0, np.nextafter(np.float32(1), np.float32(0)), 0.5
-    old = draw.standard_normal((count, 4096)).astype(np.float32)
-    inputs = {f"${i}": old[i].view(np.uint32) for i in range(count)}
-    inputs |= {f"${2 * count + e}": factor[e % 2].view(np.uint32) for e in range(values)}
-    registers = run_ptx(ptx, inputs)
-    assert np.array_equal(registers["moved"], (factor != 1).any(0))
-    got = np.stack([registers[f"${i}"] for i in range(count)]).view(np.float32)
-    assert np.array_equal(got, old * factor[np.arange(count) % values % 2])

@@ -27,7 +27,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:
-    from vattn.ops.triton import decode_packed
+    from vattn.ops.triton import decode_fast, decode_packed
 
     values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, "block_size": 16}
     kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
@@ -38,9 +38,7 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes:
     # A row of zeros, and one whose columns are subnormal in fp16.
     batch.args.query[0, 0] = 0.0
     batch.args.query[1, 1] *= 2.0**-13
-    decode_packed.decode(
-        batch.args, config, decode_packed.PackedTuning(heads, 3, 2, slots=slots, apart=fmt != "int8_per_token_head")
-    )
+    decode_packed.decode(batch.args, config, decode_fast.Tuning(heads, 3, 2, slots=slots))
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE
     # No zero below zero: codes of an output format would differ.

@@ -12,7 +12,7 @@ from tests.ptx_emulation import run_ptx
 from vattn.formats import KV_FORMATS
 from vattn.kv_formats.turboquant import BOUNDARIES, CENTROIDS, pairwise_sum
 from vattn.ops.triton import packed_words
-from vattn.ops.triton.packed_update import choose_store, choose_way
+from vattn.ops.triton.packed_update import choose_store, has_words
 from vattn.ops.triton.tiles import Limits
 from vattn.ops.variants import using
 
@@ -43,9 +43,10 @@ def test_eight_codes_and_the_sum_of_their_squares(bits: int) -> None:
 def test_words_are_stored_in_caches_that_begin_at_one() -> None:
     native, parts = Limits(132, 227 << 10, native_fp8=True), KV_FORMATS["turboquant_4bit_nc"].parts
     storage = torch.zeros(64, dtype=torch.uint8)
-    with using(packed_store="words"):
-        assert choose_way(storage[4:], parts, native) == "words"
-        for cache, those in ((storage[2:], parts), (storage, KV_FORMATS["turboquant_k8v4"].parts)):
-            assert choose_way(cache, those, native) != "words"
-        assert choose_way(storage, parts, Limits(8, 1 << 16, native_fp8=False)) == "plain"
-    assert choose_store(parts[0], "words") is packed_words.store_codebook
+    assert has_words(storage[4:], parts, native)
+    assert not has_words(storage[2:], parts, native)
+    assert not has_words(storage, KV_FORMATS["turboquant_k8v4"].parts, native)
+    assert not has_words(storage, parts, Limits(8, 1 << 16, native_fp8=False))
+    with using(packed_store="plain"):
+        assert not has_words(storage, parts, native)
+    assert choose_store(parts[0], True) is packed_words.store_codebook

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -61,24 +60,11 @@ def test_ragged_requests(fmt: str, size: int) -> None:
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("fmt", PACKED)
 def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.ops.triton import decode_packed
+    from vattn.ops.triton import decode_fast, decode_packed
 
-    tuning = decode_packed.PackedTuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
+    tuning = decode_fast.Tuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
     monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
     check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("fmt", PACKED)
-def test_sums_rescaled_late(fmt: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In few CTAs and in many; maxima that grow in some heads, in some rows of a head, and in the last tiles."""
-    from vattn.ops.triton import decode_packed
-
-    for tunings in (decode_packed.TUNINGS, decode_packed.MANY_TUNINGS):
-        for name, tuning in tunings.items():
-            monkeypatch.setitem(tunings, name, dataclasses.replace(tuning, late=late, apart=late))
-    check(fmt, [1, 16, 31, 33, 300, 900, 2500], padding=2, sliding_window=700, kv_cache_layout="HND", head_size=64)
-    check(fmt, [40] * 300 + [1, 129], num_heads=24, scale=1.0)
 
 
 def test_small_and_large_queries_keep_their_digits() -> None:

@@ -69,7 +69,8 @@ class Codebook:
         codes = zero_unless(finite, codes)
         levels = self._levels(codes, part)
         stored = length * math.sqrt(x.shape[-1]) / pairwise_sum(levels * levels).sqrt()
-        return pack_codes(codes, part.bits), to_fp16(torch.where(finite, stored, torch.nan))
+        # A NaN after rounding: which one a device makes of another is its own affair.
+        return pack_codes(codes, part.bits), torch.where(finite, to_fp16(stored), torch.nan)
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
         """See `vattn.kv_formats.Codec`."""

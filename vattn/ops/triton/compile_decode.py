@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import itertools
 import os
@@ -137,16 +136,8 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         stack.enter_context(using(few_requests="split"))  # Clusters are recorded by themselves.
         if KV_FORMATS[config.kv_cache_dtype].packed:
             decode_packed.decode(args, config)
-            if config.kv_cache_dtype in decode_packed.MANY_TUNINGS:
-                in_use = decode_packed.choose_tuning(config, num_reqs, query.device)
-                decode_packed.decode(
-                    args, config, dataclasses.replace(in_use, late=not in_use.late, apart=not in_use.apart)
-                )
             return found
         decode_fast.decode(args, config)
-        if config.sinks:
-            with using(first_tiles="early"):
-                decode_fast.decode(args, config)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
             written = config if finished else config.with_plain_output()

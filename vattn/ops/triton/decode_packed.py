@@ -5,7 +5,7 @@ Schedule, scratch and reduction are those of `decode_fast`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,34 +30,21 @@ KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4)
 VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4)}
 """Codecs and bits that the kernel unpacks."""
 
-
-@dataclass(frozen=True)
-class PackedTuning(Tuning):
-    """How the main kernel is cut, `slots` being the tiles of a step: 2, or 0 for one.
-
-    Attributes:
-        late: whether a warp multiplies its sums by what their weights have shrunk only where one of them has.
-        apart: whether scores are summed up in two halves, which do not wait for each other.
-    """
-
-    late: bool = False
-    apart: bool = False
-
-
-TUNINGS: dict[str, PackedTuning] = {
-    "int8_per_token_head": PackedTuning(2, 4, 4),
-    "fp8_per_token_head": PackedTuning(2, 4, 4),
-    "turboquant_k8v4": PackedTuning(2, 4, 4),
-    "int4_per_token_head": PackedTuning(2, 3, 6, slots=2, max_registers=168),
-    "turboquant_4bit_nc": PackedTuning(2, 3, 6, max_registers=168),
-    "nvfp4": PackedTuning(2, 4, 6, max_registers=168),
+TUNINGS: dict[str, Tuning] = {
+    "int8_per_token_head": Tuning(2, 4, 4),
+    "fp8_per_token_head": Tuning(2, 4, 4),
+    "turboquant_k8v4": Tuning(2, 4, 4),
+    "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
+    "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
+    "nvfp4": Tuning(2, 4, 6, max_registers=168),
 }
-"""How the kernel is cut by format: what was fastest on an H200 in `benchmarks/packed.py`."""
+"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200 in
+`benchmarks/packed.py`."""
 
-MANY_TUNINGS: dict[str, PackedTuning] = {
-    "int4_per_token_head": PackedTuning(2, 3, 8, slots=2, max_registers=128),
-    "turboquant_4bit_nc": PackedTuning(2, 4, 8, max_registers=128),
-    "nvfp4": PackedTuning(2, 4, 8, max_registers=128),
+MANY_TUNINGS: dict[str, Tuning] = {
+    "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
+    "turboquant_4bit_nc": Tuning(2, 4, 8, max_registers=128),
+    "nvfp4": Tuning(2, 4, 8, max_registers=128),
 }
 """The same where requests outnumber the CTAs of that: more of them, which need not share requests. Groups of more than
 four query heads per KV head leave too few registers."""
@@ -99,9 +86,9 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
 
 
-def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> PackedTuning:
+def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
     """Return how the kernel is cut for a layer and this many requests, with heads that fill their CTAs."""
-    tuning = TUNINGS.get(config.kv_cache_dtype, PackedTuning(2, 4, 4))
+    tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
     groups = -(-config.num_kv_heads // tuning.heads)
     if num_reqs * groups > tuning.ctas * decode_fast._multiprocessors(device) and config.group_size <= 4:
         tuning = MANY_TUNINGS.get(config.kv_cache_dtype, tuning)
@@ -115,7 +102,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: At
     decode_fast.plan(query_start_loc, seq_lens, schedule, config, tuning)
 
 
-def decode(args: AttentionArgs, config: AttentionConfig, tuning: PackedTuning | None = None) -> None:
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
     """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the config would choose."""
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     tuning = tuning or choose_tuning(config, num_reqs, device)
@@ -147,7 +134,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: PackedTuning | 
         _launch_finish(args, config, num_reqs, 1, output, None, fmt)
 
 
-def _boxes(codes: Tensor, tuning: PackedTuning) -> TensorDescriptor:
+def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
     """Return a tensor map over codes `[blocks, block_size, K, bytes]` seen as int16; a box is a CTA's tile."""
     codes = codes.view(torch.int16)
     blocks, block_size, num_heads, width = codes.shape
@@ -156,17 +143,17 @@ def _boxes(codes: Tensor, tuning: PackedTuning) -> TensorDescriptor:
     return TensorDescriptor(codes, shape, strides, [1, tuning.heads, TILE_TOKENS.value, width])
 
 
-def _byte_strides(rows: Tensor | None) -> tuple[int, ...]:
-    """Return how many bytes the codes or scales of blocks, tokens and heads are apart; zeros where there are none."""
-    return (0, 0, 0) if rows is None else tuple(step * rows.itemsize for step in rows.stride()[:3])
+def _byte_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """Return how many bytes the scales of blocks, tokens and heads are apart; zeros where there are none."""
+    return (0, 0, 0) if scales is None else tuple(step * scales.itemsize for step in scales.stride()[:3])
 
 
-def decode_constants(config: AttentionConfig, tuning: PackedTuning) -> dict[str, Any]:
+def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
         "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
-        "PAIR": tuning.slots == 2, "LATE": tuning.late, "APART": tuning.apart,
+        "PAIR": tuning.slots == 2,
     }  # fmt: skip
     width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):
@@ -183,7 +170,7 @@ def decode_constants(config: AttentionConfig, tuning: PackedTuning) -> dict[str,
 def _launch(
     args: AttentionArgs,
     config: AttentionConfig,
-    tuning: PackedTuning,
+    tuning: Tuning,
     sizes: decode_fast.Sizing,
     schedule: Tensor,
     partial_output: Tensor,

@@ -35,7 +35,6 @@ from vattn.ops.triton.decode_packed_codes import (
     unpack,
     unpack_e2m1,
 )
-from vattn.ops.triton.decode_packed_rescale import rescale_four, rescale_two
 from vattn.ops.triton.epilogue import load_scale, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
 from vattn.ops.triton.rotation import rotate_back, rotate_query
@@ -133,7 +132,7 @@ def given_scale(scale, kv_head, KIND: tl.constexpr):
 @triton.jit
 def key_scores(
     keys, a, b, c, d, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr, APART: tl.constexpr,
+    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return scores `[heads, 8, 16]` of one tile.
 
@@ -144,22 +143,11 @@ def key_scores(
     else:
         k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
     scores = tl.dot(a, k0.permute(0, 2, 1))
-    if APART:
-        # Products that wait for each other one by one take longer than two rows of them.
-        others = tl.dot(b, k1.permute(0, 2, 1))
-    else:
-        scores = tl.dot(b, k1.permute(0, 2, 1), scores)
-        others = scores
-    if COUNT == 4 and APART:
-        scores = tl.dot(c, k2.permute(0, 2, 1), scores)
-        others = tl.dot(d, k3.permute(0, 2, 1), others)
-    elif COUNT == 4:
+    scores = tl.dot(b, k1.permute(0, 2, 1), scores)
+    if COUNT == 4:
         scores = tl.dot(c, k2.permute(0, 2, 1), scores)
         scores = tl.dot(d, k3.permute(0, 2, 1), scores)
     low, _ = split_rows(scores, HEADS)
-    if APART:
-        other, _ = split_rows(others, HEADS)
-        low = low + other
     if CODEC == "int8":
         low = low - query_sum[:, :, None] * 128.0
     if CODEC == "int4":
@@ -257,7 +245,7 @@ def score_tile(
     kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
     KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr, APART: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
     inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
@@ -271,9 +259,8 @@ def score_tile(
             key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES, VALUE_STRIDES
         )
     scores = key_scores(
-        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY,
-        APART,
-    )  # fmt: skip
+        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
+    )
     scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
     return scores, value_step(value_words, VALUE_CODEC, HEADS), value_words, values
 
@@ -351,13 +338,12 @@ def finish_item(
 
 @triton.jit
 def decode_packed_kernel(
-    query, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse,
-    partial_output, partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
-    output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    query, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse, partial_output,
+    partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride,
+    table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, LATE: tl.constexpr, APART: tl.constexpr,
+    PAIR: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
     KEY_FLIP: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
     VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr, VALUE_STRIDES: tl.constexpr,
@@ -365,8 +351,8 @@ def decode_packed_kernel(
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
-    PAIR: two tiles at a time. LATE, APART: see `PackedTuning`. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: of the
-    rotation. STRIDES: of scales, in bytes. KV_SCALE, of `k_scale`, `v_scale`: 0 none, 1 one value, 2 one per KV head.
+    PAIR: two tiles at a time. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. STRIDES: of scales, in
+    bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -446,7 +432,7 @@ def decode_packed_kernel(
                     q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page,
                     num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
                     TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT,
-                    VALUE_STRIDES, APART,
+                    VALUE_STRIDES,
                 )  # fmt: skip
                 page = next_page
                 new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
@@ -458,7 +444,7 @@ def decode_packed_kernel(
                         q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales,
                         second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin, second_end,
                         soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT,
-                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, APART,
+                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES,
                     )  # fmt: skip
                     second_page = next_second
                     raised = second_scores + logarithm(second_step)[:, None, :]
@@ -468,16 +454,11 @@ def decode_packed_kernel(
                 total = total * decay[:, :, None]
                 if HAS_OFFSET:
                     offset = offset * decay[:, :, None]
-                if LATE and ASSEMBLY and VALUE_COUNT == 4:
-                    a, b, c, d = rescale_four(a, b, c, d, decay)
-                elif LATE and ASSEMBLY:
-                    a, b = rescale_two(a, b, decay)
-                else:
-                    a = a * decay[:, None, :]
-                    b = b * decay[:, None, :]
-                    if VALUE_COUNT == 4:
-                        c = c * decay[:, None, :]
-                        d = d * decay[:, None, :]
+                a = a * decay[:, None, :]
+                b = b * decay[:, None, :]
+                if VALUE_COUNT == 4:
+                    c = c * decay[:, None, :]
+                    d = d * decay[:, None, :]
                 total, offset, a, b, c, d = add_tile(
                     scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
                     VALUE_CODEC, VALUE_COUNT, ASSEMBLY,

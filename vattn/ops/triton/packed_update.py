@@ -14,7 +14,6 @@ from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.cache_layout import PackedRows, packed_views
 from vattn.ops.triton.cache_update import head_scale, slot_start
 from vattn.ops.triton.packed import TRITON_CODECS, part_constants
-from vattn.ops.triton.packed_quick import QUICK_STORES
 from vattn.ops.triton.packed_words import WORD_STORES
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 from vattn.ops.variants import current
@@ -128,20 +127,15 @@ def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 
-STORES: dict[str, dict[str, Any]] = {"plain": {}, "quick": QUICK_STORES, "words": WORD_STORES}
-"""Other device functions than those of `TRITON_CODECS`, by the variant and the name of the codec."""
+def has_words(kv_cache: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> bool:
+    """Return whether both parts of a format are stored by words, and the cache begins at one."""
+    asked = limits.native_fp8 and current().packed_store == "words"
+    return asked and kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
 
 
-def choose_way(kv_cache: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> str:
-    """Return which of `STORES` write into a cache. Words are for both parts, in caches that begin at one."""
-    way = current().packed_store if limits.native_fp8 else "plain"
-    has_words = kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
-    return "quick" if way == "words" and not has_words else way
-
-
-def choose_store(part: PackedPart, way: str) -> Any:
+def choose_store(part: PackedPart, words: bool) -> Any:
     """Return the device function that stores rows of a part of a format."""
-    return STORES[way].get(part.codec, TRITON_CODECS[part.codec].store)
+    return WORD_STORES[part.codec] if words else TRITON_CODECS[part.codec].store
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
@@ -152,7 +146,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
     limits = limits or Limits.of(args.key.device)
     key, value = packed_views(args.kv_cache, config)
     parts = KV_FORMATS[config.kv_cache_dtype].parts
-    way = choose_way(args.kv_cache, parts, limits)
+    words = has_words(args.kv_cache, parts, limits)
     constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
     tile, num_warps = choose_update(config, max(constants[0][1], constants[1][1]))
     packed_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
@@ -160,8 +154,8 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
         args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",
         **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
-        STORE_KEY=choose_store(parts[0], way), STORE_VALUE=choose_store(parts[1], way),
-        NATIVE=limits.native_fp8, WORDS=way == "words", TILE=tile, num_warps=num_warps,
+        STORE_KEY=choose_store(parts[0], words), STORE_VALUE=choose_store(parts[1], words),
+        NATIVE=limits.native_fp8, WORDS=words, TILE=tile, num_warps=num_warps,
         # A fused multiply and add would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The bytes are those of `packed`, with fewer instructions an element. A thread has eight columns next to each other where
 rows are loaded 16 bytes at a time, so that no code moves between threads. Words of four-bit codes are stored as they
-are: the cache must begin at a multiple of four bytes. `vattn.ops.variants` says where these are used.
+are: the cache must begin at a multiple of four bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from vattn.ops.triton.packed import (
     nvfp4_rows,
     to_fp16,
 )
-from vattn.ops.triton.packed_quick import round_magnitude
 from vattn.ops.triton.rotation import pairwise_sum, rotate
 
 COLUMNS = 8
@@ -294,6 +293,16 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     nan = tl.full(step.shape, float("nan"), tl.float16)
     tl.store(scales, tl.where(known, step, nan), mask=rows)
     tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
+
+
+@triton.jit
+def round_magnitude(x):
+    """Return e2m1 codes of fp32 numbers that are not negative, as `vattn.ops.triton.epilogue.round_e2m1`."""
+    magnitude = tl.minimum(x, 6.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    magic = binade + (22 << 23)
+    rounded = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    return rounded - magic + (binade >> 22) - 254
 
 
 @triton.jit
