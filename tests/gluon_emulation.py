@@ -101,7 +101,6 @@ class Program:
 
     Attributes:
         steps: what the program did that others can see, in order: `"weights"` and `"inputs"` for copies, `"waited"`.
-        asked: places and sizes of what it asked for ahead.
     """
 
     def __init__(
@@ -109,14 +108,13 @@ class Program:
         constants: dict[str, Any],
     ) -> None:  # fmt: skip
         self.steps: list[str] = []
-        self.asked: list[tuple[int, int]] = []
         self.panel_bytes = panel_bytes
         self.changed = threading.Condition()
         self.waited = threading.local()
         gl = types.SimpleNamespace(
             program_id=lambda axis: program, num_programs=lambda axis: programs, minimum=min, static_range=range,
-            int64=torch.int64, int32=torch.int32, float32=torch.float32, full_like=torch.full_like,
-            inline_asm_elementwise=self._ask, convert_layout=lambda x, layout: x, NVMMADistributedLayout=self._nothing,
+            int64=torch.int64, float32=torch.float32, convert_layout=lambda x, layout: x,
+            NVMMADistributedLayout=self._nothing,
             DotOperandLayout=self._nothing, BlockedLayout=self._nothing, SliceLayout=self._nothing,
             SwizzledSharedLayout=self._nothing, arange=lambda low, high, layout: torch.arange(low, high),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), sum=lambda x, axis: x.sum(axis),
@@ -155,12 +153,6 @@ class Program:
         target.store(boxes.box(start))
         size = self.panel_bytes * math.prod(boxes.block_shape[:-1])
         barrier.change(0, -size)
-
-    def _ask(self, text: str, constraints: str, operands: list[Any], **kwargs: Any) -> None:
-        place, size, wanted = operands
-        places = torch.as_tensor(place.offset)[wanted.bool()].tolist()
-        self.asked += zip(places, size[wanted.bool()].tolist(), strict=True)
-        self.steps.append("asked")
 
     def _wait(self) -> None:
         self.waited.done = True

@@ -16,12 +16,11 @@ from tests.test_linear_op import expected, make_args
 pytest.importorskip("triton.experimental.gluon")
 
 from vattn.ops.gluon import few_rows_cluster
-from vattn.ops.gluon.few_rows_cluster_launch import ahead_of, kernel_arguments, spread
+from vattn.ops.gluon.few_rows_cluster_launch import kernel_arguments, spread
 from vattn.ops.gluon.few_rows_launch import PANEL_BYTES
 
 FUNCTIONS = {
-    name: getattr(few_rows_cluster, name).fn
-    for name in ("ask_for_next", "load_weights", "load_inputs", "exchange", "clustered_kernel")
+    name: getattr(few_rows_cluster, name).fn for name in ("load_weights", "load_inputs", "exchange", "clustered_kernel")
 }
 
 
@@ -43,7 +42,7 @@ class Cluster:
         return {
             "open_sums": lambda: 0, "send": send, "receive": lambda place: self.inboxes[rank][place // 4],
             "arrive_at_cluster_barrier": lambda: None, "wait_at_cluster_barrier": lambda: self.barrier.wait(PATIENCE),
-            "block_barrier": lambda: None, "PAD": 4, "THREADS": 128, "PREFETCH": "",
+            "block_barrier": lambda: None, "PAD": 4,
             "warpgroup_mma": lambda a, b, c, is_async: a.load(None) @ b.load(None) + c,
             "warpgroup_mma_wait": lambda num_outstanding, deps: deps[0],
         }  # fmt: skip
@@ -57,9 +56,7 @@ def run(args: Any, processors: int, output: Tensor) -> list[Program]:
     for name, x, height in (("weight_boxes", args.weight, 128), ("input_boxes", args.input, 0)):
         height = height or given[name].block_shape[0]
         given[name] = Boxes(x.float(), [height, given[name].block_shape[1]], name.split("_")[0] + "s")
-    given |= {
-        name: None if x is None else Pointer(x) for name, x in given.items() if name.endswith(("_scale", "_weight"))
-    }
+    given |= {name: None if x is None else Pointer(x) for name, x in given.items() if name.endswith("_scale")}
     given["output"] = Pointer(output)
     programs, faults = [], list[BaseException]()
     for cluster in range(clusters):
@@ -105,23 +102,7 @@ def test_own_code(rows: int, features: int, columns: int, processors: int, size:
     for program in programs:
         weights, inputs = (program.steps.count(kind) for kind in ("weights", "inputs"))
         early = program.steps.index("waited")
-        assert weights == inputs and program.steps[:early] == ["weights"] * early and "asked" not in program.steps
-
-
-@pytest.mark.parametrize(("features", "columns"), [(600, 4096), (70, 64), (16, 1536), (300, 128 * 5)])
-def test_what_is_asked_for(features: int, columns: int) -> None:
-    """Nothing twice, nothing outside of the weight, and behind all loads of a CTA's own."""
-    weight = torch.zeros(features, columns, dtype=torch.bfloat16)
-    for other, processors in ((256, 8), (1000, 3)):
-        row_bytes, piece, size = ahead_of(weight, processors)
-        assert row_bytes == columns * 2 and piece % 128 == 0 and piece * size <= row_bytes and piece <= 768
-        args = make_args(2, "", other, 1024)._replace(next_weight=weight)
-        programs = run(args, processors, torch.zeros(2, other))
-        asked = [start for program in programs for start, _ in program.asked]
-        assert len(set(asked)) == len(asked) > 0 and max(asked) + piece <= features * row_bytes
-        for program in programs:
-            at = program.steps.index("asked")
-            assert program.steps.count("asked") == 1 and not {"weights", "inputs"} & set(program.steps[at:])
+        assert weights == inputs and program.steps[:early] == ["weights"] * early
 
 
 def test_spread() -> None:
@@ -132,7 +113,3 @@ def test_spread() -> None:
     for features in range(1, 40000, 97):
         clusters, size = spread(features, 8192, 132)
         assert clusters * size <= 132 and (size == 1 or clusters * 128 >= features)
-
-
-def test_nothing_is_asked_for_of_odd_rows() -> None:
-    assert ahead_of(None, 132) == ahead_of(torch.zeros(8, 24), 132) == ahead_of(torch.zeros(0, 64), 132) == (0, 0, 0)

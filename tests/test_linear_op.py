@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from typing import Any
 
@@ -157,12 +156,6 @@ REFUSED: dict[str, tuple[LinearArgs, type[Exception], str]] = {
     "no scale": (CODES._replace(input_scale=None), errors.ScaleError, "input_scale missing"),
     "a scale": (PLAIN._replace(weight_scale=torch.ones(1)), errors.ScaleError, "weight_scale with float16"),
     "scales of other rows": (CODES._replace(input_scale=torch.ones(4, 1)), errors.ShapeError, r"\(3, 1\)"),
-    "a transposed next weight": (
-        PLAIN._replace(next_weight=PLAIN.weight.t()),
-        errors.StrideError,
-        "next_weight .* leave it out",
-    ),
-    "a next weight elsewhere": (PLAIN._replace(next_weight=PLAIN.weight.to("meta")), errors.DeviceError, "meta"),
     "scales in bf16": (CODES._replace(weight_scale=torch.ones(48).bfloat16()), errors.ShapeError, "fp32"),
 }
 
@@ -172,27 +165,6 @@ def test_refusals(case: str) -> None:
     args, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
         call(args)
-
-
-def test_the_next_weight_changes_nothing() -> None:
-    for other in (PLAIN.weight, CODES.weight, torch.zeros(1, 8)):
-        assert torch.equal(call(PLAIN._replace(next_weight=other)), call(PLAIN))
-
-
-def test_which_product_follows() -> None:
-    """The next one; the last of a list of layers is followed by the first of it, and the head by the first of all."""
-    pytest.importorskip("transformers")
-    from vattn.integrations.own_linears import _following
-
-    layer = ("attn.qkv", "attn.o", "mlp.up", "mlp.down")
-    names = [f"model.layers.{index}.{name}" for index in range(12) for name in layer]
-    found = _following([*names, "lm_head"])
-    assert all(found[name] == after for name, after in itertools.pairwise(names))
-    assert found[names[-1]] == found["lm_head"] == names[0]
-    assert _following(["a"]) == {"a": "a"} and _following([]) == {}
-    assert _following(["a.0.x", "a.1.x", "b.0.x", "b.1.x"]) == {
-        "a.0.x": "a.1.x", "a.1.x": "a.0.x", "b.0.x": "b.1.x", "b.1.x": "b.0.x"
-    }  # fmt: skip
 
 
 def test_gradients_are_refused() -> None:
@@ -221,5 +193,5 @@ def test_models(fmt: str, merge: bool) -> None:
         logits.append(Runner(packed).step([(PROMPTS[1], 0)])[0])
         disable(model)
         assert before == [type(module) for module in model.modules()]
-        assert not any({"own_product", "next_product"} & vars(module).keys() for module in model.modules())
+        assert not any("own_product" in module.__dict__ for module in model.modules())
     assert torch.equal(*logits)

@@ -26,7 +26,6 @@ class MergedLinear:
         weight, bias: of all parts, behind each other.
         quantised: the layer that all FP8 parts make together, `None` for plain ones.
         own: whether a plain product is `vattn::linear`.
-        next_product: what runs next and has a weight, or `None`; for such a product.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -40,7 +39,6 @@ class MergedLinear:
         if isinstance(parts[0], FP8Linear):
             self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
         self.own = False
-        self.next_product: Any = None
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._adopt()
@@ -73,10 +71,8 @@ class MergedLinear:
         if x is not self._input:
             if self.quantised is not None:
                 out = self.quantised(x)
-            elif self.own:
-                out = own_product(x, self.weight, self.bias, self.next_product)
             else:
-                out = linear(x, self.weight, self.bias)
+                out = (own_product if self.own else linear)(x, self.weight, self.bias)
             self._outputs = out.split(self.sizes, dim=-1)
             self._input = x
         out = self._outputs[index]
@@ -86,10 +82,9 @@ class MergedLinear:
         return out
 
 
-def own_product(x: Tensor, weight: Tensor, bias: Tensor | None, following: Any) -> Tensor:
-    """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`; `following` runs next, or is `None`."""
-    rows, next_weight = x.reshape(-1, x.shape[-1]), None if following is None else following.weight
-    out = torch.ops.vattn.linear(rows, weight, None, None, dtype_name(x.dtype), next_weight)
+def own_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`."""
+    out = torch.ops.vattn.linear(x.reshape(-1, x.shape[-1]), weight, None, None, dtype_name(x.dtype))
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], weight.shape[0])

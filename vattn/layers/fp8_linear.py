@@ -126,7 +126,6 @@ class FP8Linear(nn.Linear):
     weight_scale: Tensor
     quantises_input = True
     own_product = False
-    next_product: Any = None
 
     @known_keywords
     def __init__(
@@ -253,8 +252,7 @@ class FP8Linear(nn.Linear):
         if self.format.blocks:
             return self._product_of_blocks(codes, scale, dtype)
         if self.own_product:
-            following = None if self.next_product is None else self.next_product.weight
-            return torch.ops.vattn.linear(codes, self.weight, scale, other, dtype_name(dtype), following)  # type: ignore[no-any-return]
+            return torch.ops.vattn.linear(codes, self.weight, scale, other, dtype_name(dtype))  # type: ignore[no-any-return]
         return scaled_product(codes, self.weight, scale, other, dtype)
 
     def _product_of_blocks(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

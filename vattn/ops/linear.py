@@ -33,9 +33,6 @@ class LinearArgs(NamedTuple):
     """fp32 `[1]`, or `[N]`; of codes alone."""
     dtype: str
     """Of the result, `"bfloat16"` and so on: the input's, unless that is of codes."""
-    next_weight: Tensor | None = None
-    """`[N', K']`, contiguous, which the product that follows will read: kernels may ask for its first bytes when their
-    own are on their way. Changes no result."""
 
 
 def check_linear(args: LinearArgs) -> None:
@@ -77,12 +74,7 @@ def check_linear(args: LinearArgs) -> None:
                 f"fp32, {' or '.join(map(str, allowed))}",
                 "reshape it",
             )
-    other = args.next_weight
-    if other is not None and not (other.dim() == 2 and other.is_contiguous()):
-        raise StrideError(
-            f"next_weight {tuple(other.shape)} with strides {other.stride()}", "[N, K], contiguous", "leave it out"
-        )
-    devices = {t.device for t in args if isinstance(t, Tensor)}
+    devices = {t.device for t in args[:4] if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise DeviceError(f"tensors on {', '.join(sorted(map(str, devices)))}", "one device", "move them")
 

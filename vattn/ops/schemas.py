@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -87,10 +87,7 @@ QUANTISING_OPS: dict[str, str] = {
 """Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization`'s function of that name."""
 
 PRODUCT_OPS: dict[str, str] = {
-    "linear": (
-        "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype, "
-        "Tensor? next_weight=None) -> Tensor"
-    ),
+    "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor",
 }
 """Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.ops.linear`."""
 
@@ -169,12 +166,7 @@ def _fake_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, T
 
 
 def _fake_linear(
-    input: Tensor,
-    weight: Tensor,
-    input_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    dtype: str,
-    next_weight: Tensor | None = None,
+    input: Tensor, weight: Tensor, input_scale: Tensor | None, weight_scale: Tensor | None, dtype: str
 ) -> Tensor:
     return input.new_empty((input.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
 

@@ -8,9 +8,6 @@ ring, filled on across their ends, takes most of the shared memory, so that no t
 A tile's columns are spread over the warps, a panel of 128 bytes each; their sums are added at the end of a tile.
 
 Weights that the kernel just before has written would be read too early: they are those of a model that stays as it is.
-
-Behind its own loads a program asks for the first bytes of the product that follows, into the L2 cache: memory goes on
-reading while this product ends and small kernels run.
 """
 
 from __future__ import annotations
@@ -22,43 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vattn.ops.gluon.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
 
-PREFETCH = gl.constexpr(
-    """
-    {
-    .reg .pred is_wanted;
-    setp.ne.b32 is_wanted, $3, 0;
-    @is_wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.u32 $0, 0;
-    }
-    """
-)
-
-PIECES = gl.constexpr(32)
-"""Of the next weight, asked for by a program: one by each thread of a warp."""
-
-
-@gluon.jit
-def ask_for_next(next_weight, next_features, program, FEATURES: gl.constexpr, AHEAD: gl.constexpr):
-    """Ask for the beginnings of the rows of the next weight that the program of this number will read first.
-
-    AHEAD: bytes of a row, of a piece, and pieces of a row.
-    """
-    piece = gl.arange(0, PIECES, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    row = piece % (PIECES // AHEAD[2])
-    feature = (program + row // FEATURES * gl.num_programs(0)) * FEATURES + row % FEATURES
-    place = next_weight + feature.to(gl.int64) * AHEAD[0] + piece // (PIECES // AHEAD[2]) * AHEAD[1]
-    size = gl.full_like(piece, AHEAD[1])
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r,r", [place, size, (feature < next_features).to(gl.int32)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
 
 @gluon.jit
 def produce(
-    weight_boxes, input_boxes, next_weight, next_features, num_tiles, weights, inputs, ready, released,
-    CHUNKS: gl.constexpr, PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS: gl.constexpr,
+    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the tiles of this program, chunk by chunk; the first of them before the input exists."""
     program = gl.program_id(0)
@@ -87,8 +52,6 @@ def produce(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if AHEAD[0] > 0:
-        ask_for_next(next_weight, next_features, program, FEATURES, AHEAD)
 
 
 @gluon.jit
@@ -141,18 +104,17 @@ def consume(
         gl.store(target, result.to(output.dtype.element_ty), mask=(row < num_rows) & (feature < num_features))
 
 
-@gluon.jit(do_not_specialize=["num_rows", "next_features"])
+@gluon.jit(do_not_specialize=["num_rows"])
 def streamed_kernel(
-    weight_boxes, input_boxes, input_scale, weight_scale, next_weight, output, num_rows, num_features, next_features,
-    K: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr,
-    FEATURE_SCALES: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    weight_boxes, input_boxes, input_scale, weight_scale, output, num_rows, num_features, K: gl.constexpr,
+    STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: any number of programs.
 
     Both tensor maps see their rows as panels of 128 bytes, `[K / columns of a panel, rows, columns]`; a box has one
     panel a warp, and as many rows of the weight as make a tile, or of the input as it may have. What lies beyond the
-    tensors is read as zeros. CODES: elements are e4m3. AHEAD: see `ask_for_next`, zeros for nothing. OVERLAP: launched
-    while the kernel before may still run.
+    tensors is read as zeros. CODES: elements are e4m3. OVERLAP: launched while the kernel before may still run.
     """
     FEATURES: gl.constexpr = weight_boxes.block_shape[1]
     ROWS: gl.constexpr = input_boxes.block_shape[1]
@@ -175,8 +137,8 @@ def streamed_kernel(
                 released, CHUNKS, PANELS, FEATURES, ROWS, STAGES, CODES, ROW_SCALES, FEATURE_SCALES, OVERLAP,
             )),
             (produce, (
-                weight_boxes, input_boxes, next_weight, next_features, num_tiles, weights, inputs, ready, released,
-                CHUNKS, PANELS, FEATURES, PANELS * (FEATURES + ROWS) * 128, STAGES, AHEAD, OVERLAP,
+                weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS, PANELS, FEATURES,
+                PANELS * (FEATURES + ROWS) * 128, STAGES, OVERLAP,
             )),
         ],
         [1],

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES
 from vattn.ops.gluon import few_rows_cluster_launch, few_rows_launch
@@ -21,7 +20,7 @@ SIZES = ((6144, 4096), (4096, 14336), (16, 64 * 3))
 
 
 def launches() -> Iterator[Launch]:
-    """Yield each dtype and size, each kind of scales, and each way to ask for the next weight."""
+    """Yield each dtype and size, and each kind of scales."""
     for dtype, (features, columns) in itertools.product(("bfloat16", "float16"), SIZES):
         x, weight = (torch.empty(height, columns, dtype=MODEL_DTYPES[dtype]) for height in (2, features))
         yield _recorded(f"{dtype} {features} x {columns}", LinearArgs(x, weight, None, None, dtype))
@@ -29,27 +28,20 @@ def launches() -> Iterator[Launch]:
         x, weight = (torch.empty(height, 4096, dtype=torch.uint8).view(E4M3) for height in (2, 6144))
         scale, other = torch.empty((2, 1) if by_row else 1), torch.empty(6144 if by_feature else 1)
         yield _recorded(f"e4m3 {by_row} {by_feature}", LinearArgs(x, weight, scale, other, "bfloat16"))
-    for columns in (64, 2048, 4096):  # Pieces of the next weight: less than one, one and two of each row.
-        x, weight, following = (torch.empty(height, columns, dtype=torch.bfloat16) for height in (2, 6144, 100))
-        yield _recorded(f"ahead {columns}", LinearArgs(x, weight, None, None, "bfloat16", following))
 
 
 def clustered_launches() -> Iterator[Launch]:
-    """Yield products in clusters of every size, of values and of codes, with and without a next weight."""
+    """Yield products in clusters of every size, of values and of codes."""
     sizes = ((6144, 4096), (4096, 14336), (2048, 2048), (28672, 4096), (24, 64))
     for (rows, kind), (features, columns) in itertools.product(
         zip((2, 16, 32, 32), ("", "", "", "row"), strict=True), sizes
     ):
-        yield _clustered(rows, features, columns, kind, None)
-    for following in (torch.empty(4096, 4096, dtype=torch.uint8), torch.empty(28672, 64, dtype=torch.bfloat16)):
-        yield _clustered(32, 6144, 4096, "", following)
-        yield _clustered(32, 28672, 4096, "tensor", following)
-    yield _clustered(32, 4096, 4096, "", None, "float16")
+        yield _clustered(rows, features, columns, kind)
+    yield _clustered(32, 28672, 4096, "tensor")
+    yield _clustered(32, 4096, 4096, "", "float16")
 
 
-def _clustered(
-    rows: int, features: int, columns: int, codes: str, following: Tensor | None, dtype: str = "bfloat16"
-) -> Launch:
+def _clustered(rows: int, features: int, columns: int, codes: str, dtype: str = "bfloat16") -> Launch:
     x, weight = (
         torch.empty(height, columns, dtype=torch.uint8).view(E4M3)
         if codes
@@ -60,12 +52,12 @@ def _clustered(
     scale = torch.empty((rows, 1) if by_row else 1) if codes else None
     other = torch.empty(features if by_row else 1) if codes else None
     output = torch.empty(rows, features, dtype=MODEL_DTYPES[dtype])
-    args = LinearArgs(x, weight, scale, other, dtype, following)
+    args = LinearArgs(x, weight, scale, other, dtype)
     _, arguments = few_rows_cluster_launch.kernel_arguments(args, output, 132)
     kernel = few_rows_cluster_launch.clustered_kernel
     options = {name: arguments[name] for name in arguments.keys() - set(kernel.arg_names)}
     given = {name: arguments[name] for name in kernel.arg_names}
-    name = f"clustered_kernel {rows} x {features} x {columns} {codes or dtype} ahead {arguments['AHEAD']}"
+    name = f"clustered_kernel {rows} x {features} x {columns} {codes or dtype}"
     return Launch(name, "sm_90", kernel, given, options)
 
 

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from vattn.ops.gluon.cluster_inbox import arrive_at_cluster_barrier, send, wait_at_cluster_barrier
 from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, load_box, wait_for_previous_kernel
-from vattn.ops.gluon.few_rows import PREFETCH
 
 OPEN_INBOX = gl.constexpr(
     """
@@ -32,25 +31,6 @@ OPEN_INBOX = gl.constexpr(
 RECEIVE = gl.constexpr("ld.shared.f32 $0, [$1];")
 
 PAD = gl.constexpr(4)
-
-THREADS = gl.constexpr(128)
-
-
-@gluon.jit
-def ask_for_next(next_weight, next_features, AHEAD: gl.constexpr):
-    """Ask for what the CTA of this number will read first of the next weight: a piece of a row by each thread.
-
-    AHEAD: bytes of a row, of a piece, and CTAs of a cluster there.
-    """
-    program = gl.program_id(0)
-    thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    feature = program // AHEAD[2] * THREADS + thread
-    chunk = program % AHEAD[2] * (AHEAD[0] // 128) // AHEAD[2]
-    place = next_weight + feature.to(gl.int64) * AHEAD[0] + chunk * 128
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r,r", [place, gl.full_like(thread, AHEAD[1]), (feature < next_features).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -102,17 +82,16 @@ def exchange(total, inbox, rank, CLUSTER: gl.constexpr, MMA: gl.constexpr, FINAL
     return result
 
 
-@gluon.jit(do_not_specialize=["num_rows", "next_features"])
+@gluon.jit(do_not_specialize=["num_rows"])
 def clustered_kernel(
-    weight_boxes, input_boxes, input_scale, weight_scale, next_weight, output, num_rows, num_features, next_features,
+    weight_boxes, input_boxes, input_scale, weight_scale, output, num_rows, num_features,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, CLUSTER: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr,
-    FEATURE_SCALES: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    FEATURE_SCALES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: clusters of CLUSTER CTAs; as many as tiles, or with
     clusters of one any number. Boxes: 128 bytes of the rows of a tile, and of the input. CHUNKS: of those in a row.
 
-    CODES: elements are e4m3. AHEAD: see `ask_for_next`, zeros for nothing. OVERLAP: launched while the kernel before
-    may still run. One warpgroup.
+    CODES: elements are e4m3. OVERLAP: launched while the kernel before may still run. One warpgroup.
     """
     FEATURES: gl.constexpr = weight_boxes.block_shape[0]
     COLUMNS: gl.constexpr = weight_boxes.block_shape[1]
@@ -154,9 +133,6 @@ def clustered_kernel(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, FINAL))[None, :]
     if CODES:
         by_row = gl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
-    if AHEAD[0] > 0:
-        if steps == early:
-            ask_for_next(next_weight, next_features, AHEAD)
     stage = 0
     phase = 0
     ahead = early
@@ -178,9 +154,6 @@ def clustered_kernel(
                 load_weights(weight_boxes, ahead, first, count, group, groups, stage, ready, weights, BYTES)
                 load_inputs(input_boxes, ahead, first, count, stage, ready, inputs)
                 ahead += 1
-                if AHEAD[0] > 0:
-                    if ahead == steps:
-                        ask_for_next(next_weight, next_features, AHEAD)
             stage += 1
             if stage == STAGES:
                 stage = 0

@@ -22,9 +22,6 @@ FEATURES = 128
 RING_BYTES = 204 * 1024
 """Of the stages of a CTA: what is left of its shared memory beside the inbox, or sums that change their layout."""
 
-AHEAD_BYTES = 768
-"""Most of a row of the next weight that a CTA asks for: of 128 rows 96 KiB, of 128 CTAs a quarter of the L2 cache."""
-
 
 def spread(features: int, columns_bytes: int, processors: int) -> tuple[int, int]:
     """Return the clusters of a product, and the CTAs of one: the most that all run at once."""
@@ -34,15 +31,6 @@ def spread(features: int, columns_bytes: int, processors: int) -> tuple[int, int
             return tiles, size
     # Equally many tiles for each, or one less.
     return -(-tiles // -(-tiles // processors)), 1
-
-
-def ahead_of(weight: Tensor | None, processors: int) -> tuple[int, int, int]:
-    """Return the bytes of a row of the next weight, of a piece to ask for, and CTAs of a cluster; zeros for none."""
-    row_bytes = 0 if weight is None else weight.shape[1] * weight.itemsize
-    if weight is None or row_bytes % PANEL_BYTES or weight.data_ptr() % 16 or not weight.numel():
-        return 0, 0, 0
-    _, size = spread(weight.shape[0], row_bytes, processors)
-    return row_bytes, min(row_bytes // PANEL_BYTES // size * PANEL_BYTES, AHEAD_BYTES), size
 
 
 def clustered_linear(args: LinearArgs) -> Tensor:
@@ -60,16 +48,13 @@ def kernel_arguments(args: LinearArgs, output: Tensor, processors: int) -> tuple
     x, weight = args.input, args.weight
     height, row_bytes = max(8, triton.next_power_of_2(x.shape[0])), x.shape[1] * x.itemsize
     clusters, size = spread(weight.shape[0], row_bytes, processors)
-    ahead = ahead_of(args.next_weight, processors)
-    following = args.next_weight.view(torch.uint8) if args.next_weight is not None and ahead[0] else None
     return clusters, {
         "weight_boxes": _boxes(weight, FEATURES), "input_boxes": _boxes(x, height), "input_scale": args.input_scale,
-        "weight_scale": args.weight_scale, "next_weight": following, "output": output, "num_rows": x.shape[0],
-        "num_features": weight.shape[0], "next_features": 0 if following is None else following.shape[0],
+        "weight_scale": args.weight_scale, "output": output, "num_rows": x.shape[0], "num_features": weight.shape[0],
         "CHUNKS": row_bytes // PANEL_BYTES, "STAGES": RING_BYTES // ((FEATURES + height) * PANEL_BYTES),
         "CLUSTER": size, "CODES": x.dtype is E4M3,
         "ROW_SCALES": args.input_scale is not None and args.input_scale.dim() == 2,
-        "FEATURE_SCALES": args.weight_scale is not None and args.weight_scale.numel() > 1, "AHEAD": ahead,
+        "FEATURE_SCALES": args.weight_scale is not None and args.weight_scale.numel() > 1,
         "OVERLAP": True, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
 

@@ -49,20 +49,6 @@ RING = Ring()
 MOST_ROWS, MANY_ROWS = 8, 32
 """Rows of the input that this kernel takes, whose every tile reads the whole input; and that of `few_rows_cluster`."""
 
-AHEAD_BYTES = 3072
-"""Most of a piece of the next weight: `few_rows.PIECES` of them on each of 132 multiprocessors are 13 MB, a quarter of
-the L2 cache, which memory reads in 3 us."""
-
-
-def ahead_of(weight: Tensor | None) -> tuple[int, int, int]:
-    """Return the bytes of a row of the next weight, of a piece to ask for, and pieces of a row; zeros for none."""
-    if weight is None:
-        return 0, 0, 0
-    row_bytes = weight.shape[1] * weight.itemsize
-    if row_bytes % 16 or weight.data_ptr() % 16 or not weight.shape[0]:
-        return 0, 0, 0
-    return row_bytes, min(row_bytes, AHEAD_BYTES), 2 if row_bytes >= 2 * AHEAD_BYTES else 1
-
 
 def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
     """Return whether a kernel of up to so many rows runs a product that has been checked."""
@@ -79,16 +65,13 @@ def streamed_linear(args: LinearArgs, ring: Ring = RING) -> Tensor:
     x, weight, features = args.input, args.weight, args.weight.shape[0]
     output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     tiles, rows = -(-features // ring.features), max(8, triton.next_power_of_2(x.shape[0]))
-    ahead = ahead_of(args.next_weight)
-    following = args.next_weight.view(torch.uint8) if args.next_weight is not None and ahead[0] else None
     streamed_kernel[(min(tiles, multiprocessors(x.device)),)](
         weight_boxes=_boxes(weight, ring.features, ring), input_boxes=_boxes(x, rows, ring),
-        input_scale=args.input_scale, weight_scale=args.weight_scale, next_weight=following, output=output,
-        num_rows=x.shape[0], num_features=features, next_features=0 if following is None else following.shape[0],
-        K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
+        input_scale=args.input_scale, weight_scale=args.weight_scale, output=output, num_rows=x.shape[0],
+        num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
         ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
         FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1,
-        AHEAD=ahead, OVERLAP=True, **ring.options,
+        OVERLAP=True, **ring.options,
     )  # fmt: skip
     return output
 
