@@ -89,23 +89,24 @@ def by_tuning(name: str, tuning: Any, fp8_query: bool = False) -> Peer:
     return way(name, make, fp8_query)
 
 
-def by_clusters(name: str, warps: int) -> Peer:
-    """Return the kernel of few requests with so many warps a program, first tiles asked for early."""
+def by_clusters(size: int) -> Peer:
+    """Return the kernel of few requests with so many CTAs a KV head of a request."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.gluon import decode_cluster_launch
+        from vattn.ops.gluon import decode_cluster_launch as launch
 
         args = peers.attention_arguments(cell, "TRITON_ATTN")
         config = AttentionConfig.parse(args.config)
+        grid = (len(cell.work.requests) * config.num_kv_heads,)
+        arguments = launch.kernel_arguments(args, config, args.output, size)
 
         def step() -> Tensor:
-            with variants.using(first_tiles="early"):
-                decode_cluster_launch.launch(args, config, args.output, warps)
+            launch.launch_in_clusters(launch.decode_cluster_kernel, grid, size, arguments)
             return args.output
 
         return step
 
-    return way(name, make)
+    return way(f"clusters of {size}", make)
 
 
 def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
@@ -193,9 +194,8 @@ def by_fa3_on_packed_rows() -> Peer:
     return Peer("FA3 (packed rows)", "fa3", _found, make)
 
 
-def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
-    """Return the general Triton kernel, over the cache or over packed keys and values."""
-    kind = name.split(",")[0]
+def by_general_kernel(name: str, contiguous: bool = False, **changes: Any) -> Peer:
+    """Return the general Triton kernel, over the cache or over packed keys and values, under other variants."""
 
     def make(cell: Cell) -> Call:
         from vattn.ops.triton import launch
@@ -205,7 +205,7 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
         if not contiguous:
 
             def step() -> Tensor:
-                with variants.using(general_prefill=kind):
+                with variants.using(**changes):
                     launch.paged_attention(args, config)
                 return args.output
 
@@ -216,7 +216,7 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
         without_blocks = config.replace(block_size=0)
 
         def packed_step() -> Tensor:
-            with variants.using(general_packed=kind):
+            with variants.using(**changes):
                 launch.packed_attention(packed, without_blocks)
             return args.output
 
@@ -282,53 +282,24 @@ def _cuts(*cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
 
 
 def _decode_questions() -> Iterator[Question]:
-    """Yield decode steps: one kernel for few requests, and first tiles that are asked for early."""
+    """Yield decode steps: one kernel for few requests, and registers of the kernel of many."""
     from vattn.ops.triton.decode_fast import Tuning
 
-    split, early = by_variant("split", few_requests="split"), by_variant("early", first_tiles="early")
-    waves: dict[str, tuple[Peer, ...]] = {
-        "bf16": (
-            DEFAULT, early, by_tuning("128 registers", Tuning(2, 2, 1, slots=4, overlap=True, max_registers=128)),
-            by_tuning("early, 168 registers", Tuning(2, 2, 1, slots=4, overlap=True, ahead=8)),
-            by_tuning("early, 16 tiles", Tuning(2, 2, 1, 4, True, 128, ahead=16)),
-            by_tuning("early, lines of 32", Tuning(2, 2, 1, 4, True, 128, ahead=8, line=32)),
-        ),
-        "fp8": (
-            DEFAULT, by_tuning("overlap, room", Tuning(2, 3, 4, overlap=True, room=48 << 10)),
-            by_tuning("overlap, room, early", Tuning(2, 3, 4, overlap=True, room=48 << 10, ahead=4)),
-            by_tuning("slots 4, early", Tuning(2, 5, 1, 4, True, 128, ahead=16)),
-            by_tuning("slots 4", Tuning(2, 5, 1, slots=4, overlap=True)),
-            by_tuning("slots 4, early, 8 tiles", Tuning(2, 5, 1, 4, True, 128, ahead=8)),
-            by_tuning("slots 4, early, lines of 32", Tuning(2, 5, 1, 4, True, 128, ahead=16, line=32)),
-        ),
-    }  # fmt: skip
-    for cache, ways in waves.items():
-        bar = 1.25 if cache == "bf16" else 1.05
-        yield Question("one wave", LLAMA, WORKS["decode 32x1k"], cache, ways, bar, ("cudnn", "xqa"))
-    clusters = by_variant("clusters", few_requests="clusters")
-    clusters_early = by_clusters("clusters, early", 4)
-    wide = by_clusters("clusters of 8 warps, early", 8)
-    few = (clusters, clusters_early, wide, split)
+    split = by_variant("split", few_requests="split")
+    few = (by_clusters(8), by_clusters(16), split)
+    for lengths, cache in (((1024, 1), "bf16"), ((1024, 1024), "bf16"), ((1024,) * 4, "bf16"), ((1024, 1), "fp8")):
+        work = Work(f"decode of {', '.join(map(str, lengths))}", tuple((1, length) for length in lengths))
+        yield Question("few", LLAMA, work, cache, few, 1.0, ())
+    whole = by_tuning("168 registers", Tuning(2, 2, 1, slots=4, overlap=True))
+    less = by_tuning("128 registers", Tuning(2, 2, 1, slots=4, overlap=True, max_registers=128))
+    for name in ("32x1k", "64x4k", "128x2k"):
+        ways = (DEFAULT, whole)
+        yield Question("registers", LLAMA, WORKS[f"decode {name}"], "bf16", ways, 1.0, ("cudnn",))
+    yield Question("registers", LLAMA, WORKS["speculative 64x4k, 4"], "bf16", (DEFAULT, less), 1.0, ())
     for name, cache, bar in (
         ("1x1k", "bf16", 1.5), ("1x1k", "fp8", 1.1), ("1x8k", "bf16", 1.25), ("1x8k", "fp8", 1.2),
     ):  # fmt: skip
-        splits = (by_tuning("split, early", Tuning(2, 3, 4, overlap=True, ahead=4)),)
-        ways = (*few, *(splits if cache == "bf16" else waves["fp8"][1:3]))
-        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, ways, bar, ("cudnn", "xqa"))
-    for requests, keys in ((1, 2048), (1, 4096), (2, 1024), (4, 1024)):
-        work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
-        yield Question("few", LLAMA, work, "bf16", few, 1.0, ())
-    for name in ("64x4k", "32x8k", "128x2k"):
-        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "bf16", waves["bf16"][:2], 1.0, ("cudnn",))
-        yield Question("waves", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:4], 1.0, ("xqa",))
-    eight = (DEFAULT, by_tuning("early", Tuning(2, 3, 4, overlap=True, ahead=2)))
-    eight += (by_tuning("slots 4, early", Tuning(2, 2, 1, 4, True, 128, ahead=8)),)
-    for name in ("8x1k", "8x8k"):
-        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "bf16", eight, 1.0, ("cudnn",))
-        yield Question("eight", LLAMA, WORKS[f"decode {name}"], "fp8", waves["fp8"][:3], 1.0, ("xqa",))
-    ragged = Work("decode 1 x 32k + 3 x 500", ((1, 32768),) + ((1, 500),) * 3)
-    for cache in ("bf16", "fp8"):
-        yield Question("ragged few", LLAMA, ragged, cache, (DEFAULT, clusters), 1.0, ("fa3", "flashinfer"))
+        yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, (DEFAULT, *few), bar, ("cudnn", "xqa"))
 
 
 def questions() -> Iterator[Question]:
@@ -338,14 +309,19 @@ def questions() -> Iterator[Question]:
     yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
-    orders = [by_variant(name, prefill_order=name) for name in variants.ALLOWED["prefill_order"][1:]]
-    cuts = [by_general_kernel(name) for name in variants.ALLOWED["general_prefill"][1:]]
-    on_packed = [by_general_kernel(f"{name}, packed rows", True) for name in variants.ALLOWED["general_packed"][1:]]
+    overlap = by_variant("overlap", prefill_order="overlap")
+    kinds = [
+        [
+            by_general_kernel(f"{where}, {late}", where == "packed rows", general_rescale=late)
+            for late in ("always", "late")
+        ]
+        for where in ("cache", "packed rows")
+    ]
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, *orders), 0.95, ("fa3",))
-        yield Question("general", LLAMA, work, "bf16", tuple(cuts), 0.7, ("fa3",))
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT, overlap), 0.95, ("fa3",))
+        yield Question("general", LLAMA, work, "bf16", tuple(kinds[0]), 0.7, ("fa3",))
         others = (by_fa3_on_packed_rows(),)
-        yield Question("packed rows", LLAMA, work, "bf16", tuple(on_packed), 0.75, ("fa3",), others)
+        yield Question("packed rows", LLAMA, work, "bf16", tuple(kinds[1]), 0.75, ("fa3",), others)
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)

@@ -139,32 +139,3 @@ def test_every_replay_gives_the_same_bits(lengths: list[int], cache: dict[str, A
         torch.cuda.synchronize()
         assert all(torch.equal(output, first) for output in outputs)
     assert torch.equal(batch.args.lse, first_lse)
-
-
-@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
-@pytest.mark.parametrize("slots", [4, 8])
-@pytest.mark.parametrize("guess", [0x7FFFFFFF, 7])
-@pytest.mark.parametrize("lengths", [[1000], [6000, 3], [900, 40, 2000, 1]], ids=str)
-def test_keys_asked_for_early(lengths: list[int], guess: int, slots: int, cache: dict[str, Any]) -> None:
-    """The same bits, whatever lengths and tables hold until the kernel before has written them."""
-    from tests.gpu.late_copy import copy_late
-    from vattn.ops.gluon import decode_cluster_launch
-
-    batch = decode_batch(lengths, **LLAMA, **cache)
-    args = batch.args
-    decode_cluster_launch.launch(args, batch.config, args.output, slots)
-    expected, expected_lse = args.output.clone(), args.lse.clone()
-    output, lse = batch.expected()
-    assert relative_l2(batch.output(), output) < TOLERANCE[batch.config.dtype]
-    assert (expected_lse - lse)[lse.isfinite()].abs().max() < LSE_TOLERANCE
-    seq_lens, table = args.seq_lens.clone(), args.block_table.clone()
-    with using(first_tiles="early"):
-        decode_cluster_launch.launch(args, batch.config, args.output, slots)
-        for _ in range(10):
-            output_bytes = args.output.view(torch.uint8).fill_(0x7F)
-            args.seq_lens.fill_(guess)
-            args.block_table.fill_(guess)
-            copy_late((seq_lens, args.seq_lens), (table, args.block_table))
-            for _ in range(3):
-                decode_cluster_launch.launch(args, batch.config, args.output, slots)
-            assert torch.equal(output_bytes, expected.view(torch.uint8)) and torch.equal(args.lse, expected_lse)

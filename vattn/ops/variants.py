@@ -50,7 +50,7 @@ class Variants:
             a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
-            "measured", this where block tables have room for no more than 2048 tokens in all.
+            "measured", this for a request whose block table has room for no more than 2048 tokens.
         prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from vattn.ops.gluon.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
 from vattn.ops.gluon.epilogue import QUERY_ROWS, divide, encode_e4m3, load_scale, store_groups, store_result
 from vattn.ops.triton.decode_fast_kernels import (
-    FETCH,
     FP16_QUERY_SHRINK,
     ITEM_FIELDS,
     LOWEST_MAXIMUM,
@@ -92,58 +91,6 @@ def load_item(schedule, cta, item, ctas):
     return (
         gl.load(record), gl.load(record + 1), rows, gl.load(record + 3), gl.load(record + 4), gl.load(record + 5),
         gl.load(record + 6), next_cta, next_item,
-    )  # fmt: skip
-
-
-@gluon.jit
-def fetch_lines(
-    key_start, value_start, table, tile, token, head, column, is_wanted, num_blocks, block_stride, token_stride,
-    head_stride, PER_BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Ask for lines of keys and values, into L2, while the kernel before may still run.
-
-    What that kernel writes may be read here as it was, or half written: all this is a guess. So every index is kept
-    inside of what it is an index of, nothing that is read here stays in L1, where it would be found again after the
-    wait, and nothing that is asked for goes further than L2, where what is written later is written too.
-    """
-    page = gl.load(table + tile // PER_BLOCK, mask=is_wanted, other=-1, cache_modifier=".cg")
-    is_wanted = (is_wanted & (page >= 0) & (page < num_blocks)).to(gl.int32)
-    place = page.to(gl.int64) * block_stride + (tile % PER_BLOCK * TILE_TOKENS + token).to(gl.int64) * token_stride
-    place += head.to(gl.int64) * head_stride + column
-    for start in gl.static_range(2):
-        pointers = (key_start if start == 0 else value_start) + place
-        gl.inline_asm_elementwise(
-            FETCH, "=r,l,r", [pointers.to(gl.int64), is_wanted], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def fetch_first_tiles(
-    key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride, table_width,
-    num_blocks, num_reqs, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, AHEAD: gl.constexpr, NUM_WARPS: gl.constexpr,
-):  # fmt: skip
-    """Ask for the first tiles of this CTA's first item, see `fetch_lines`; the schedule is a guess too."""
-    HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
-    LINE: gl.constexpr = AHEAD[1] // 2 if WIDTH > AHEAD[1] // 2 else WIDTH
-    LINES: gl.constexpr = WIDTH // LINE
-    index = gl.arange(0, AHEAD[0] * TILE_TOKENS * HEADS * LINES, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-    head = (gl.program_id(0) % HEAD_GROUPS) * HEADS + index // LINES % HEADS
-    token = index // (LINES * HEADS) % TILE_TOKENS
-    cta = gl.program_id(0) // HEAD_GROUPS
-    record = schedule + (cta + 1) * ITEM_FIELDS
-    active = gl.load(schedule, cache_modifier=".cg")
-    request = gl.load(record, cache_modifier=".cg")
-    first = gl.load(record + 4, cache_modifier=".cg")
-    last = gl.minimum(gl.load(record + 5, cache_modifier=".cg"), table_width * PER_BLOCK)
-    is_item = (cta < active) & (request >= 0) & (request < num_reqs) & (first >= 0) & (first < last)
-    tile = first + index // (LINES * HEADS * TILE_TOKENS)
-    is_wanted = (tile < last) & is_item & (head < NUM_KV_HEADS)
-    table = block_table + request.to(gl.int64) * table_stride
-    fetch_lines(
-        key_start, value_start, table, tile, token, head, index % LINES * LINE, is_wanted, num_blocks, block_stride,
-        token_stride, head_stride, PER_BLOCK,
     )  # fmt: skip
 
 
@@ -333,14 +280,13 @@ def load_query(query, query_rows, columns, mask, step, LOAD: gl.constexpr, FP8: 
 def consume(
     query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
     sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride, group_stride, table_stride,
-    table_width, num_blocks, score_scale, soft_cap, key_start, value_start, block_stride, token_stride, head_stride,
-    num_reqs, keys, values, key_ready, value_ready, released, maxima, sums, accs,
+    table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, WINDOW: gl.constexpr,
     FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
     KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr,
     OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    AHEAD: gl.constexpr, NUM_WARPS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this CTA's items."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -359,12 +305,6 @@ def consume(
     )
     MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
     MERGED_ROWS: gl.constexpr = gl.SliceLayout(1, MERGED)
-    if AHEAD[0] > 0:
-        # The first keys are longer on their way than all that is done here before they are there.
-        fetch_first_tiles(
-            key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride,
-            table_width, num_blocks, num_reqs, NUM_KV_HEADS, HEADS, WIDTH, BLOCK_SIZE, AHEAD, NUM_WARPS,
-        )  # fmt: skip
     if OVERLAP and OVERLAP != "end":
         wait_for_previous_kernel()
     head0 = (gl.program_id(0) % HEAD_GROUPS) * HEADS
@@ -555,25 +495,22 @@ def consume(
                     gl.store(lse + (row + token_m).to(gl.int64) * NUM_HEADS + head_of_row, log, mask=mask_m)
 
 
-@gluon.jit(do_not_specialize=["scale_stride", "group_stride", "num_reqs"])
+@gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
     query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
     q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
-    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, key_start, value_start, block_stride,
-    token_stride, head_stride, num_reqs,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
     QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
     MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
 
     SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
     time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
-    first, or at the end if it is "end". AHEAD: tiles of the first item, 0 or a power of two, that are asked for before
-    that wait, and bytes that are asked for at a time; `key_start`, `value_start`, the strides of the cache, in its
-    16-bit elements, and `num_reqs` are for this alone, None without.
+    first, or at the end if it is "end".
     """
     ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -601,11 +538,10 @@ def decode_kernel(
             (consume, (
                 query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale,
                 k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
-                group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, key_start, value_start,
-                block_stride, token_stride, head_stride, num_reqs, keys, values, key_ready, value_ready, released,
-                maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE, TOKENS, ROWS, WINDOW, FP8,
-                QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP,
-                AHEAD, num_warps,
+                group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready,
+                value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE,
+                TOKENS, ROWS, WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS,
+                SLOTS, STAGES, OVERLAP, num_warps,
             )),
             (produce, (
                 key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,

@@ -25,7 +25,7 @@ from vattn.ops.gluon.cluster_inbox import (
     wait_at_cluster_barrier,
 )
 from vattn.ops.gluon.compat import as_tiles, block_barrier, copy_rows, let_next_kernel_start, wait_for_previous_kernel
-from vattn.ops.gluon.decode import fetch_lines, keep_rows, load_query, multiply_values, take_scores, tile_scores
+from vattn.ops.gluon.decode import keep_rows, load_query, multiply_values, take_scores, tile_scores
 from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_result
 from vattn.ops.triton.decode_fast_kernels import LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.ops.triton.mask import LN2, LOG2E
@@ -70,28 +70,6 @@ def first_pages(
 
 
 @gluon.jit
-def fetch_first_steps(
-    key_cache, value_cache, block_table, seq_lens, row, rank, kv_head, block_stride, token_stride, head_stride,
-    table_stride, table_width, num_blocks, WIDTH: gl.constexpr, PER_BLOCK: gl.constexpr, CLUSTER: gl.constexpr,
-    SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Ask for the keys and values of the first AHEAD steps of row r of request r, see `fetch_lines`."""
-    LINE: gl.constexpr = 64 if WIDTH > 64 else WIDTH
-    LINES: gl.constexpr = WIDTH // LINE
-    index = gl.arange(0, AHEAD * SLOTS * TILE_TOKENS * LINES, layout=gl.BlockedLayout([1], [32], [SLOTS], [0]))
-    token = index // LINES % TILE_TOKENS
-    slot = index // (LINES * TILE_TOKENS)
-    tile = (slot // SLOTS * CLUSTER + rank) * SLOTS + slot % SLOTS
-    seq_len = gl.load(seq_lens + row, cache_modifier=".cg")
-    is_wanted = (tile * TILE_TOKENS < seq_len) & (tile < table_width * PER_BLOCK)
-    table = block_table + row.to(gl.int64) * table_stride
-    fetch_lines(
-        key_cache, value_cache, table, tile, token, kv_head + 0 * tile, index % LINES * LINE, is_wanted, num_blocks,
-        block_stride, token_stride, head_stride, PER_BLOCK,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copy_step(
     keys, values, key_cache, value_cache, page, tile, begin, end, num_blocks, place, token, column, block_stride,
     token_stride, stage, PER_BLOCK: gl.constexpr,
@@ -119,13 +97,12 @@ def decode_cluster_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
     SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
-    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attend as many rows as requests; grid: rows x KV heads x CLUSTER, launched in clusters of CLUSTER.
 
     SLOTS is the number of warps. Strides of the cache are in its elements, int16 pairs of columns where it is FP8.
-    Launched while the kernel before may still run, it waits for that first. AHEAD: steps, 0 or a power of two, whose
-    keys are asked for before, unless a window hides them.
+    Launched while the kernel before may still run, it waits for that first.
     """
     let_next_kernel_start()
     GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -151,11 +128,6 @@ def decode_cluster_kernel(
     rank = gl.program_id(0) % CLUSTER
     kv_head = gl.program_id(0) // CLUSTER % NUM_KV_HEADS
     row = gl.program_id(0) // (CLUSTER * NUM_KV_HEADS)
-    if AHEAD and not WINDOW:
-        fetch_first_steps(
-            key_cache, value_cache, block_table, seq_lens, row, rank, kv_head, block_stride, token_stride, head_stride,
-            table_stride, table_width, num_blocks, WIDTH, PER_BLOCK, CLUSTER, SLOTS, AHEAD,
-        )  # fmt: skip
     arrive_at_cluster_barrier()
     wait_for_previous_kernel()
     keys = gl.allocate_shared_memory(key_cache.dtype.element_ty, [STAGES, SLOTS, TILE_TOKENS, WIDTH], SWIZZLE)

@@ -31,8 +31,8 @@ LEAST_CTAS = 64
 SLOTS = 4
 """Warps of a CTA, a tile of 16 keys each."""
 
-MOST_TOKENS = 2048
-"""Of all requests together, up to which clusters are faster: of more, splits keep the card busier."""
+MOST_TOKENS, MOST_HEADS = 2048, 8
+"""Of a request, and KV heads of all requests, up to which clusters are faster: of more, splits keep the card busier."""
 
 
 def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -41,7 +41,8 @@ def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
     if way == "split" or not 0 < num_reqs <= decode_fast.FEW_REQUESTS:
         return False
     # Lengths are on the device; what the host knows of them is how many blocks a request can have.
-    if way == "measured" and num_reqs * args.block_table.shape[1] * config.block_size > MOST_TOKENS:
+    tokens, heads = args.block_table.shape[1] * config.block_size, num_reqs * config.num_kv_heads
+    if way == "measured" and (tokens > MOST_TOKENS or heads > MOST_HEADS):
         return False
     return args.query.shape[0] == num_reqs and not refusals(args, config)
 
@@ -64,7 +65,7 @@ def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
 
 def cluster_size(config: AttentionConfig, num_reqs: int) -> int:
     """Return how many CTAs share a KV head of a request: 8 where that fills the card, else 16."""
-    return 8 if config.num_kv_heads * num_reqs * 8 >= 192 else 16
+    return 8 if config.num_kv_heads * num_reqs * 8 >= 128 else 16
 
 
 def decode(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -79,11 +80,11 @@ def decode(args: AttentionArgs, config: AttentionConfig) -> None:
         _launch_finish(args, config, args.seq_lens.shape[0], 1, output, None, fmt)
 
 
-def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor, slots: int = SLOTS) -> None:
+def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> None:
     """Launch the kernel; `output` is the final one, or another in the model dtype."""
     num_reqs = args.seq_lens.shape[0]
     size = cluster_size(config, num_reqs)
-    arguments = kernel_arguments(args, config, output, size, slots)
+    arguments = kernel_arguments(args, config, output, size)
     launch_in_clusters(decode_cluster_kernel, (num_reqs * config.num_kv_heads,), size, arguments)
 
 
@@ -109,9 +110,7 @@ def stages(config: AttentionConfig) -> int:
     return 5 if config.head_size == 128 else 4
 
 
-def kernel_arguments(
-    args: AttentionArgs, config: AttentionConfig, output: Tensor, size: int, slots: int = SLOTS
-) -> dict[str, Any]:
+def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor, size: int) -> dict[str, Any]:
     """Return what the kernel is launched with, in clusters of `size`."""
     quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
     tuning = decode_fast.Tuning(1, stages(config))
@@ -122,8 +121,6 @@ def kernel_arguments(
     common = decode_fast._common_arguments(args, config, output)
     score_scale, soft_cap = decode_fast.score_scales(config)
     constants = decode_fast.decode_constants(config, tuning)
-    early = variants.current().first_tiles == "early"
-    ahead = 1 << ((tuning.stages - 1).bit_length() - 1) if early else 0
     return {
         **common, **{name: constants[name] for name in _CONSTANTS}, "query": args.query, "key_cache": key,
         "value_cache": value, "block_table": args.block_table, "query_start_loc": args.query_start_loc,
@@ -132,8 +129,8 @@ def kernel_arguments(
         "block_stride": key.stride(0), "token_stride": key.stride(1), "head_stride": key.stride(2),
         "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
         "num_blocks": num_blocks, "num_reqs": args.seq_lens.shape[0], "score_scale": score_scale,
-        "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": slots, "STAGES": tuning.stages, "AHEAD": ahead,
-        "num_warps": slots, "launch_pdl": True,
+        "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages,
+        "num_warps": SLOTS, "launch_pdl": True,
     }  # fmt: skip
 
 

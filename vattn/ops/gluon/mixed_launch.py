@@ -67,7 +67,7 @@ def short_rows(config: AttentionConfig) -> int:
 def tuning_of(config: AttentionConfig, num_reqs: int, way: str) -> Tuning:
     """Return the tuning of the decode kernel in a step of two kernels."""
     tuning = decode_fast.choose_tuning(config, num_reqs, short_rows(config))
-    return replace(tuning, overlap="end", ahead=0) if way == "overlapped" else tuning
+    return replace(tuning, overlap="end") if way == "overlapped" else tuning
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -8,7 +8,7 @@ request of more is walked by one CTA, some rows after the others (slow, but righ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -69,11 +69,6 @@ class Tuning:
         overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
             one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
-        ahead: where steps overlap: tiles of a CTA's first item that it asks for before it waits for the kernel before,
-            a power of two; 0: none.
-        line: bytes that are asked for at a time.
-        room: bytes of shared memory, up to 48 KB, that a CTA of the Triton kernel is given at least, so that no more of
-            them than `ctas` fit.
     """
 
     heads: int
@@ -82,9 +77,6 @@ class Tuning:
     slots: int = 0
     overlap: bool | Literal["end"] = False
     max_registers: int | None = None
-    ahead: int = 0
-    line: int = 128
-    room: int = 0
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
@@ -101,21 +93,12 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
-            return with_first_tiles(Tuning(4, stages, ctas=1, slots=2, overlap=True))
-        return with_first_tiles(Tuning(heads, stages, ctas=1, slots=4, overlap=True))
+            return Tuning(4, stages, ctas=1, slots=2, overlap=True)
+        # With fewer registers the reduction's programs find room beside this kernel, and the next step's behind them.
+        registers = 128 if plain and tokens == 1 else None
+        return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
-
-
-def with_first_tiles(tuning: Tuning) -> Tuning:
-    """Return a tuning of the Gluon kernel that asks early for as many tiles as its stages hold, if it is to.
-
-    That is of use where its CTAs start as soon as those of the step before end: they may not until all programs of the
-    reduction between them have begun, for which the main kernel leaves registers.
-    """
-    if current().first_tiles == "wait":
-        return tuning
-    return replace(tuning, ahead=1 << ((tuning.slots * tuning.stages).bit_length() - 1), max_registers=128)
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -357,7 +340,7 @@ def launch(
     common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     way = choose_reduction(config if finished else written, num_reqs)
-    most = 6 if tuning.max_registers else 8  # So many find room beside a main kernel that leaves registers.
+    most = 6 if tuning.max_registers else 8  # Of a multiprocessor: what there is room for beside the main kernel.
     programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
@@ -446,29 +429,12 @@ def _launch_decode(
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
         warps *= tuning.slots
-    compiled = kernel[grid_of(config, tuning, sizes)](
+    kernel[grid_of(config, tuning, sizes)](
         query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
         query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
         launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
-        **cache_arguments(args, config, tuning), **early_arguments(args, config, tuning),
-        **decode_constants(config, tuning, tokens),
+        **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
     )  # fmt: skip
-    if tuning.room and hasattr(compiled, "packed_metadata"):
-        # What is launched with; the first launch, which compiles, has what the kernel needs. Nothing else changes.
-        warps, ctas, shared = compiled.packed_metadata
-        compiled.packed_metadata = (warps, ctas, max(shared, tuning.room))
-
-
-def early_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
-    """Return what a main kernel takes to ask for its first tiles early, None each where it does not."""
-    names = ("key_start", "value_start", "block_stride", "token_stride", "head_stride", "num_reqs")
-    how = {"AHEAD": (tuning.ahead, tuning.line)}
-    if not tuning.ahead:
-        return how | dict.fromkeys(names)
-    key, value = key_value_views(args.kv_cache, config)
-    if config.kv_cache_dtype in QUANTISED_CACHES:
-        key, value = key.view(torch.int16), value.view(torch.int16)
-    return how | dict(zip(names, (key, value, *key.stride()[:3], args.seq_lens.shape[0]), strict=True))
 
 
 def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:

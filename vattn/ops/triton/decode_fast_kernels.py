@@ -72,9 +72,6 @@ UNPACK_VALUES = tl.constexpr(
 )
 """PTX of `unpack_values`. A register holds a pair of columns of each of two tokens; its bytes are sorted by column."""
 
-FETCH = tl.constexpr("{.reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
-"""PTX: ask for the line of an address in L2 where a number is not zero."""
-
 
 @triton.jit
 def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
@@ -408,71 +405,25 @@ def load_item(schedule, cta, item, ctas):
     return request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item
 
 
-@triton.jit
-def fetch_first_tiles(
-    key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride, table_width,
-    num_blocks, num_reqs, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    TILES_PER_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first tiles of this CTA's first item, into L2, while the kernel before may still run.
-
-    See `vattn.ops.gluon.decode.fetch_lines`: what is read here is a guess, kept inside of bounds and out of L1.
-    """
-    HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    LINE: tl.constexpr = AHEAD[1] // 2 if WIDTH > AHEAD[1] // 2 else WIDTH
-    LINES: tl.constexpr = WIDTH // LINE
-    index = tl.arange(0, AHEAD[0] * TILE_TOKENS * HEADS * LINES)
-    head = (tl.program_id(0) % HEAD_GROUPS) * HEADS + index // LINES % HEADS
-    cta = tl.program_id(0) // HEAD_GROUPS
-    record = schedule + (cta + 1) * ITEM_FIELDS
-    active = tl.load(schedule, cache_modifier=".cg")
-    request = tl.load(record, cache_modifier=".cg")
-    first = tl.load(record + 4, cache_modifier=".cg")
-    last = tl.minimum(tl.load(record + 5, cache_modifier=".cg"), table_width * TILES_PER_BLOCK)
-    is_item = (cta < active) & (request >= 0) & (request < num_reqs) & (first >= 0) & (first < last)
-    tile = first + index // (LINES * HEADS * TILE_TOKENS)
-    is_wanted = (tile < last) & is_item & (head < NUM_KV_HEADS)
-    table = block_table + request.to(tl.int64) * table_stride
-    page = tl.load(table + tile // TILES_PER_BLOCK, mask=is_wanted, other=-1, cache_modifier=".cg")
-    is_wanted = (is_wanted & (page >= 0) & (page < num_blocks)).to(tl.int32)
-    token = tile % TILES_PER_BLOCK * TILE_TOKENS + index // (LINES * HEADS) % TILE_TOKENS
-    place = page.to(tl.int64) * block_stride + token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
-    place += index % LINES * LINE
-    for start in tl.static_range(2):
-        pointers = (key_start if start == 0 else value_start) + place
-        tl.inline_asm_elementwise(
-            FETCH, "=r,l,r", [pointers.to(tl.int64), is_wanted], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit(do_not_specialize=["scale_stride", "group_stride", "num_reqs"])
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
     query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
     q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
-    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, key_start, value_start, block_stride,
-    token_stride, head_stride, num_reqs,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, QUERY_LOAD: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
 
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
-    kernel before may still run, so wait for it first, or at the end if it is "end". AHEAD: tiles of the first item, 0
-    or a power of two, that are asked for before that wait, and bytes that are asked for at a time; `key_start`,
-    `value_start`, the strides of the cache, in its 16-bit elements, and `num_reqs` are for this alone, None without.
+    kernel before may still run, so wait for it first, or at the end if it is "end".
     """
     tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD[0] > 0:
-        fetch_first_tiles(
-            key_start, value_start, block_table, schedule, block_stride, token_stride, head_stride, table_stride,
-            table_width, num_blocks, num_reqs, NUM_KV_HEADS, HEADS, HEAD_SIZE // 2 if FP8 else HEAD_SIZE,
-            BLOCK_SIZE // TILE_TOKENS, AHEAD,
-        )  # fmt: skip
     if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS

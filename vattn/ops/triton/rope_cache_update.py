@@ -21,7 +21,6 @@ from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
 from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
-from vattn.ops.variants import current
 from vattn.rope_config import RopeConfig
 
 
@@ -210,7 +209,7 @@ def rope_update_kernel(
     SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads.
 
@@ -218,10 +217,7 @@ def rope_update_kernel(
     time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
 
     SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
-    EARLY: the next kernel may start at once; those that make use of it wait for this one before they read.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
@@ -288,7 +284,6 @@ def rope_update(
         *args.query.stride()[:2], *args.key.stride()[:2], *args.value.stride()[:2], *args.cos.stride(),
         *args.sin.stride(),
         K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
-        EARLY=limits.hopper and bool(tiles.keep) and current().rope_launch == "early",
         enable_fp_fusion=True, **constants,
     )  # fmt: skip
 
