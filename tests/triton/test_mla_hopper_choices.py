@@ -13,7 +13,7 @@ from vattn.ops import variants
 
 pytest.importorskip("triton")
 
-from vattn.ops.gluon import mla_prefill_launch, mla_sparse
+from vattn.ops.gluon import mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.triton import mla_reduce
 
 HOPPER = DeviceInfo("cuda", (9, 0))
@@ -82,3 +82,19 @@ def test_merges_fit_registers_and_the_device(splits: int, rows: int, monkeypatch
     ((programs, given),) = launched
     assert given["STEP"] >= min(splits, 64) and given["STEP"] * given["COLUMNS"] <= 2048
     assert 512 % given["COLUMNS"] == 0 and 0 < programs <= min(rows * 512 // given["COLUMNS"], 132 * 16)
+
+
+@pytest.mark.parametrize(("rows", "way", "bulk"), [(64, "bulk", True), (64, "direct", False), (16, "bulk", False)])
+def test_results_of_64_rows_may_leave_by_bulk_copies(rows: int, way: str, bulk: bool) -> None:
+    with variants.using(latent_results=way):
+        partial, stats = mla_launch.partial_results(3, rows, 2, torch.device("cpu"))
+        found = mla_launch.result_boxes(torch.empty(5, 128, 512, dtype=torch.bfloat16), partial)
+    assert partial.shape == (3, 2 * rows, 512) and stats.shape == (3, 2 * rows, 2) and stats.dtype == torch.float32
+    assert found["BULK"] == bulk and partial.dtype == (torch.bfloat16 if bulk else torch.float32)
+    if bulk:
+        assert found["output_boxes"].shape == [5 * 128, 512] and found["partial_boxes"].shape == [6 * rows, 512]
+
+
+@pytest.mark.parametrize(("heads", "together"), [(16, 8), (128, 8), (12, 4), (6, 2), (3, 1)])
+def test_heads_of_prompts_side_by_side(heads: int, together: int) -> None:
+    assert mla_prefill_launch.heads_together(heads) == together
