@@ -81,7 +81,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("decode", 64, 8, 8192, bar=1.0),
     Cell("decode", 128, 16, 4096, tokens=4, bar=1.0),
     Cell("decode", 16, 128, -8192, bar=1.0),
-    *(Cell("ways", 16, 1, 8192, tokens=8192, changes={"output_format": name}) for name in ("fp8_group128", "nvfp4")),
+    *(Cell("ways", 16, 1, 8192, tokens=8192, changes={"output_format": name}) for name in ("nvfp4", "fp8_group128")),
 )
 """Most wanted first. An empty `against` of a changed cell is the layer without the changes."""
 
