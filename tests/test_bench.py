@@ -293,10 +293,10 @@ def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) ->
         return lambda: torch.zeros_like(cell.query)
 
     ways = (
-        bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("paired"),
+        bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("kernel"),
         bench.way("spy", spy), bench.way("wrong", wrong), bench.by_parts("parts"),
     )  # fmt: skip
-    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn paired": 5.0, "vattn spy": 6.0, "vattn parts": 9.0}
+    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn kernel": 5.0, "vattn spy": 6.0, "vattn parts": 9.0}
     monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
     row = bench.answer(bench.Question("mixed", layer, work, "fp8", ways, 1.05, ("xqa",)), CPU)
     assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,16 +97,16 @@ def test_large(case: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.01, None, 4.0])
-@pytest.mark.parametrize("way", variants.ALLOWED["general_prefill"][1:])
+@pytest.mark.parametrize("rescale", variants.ALLOWED["general_rescale"])
 @pytest.mark.parametrize("case", ["long", "long-window", "long-negative"])
-def test_cuts_of_long_prefills(case: str, way: str, scale: float | None) -> None:
+def test_long_prefills(case: str, rescale: str, scale: float | None) -> None:
     changes, lens = LARGE[case]
     if scale is not None:
         changes = {**changes, "scale": scale if changes.get("scale", 1.0) > 0 else -scale}
     config = make_config(**{**LLAMA, **changes, "backend": "TRITON_ATTN"})
-    with variants.using(general_prefill=way):
+    with variants.using(general_rescale=rescale):
         chosen = choose_tiles(config, 1388, 4, 1500, Limits.of(torch.device("cuda")))
-        assert chosen.hoisted == ("_" in way) and chosen.positive == ("_" in way and config.scale > 0)
+        assert chosen.hoisted and chosen.positive == (config.scale > 0)
         assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
 
 
@@ -119,16 +120,25 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", variants.ALLOWED["general_packed"][1:])
+@pytest.mark.parametrize("rescale", variants.ALLOWED["general_rescale"])
 @pytest.mark.parametrize("case", PACKED)
-def test_cuts_of_long_prefills_over_packed_keys(case: str, way: str) -> None:
+def test_long_prefills_over_packed_keys(case: str, rescale: str) -> None:
     config = make_config(**{**LLAMA, **WHOLE, "block_size": 0, **PACKED[case], "backend": "TRITON_ATTN"})
     limits = Limits.of(torch.device("cuda"))
-    with variants.using(general_packed=way):
-        assert choose_tiles(config, 3000, 4, 3000, limits, True).boxes == (limits.hopper and "boxes" in way)
-        assert run_and_compare(
-            make_batch(config, ((1000, 1500), (257, 257), (1, 77), (1300, 1300)), (7, 2), device="cuda")
-        )
+    lens = ((1000, 1500), (257, 257), (1, 77), (1300, 1300))
+    with variants.using(general_rescale=rescale):
+        assert choose_tiles(config, 3000, 4, 3000, limits, True).boxes == limits.hopper
+        assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda"))
+
+
+def test_packed_keys_that_no_tensor_map_reaches() -> None:
+    """Rows that begin between 16 bytes, and a negative scale."""
+    config = make_config(**{**LLAMA, **WHOLE, "block_size": 0, "lse": True, "backend": "TRITON_ATTN"})
+    for scale in (0.1, -0.1):
+        batch = make_batch(config.replace(scale=scale), ((1000, 1500), (257, 257)), (7, 2), device="cuda")
+        key = torch.empty(batch.args.key.numel() + 1, dtype=batch.args.key.dtype, device="cuda")[1:]
+        batch = replace(batch, args=batch.args._replace(key=key.view_as(batch.args.key).copy_(batch.args.key)))
+        assert run_and_compare(batch)
 
 
 @pytest.mark.parametrize("part", range(14))

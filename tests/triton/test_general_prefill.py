@@ -12,7 +12,7 @@ from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.ops import variants
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
-from vattn.ops.triton.tiles import CUTS, Tiles, choose_tiles
+from vattn.ops.triton.tiles import Tiles, choose_tiles
 
 FULL = Tiles(block_m=32, group_tile=2, tile=64, d_step=16, num_splits=1, full_loop=True, num_warps=4, num_stages=1)
 WAYS = {
@@ -81,38 +81,31 @@ def tiles_of(target: str = "sm_90", mapped: bool = True, rows: int = 8192, **cha
 
 
 def test_tiles_of_long_prefills_over_a_cache() -> None:
-    with variants.using(general_prefill="plain"):
-        plain = tiles_of()
-    assert (plain.tile, plain.masked_tile, plain.folded) == (64, 0, False)
-    paired = tiles_of()
-    assert paired == replace(plain, block_m=64, tile=64, masked_tile=32, num_warps=4, num_stages=3, folded=True)
+    tiles = tiles_of()
+    assert tiles == Tiles(64, 4, 64, 128, 1, True, 4, 3, masked_tile=32, folded=True, hoisted=True, positive=True)
     # Query, keys and values of two programs share a multiprocessor's memory with what the system keeps.
     assert 2 * (64 * 128 * 2 + 3 * 2 * 64 * 128 * 2 + 1024) <= 233472
-    shared = {"num_stages": 3, "folded": True, "hoisted": True, "positive": True}
-    for way, cut in CUTS.items():
-        if way != "slim":
-            with variants.using(general_prefill=f"shared_{way}"):
-                assert tiles_of() == replace(plain, **{**shared, **cut})
-                for other in ({"block_size": 24}, {"head_size_v": 64}):
-                    assert not tiles_of(**other).hoisted
-                for other in ({"scale": -0.1}, {"query_format": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}):
-                    assert not tiles_of(**other).positive
+    for other in ({"block_size": 24}, {"block_size": 128}, {"head_size_v": 64}):
+        assert not tiles_of(**other).hoisted
+    for other in ({"scale": -0.1}, {"query_format": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        assert not tiles_of(**other).positive
     for narrow in (tiles_of("sm_80"), tiles_of(kv_cache_dtype="fp8_e4m3"), tiles_of(head_size=64)):
         assert narrow.tile <= 64 and narrow.masked_tile == 0
+    assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
     assert not choose_tiles(make_config(**LONG), 64, 64, 8192, TARGETS["sm_90"]).folded
+    with variants.using(general_rescale="late"):
+        assert tiles_of() == replace(tiles, late=True)
+        assert not tiles_of("sm_100").late and not tiles_of(head_size_v=64).late
 
 
-@pytest.mark.parametrize("way", variants.ALLOWED["general_packed"][1:])
-def test_tiles_of_long_prefills_over_packed_keys(way: str) -> None:
-    load, _, cut = way.rpartition("_")
+def test_tiles_of_long_prefills_over_packed_keys() -> None:
     packed: dict[str, Any] = {"block_size": 0}
-    with variants.using(general_packed=way):
-        tiles = tiles_of(**packed)
-        assert (tiles.boxes, tiles.positive, tiles.hoisted) == (load == "boxes", load != "", False)
-        assert (tiles.tile, tiles.masked_tile) == (CUTS[cut]["tile"], CUTS[cut]["masked_tile"])
-        assert tiles_of(**packed, sliding_window=100, sinks=True).boxes == (load == "boxes")
-        assert not tiles_of(**packed, mapped=False).boxes and not tiles_of("sm_100", **packed).boxes
-        for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}, {"rows": 8}):
-            assert not tiles_of(**packed, **other).boxes
-        for other in ({"batch_invariant": True}, {"mm_prefix": "full"}, {"kv_cache_dtype": "fp8_e4m3"}):
-            assert not tiles_of(**packed, **other).boxes
+    boxed = tiles_of(**packed)
+    assert boxed == replace(tiles_of(), hoisted=False, boxes=True)
+    assert tiles_of(**packed, sliding_window=100, sinks=True) == tiles_of(**packed, dtype="float16") == boxed
+    for tiles in (tiles_of(**packed, mapped=False), tiles_of("sm_100", **packed)):
+        assert (tiles.block_m, tiles.tile, tiles.positive, tiles.boxes) == (128, 64, True, False)
+    for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}, {"rows": 8}):
+        assert not tiles_of(**packed, **other).boxes
+    for other in ({"batch_invariant": True}, {"mm_prefix": "full"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        assert not tiles_of(**packed, **other).boxes

@@ -85,7 +85,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
-    TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP and SHAPE.ORDER == "turns"
+    TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
     OVERLAP: gl.constexpr = SHAPE.ORDER == "overlap"
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     raw_query = queries.index(GROUP_INDEX)
@@ -151,7 +151,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 acc, maximum, sums, step = add_tiles_behind(
                     left0, nothing, maximum, sums, step, more, query, keys, values, words, key_full, key_empty,
                     value_full, value_empty, position, own_end, whole_from, window_to, seq_len, head_scale, soft_cap,
-                    SHAPE, LEFT, SCORES,
+                    SHAPE, LEFT, SCORES, MINE, NEXT, TURNING,
                 )  # fmt: skip
                 more = 1
             else:

@@ -13,13 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import read_word
 from vattn.ops.gluon.prefill_softmax import as_left, cap_scores, decay_of, hide, weights_of
+from vattn.ops.gluon.prefill_turns import give_turn, take_turn
 
 
 @gluon.jit
 def add_tiles_behind(
     left, acc, maximum, sums, step, tiles, query, keys, values, words, key_full, key_empty, value_full, value_empty,
     position, own_end, whole_from, window_to, seq_len, scale, soft_cap, SHAPE: gl.constexpr, LEFT: gl.constexpr,
-    SCORES: gl.constexpr,
+    SCORES: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, TURNING: gl.constexpr,
 ):  # fmt: skip
     """Attend the tiles behind the first, whose weights are `left`; 16-bit caches alone.
 
@@ -38,10 +39,14 @@ def add_tiles_behind(
         next_stage = next_step % STAGES
         mbarrier.wait(key_full.index(next_stage), (next_step // STAGES) & 1)
         missing = read_word(words.index(next_step % WORDS), 4)
-        right = keys.index(next_stage).permute((1, 0))
-        raw = warpgroup_mma(query, right, no_scores, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), phase)
+        right = keys.index(next_stage).permute((1, 0))
+        if TURNING:
+            take_turn(MINE)
+        raw = warpgroup_mma(query, right, no_scores, use_acc=False, is_async=True)
         acc = warpgroup_mma(left, values.index(stage), acc, is_async=True)
+        if TURNING:
+            give_turn(NEXT)
         raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw,))
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         scores = cap_scores(raw, scale, soft_cap, SOFT_CAP)

@@ -29,8 +29,8 @@ class Shape:
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
         ORDER: how a warpgroup's products follow each other: "turns", the second stays in flight until the next first
-            one has ended, and warpgroups take turns in asking for those; "free", without turns; "overlap", without
-            turns, and the second of a tile runs behind the first of the next, beside the weights of that one.
+            one has ended; "overlap", the second of a tile runs behind the first of the next, beside the weights of
+            that one. Warpgroups take turns in asking for them.
     """
 
     HEADS: int

@@ -423,16 +423,11 @@ def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[
     """Yield the general kernel's other ways through tiles that need no mask."""
     packed = {**SHAPES["32x128"], "block_size": 0}
     shapes = {"32x128": SHAPES["32x128"], "8x64": SHAPES["8x64"], "packed-32x128": packed}
-    for name, feature in itertools.product(("general_prefill", "general_packed"), ("plain", "window-sinks-lse")):
-        for way in ALLOWED[name]:
-            if way == "boxes_slim":
-                continue  # It keeps 160 bytes outside of its loops in memory.
-            for shape in ("packed-32x128",) if name == "general_packed" else ("32x128", "8x64"):
-                config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
-                with using(**{name: way}):
-                    label = f"{dtype}/{cache[0]} {shape} {way} {feature}"
-                    found = list(attention_launches(label, target, config, 2048, 2))
-                yield from found
+    for way, shape, feature in itertools.product(ALLOWED["general_rescale"], shapes, ("plain", "window-sinks-lse")):
+        config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
+        with using(general_rescale=way):
+            found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))
+        yield from found
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -92,6 +92,7 @@ class Tiles:
         positive: whether it is known that no factor of a score is negative, so that products read the query from
             shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
+        late: whether that loop rescales its results only where a row's maximum has grown by much.
     """
 
     block_m: int
@@ -107,6 +108,7 @@ class Tiles:
     hoisted: bool = False
     positive: bool = False
     boxes: bool = False
+    late: bool = False
 
     @property
     def block_q(self) -> int:
@@ -129,13 +131,11 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
     return torch.bfloat16 if model == "bfloat16" else torch.float32
 
 
-CUTS: dict[str, dict[str, Any]] = {
-    "wide": {"tile": 128, "masked_tile": 64, "num_stages": 3},
-    "tall": {"tile": 64, "masked_tile": 32, "num_stages": 3},
-    "slim": {"tile": 64, "masked_tile": 16, "num_stages": 2, "num_warps": 4},
-    "paired": {"block_m": 64, "tile": 64, "masked_tile": 32, "num_stages": 3, "num_warps": 4},
-}
-"""Cuts of long prefills: 128 rows by 128 keys; by 64; the same with half as many warps; 64 rows by 64 keys."""
+TALL: dict[str, Any] = {"tile": 64, "masked_tile": 32, "num_stages": 3, "folded": True}
+"""How long prefills are cut where keys are packed and no tensor map can be made of them: 128 rows by 64 keys."""
+
+PAIRED = {**TALL, "block_m": 64, "num_warps": 4}
+"""How other long prefills are: 64 rows by 64 keys, two programs on a multiprocessor."""
 
 
 def choose_tiles(
@@ -163,19 +163,24 @@ def choose_tiles(
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
-    load, _, cut = (current().general_prefill if config.block_size else current().general_packed).rpartition("_")
-    fits, positive = _fits_wide_tiles(config, wide, item, limits), _has_positive_factors(config)
-    if load == "boxes" and not (mapped and fits and positive and limits.hopper and _is_of_128_columns(config)):
-        load, cut = "", "wide"
-    # Windows over packed keys leave too few registers beside places of rows: matrix instructions would be serialised.
-    crowded = config.block_size == 0 and config.sliding_window is not None and load != "boxes"
-    if cut == "plain" or not full_loop or block_m < 128 or crowded:
+    return _cut_long_prefill(chosen, config, wide, limits, mapped) if full_loop and block_m >= 128 else chosen
+
+
+def _cut_long_prefill(chosen: Tiles, config: AttentionConfig, wide: int, limits: Limits, mapped: bool) -> Tiles:
+    """Return how a prefill is cut that fills programs of 128 rows: what was fastest on an H200."""
+    fits = _fits_long_tiles(config, wide, compute_dtype(config).itemsize, limits)
+    positive, packed = _has_positive_factors(config), config.block_size == 0
+    boxes = mapped and packed and fits and positive and limits.hopper and _is_of_128_columns(config)
+    if packed and config.sliding_window is not None and not boxes:
+        # Places of rows and windows leave too few registers: matrix instructions would be serialised.
         return chosen
     if not fits:
         return replace(chosen, folded=True)
-    tiles = replace(chosen, folded=True, positive=load != "" and positive, boxes=load == "boxes", **CUTS[cut])
-    hoisted = load == "shared" and _is_whole_blocks(config, tiles.tile)
-    return replace(tiles, group_tile=min(config.group_size, tiles.block_m), hoisted=hoisted)
+    if packed and not boxes:
+        return replace(chosen, **TALL, positive=positive)
+    late = current().general_rescale == "late" and limits.hopper and config.head_size_v == 128
+    group_tile, hoisted = min(config.group_size, 64), _is_whole_blocks(config, PAIRED["tile"])
+    return replace(chosen, **PAIRED, group_tile=group_tile, positive=positive, boxes=boxes, hoisted=hoisted, late=late)
 
 
 def _is_padded(config: AttentionConfig, wide: int) -> bool:
@@ -224,10 +229,10 @@ def _fewest_keys(config: AttentionConfig, item: int) -> int:
     return 32 if part is not None and part.bits == 4 and item == 2 else 16
 
 
-def _fits_wide_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
-    """Whether three stages of 128 keys and values fit beside the query; they are not converted on the way."""
+def _fits_long_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
+    """Whether keys and values are multiplied as they lie, and three stages of two programs fit beside the queries."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
-    return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 128 * wide * item
+    return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 2 * 64 * wide * item
 
 
 def _has_positive_factors(config: AttentionConfig) -> bool:
