@@ -58,7 +58,7 @@ def name_of(tuning: Tuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
-LONE = (Tuning(1, 4, 16, max_registers=128), Tuning(1, 3, 16, slots=2, max_registers=128))
+LONE = tuple(Tuning(1, stages, 16, max_registers=128) for stages in (3, 4, 5))
 """Those of one warp a CTA, in which barriers cost nothing."""
 
 
