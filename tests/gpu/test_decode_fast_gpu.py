@@ -341,3 +341,28 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
     mixed = decode_batch([300, 17], query_lens=[1, 2], padding=0).with_backend("TRITON_ATTN")
     mixed.run()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_size": 64}, {"dtype": "float16"}, {"num_heads": 128}], ids=str)
+@pytest.mark.parametrize("feature", ["window", "all", "no lse", "sinks"])
+def test_large_batches_in_fewer_registers(feature: str, changes: dict[str, Any]) -> None:
+    from vattn.ops.triton import decode_fast
+
+    layer = {"num_heads": 32, "num_kv_heads": 8, **changes}
+    batch = decode_batch([*RAGGED, 5000, 0] * 2, padding=3, **layer, **FEATURES[feature])
+    assert decode_fast.choose_tuning(batch.config, 31).max_registers
+    check(batch)
+    check(batch, plan=True)
+
+
+@pytest.mark.parametrize("name", ["fp8_group64", "fp8_group128", "nvfp4", "fp8_static"])
+def test_outputs_of_large_batches_in_fewer_registers(name: str) -> None:
+    from vattn.ops.triton.decode_fast import choose_tuning, decode
+
+    batch = decode_batch([*RAGGED, 4000] * 2, num_heads=32, num_kv_heads=8, output_format=name)
+    tuning = choose_tuning(batch.config, 26)
+    decode(batch.args, batch.config)
+    codes = batch.args.output.clone()
+    decode(batch.args, batch.config, dataclasses.replace(tuning, max_registers=None))
+    assert tuning.max_registers
+    assert torch.equal(codes.view(torch.uint8), batch.args.output.view(torch.uint8))
