@@ -65,9 +65,12 @@ def first_token(args: argparse.Namespace) -> None:
     total = time.time() - args.since
     while not request.done:
         generator.step()
-    captured = generator.graphs.report if generator.graphs is not None else None
-    graphs = {cost.batch_size: cost.seconds for cost in captured.costs} if captured is not None else None
-    print(json.dumps({"seconds": total, "phases": seconds, "graphs": graphs}))
+    runners = [runner for runner in (generator.mixed_graphs, generator.graphs) if runner is not None]
+    graphs = {
+        f"{cost.batch_size} x {cost.num_tokens}": cost.seconds for runner in runners for cost in runner.report.costs
+    }
+    taken = sum(runner.report.bytes for runner in runners)
+    print(json.dumps({"seconds": total, "phases": seconds, "graphs": graphs, "graph_bytes": taken}))
 
 
 def profiled(args: argparse.Namespace) -> None:
@@ -103,6 +106,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="file to write a profile of both runs to")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--repeat", type=int, default=2, help="pairs of runs, each with a folder of its own")
+    parser.add_argument("--folder", type=Path, help="for the caches, kept; without, each pair has one of its own")
+    parser.add_argument("--only", choices=["empty", "warm"], help="of each pair; whether it is so, the folder decides")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -112,14 +117,16 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for _ in range(args.repeat):
         runs.append({})
-        with tempfile.TemporaryDirectory() as folder:
-            for cache in ("empty", "warm"):
+        with tempfile.TemporaryDirectory() as fresh:
+            folder = fresh if args.folder is None else str(args.folder)
+            for cache in ("empty", "warm") if args.only is None else (args.only,):
                 runs[-1][cache] = row = run(args, folder)
                 show(cache, row)
                 if args.json:
                     args.json.write_text(json.dumps(runs, indent=1))
     for cache in ("empty", "warm"):
-        print(f"compile cache {cache}: " + ", ".join(f"{each[cache]['seconds']:.1f}" for each in runs) + " s")
+        times = [f"{each[cache]['seconds']:.1f}" for each in runs if cache in each]
+        print(f"compile cache {cache}: {', '.join(times) or 'not run'} s")
 
 
 def show(cache: str, row: dict[str, Any]) -> None:
@@ -129,7 +136,7 @@ def show(cache: str, row: dict[str, Any]) -> None:
         print(f"  {seconds:7.2f} s {name}", flush=True)
     if row["graphs"]:
         each = ", ".join(f"{size}: {seconds:.2f}" for size, seconds in row["graphs"].items())
-        print(f"  graphs of sizes {each} s", flush=True)
+        print(f"  graphs of requests x tokens {each} s, {row['graph_bytes'] / 2**20:.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":
