@@ -194,8 +194,8 @@ def by_fa3_on_packed_rows() -> Peer:
     return Peer("FA3 (packed rows)", "fa3", _found, make)
 
 
-def by_general_kernel(name: str, contiguous: bool = False, **changes: Any) -> Peer:
-    """Return the general Triton kernel, over the cache or over packed keys and values, under other variants."""
+def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
+    """Return the general Triton kernel, over the cache or over packed keys and values."""
 
     def make(cell: Cell) -> Call:
         from vattn.ops.triton import launch
@@ -205,8 +205,7 @@ def by_general_kernel(name: str, contiguous: bool = False, **changes: Any) -> Pe
         if not contiguous:
 
             def step() -> Tensor:
-                with variants.using(**changes):
-                    launch.paged_attention(args, config)
+                launch.paged_attention(args, config)
                 return args.output
 
             return step
@@ -216,8 +215,7 @@ def by_general_kernel(name: str, contiguous: bool = False, **changes: Any) -> Pe
         without_blocks = config.replace(block_size=0)
 
         def packed_step() -> Tensor:
-            with variants.using(**changes):
-                launch.packed_attention(packed, without_blocks)
+            launch.packed_attention(packed, without_blocks)
             return args.output
 
         return packed_step
@@ -309,19 +307,12 @@ def questions() -> Iterator[Question]:
     yield from _decode_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
-    overlap = by_variant("overlap", prefill_order="overlap")
-    kinds = [
-        [
-            by_general_kernel(f"{where}, {late}", where == "packed rows", general_rescale=late)
-            for late in ("always", "late")
-        ]
-        for where in ("cache", "packed rows")
-    ]
+    general, on_packed = by_general_kernel("general kernel"), by_general_kernel("general kernel, packed rows", True)
     for work in (prompt, prompts):
-        yield Question("wide", WIDE, work, "bf16", (DEFAULT, overlap), 0.95, ("fa3",))
-        yield Question("general", LLAMA, work, "bf16", tuple(kinds[0]), 0.7, ("fa3",))
+        yield Question("wide", WIDE, work, "bf16", (DEFAULT,), 0.95, ("fa3",))
+        yield Question("general", LLAMA, work, "bf16", (general,), 0.7, ("fa3",))
         others = (by_fa3_on_packed_rows(),)
-        yield Question("packed rows", LLAMA, work, "bf16", tuple(kinds[1]), 0.75, ("fa3",), others)
+        yield Question("packed rows", LLAMA, work, "bf16", (on_packed,), 0.75, ("fa3",), others)
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)

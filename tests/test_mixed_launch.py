@@ -80,7 +80,7 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
 def test_variants_are_checked_and_put_back() -> None:
     from vattn.errors import UnknownOptionError
 
-    for wrong in ({"mixed": "three"}, {"mixed_below": 1}, {"general_rescale": "never"}, {"prefills": "two"}):
+    for wrong in ({"mixed": "three"}, {"mixed_below": 1}, {"few_rows": "some"}, {"prefills": "two"}):
         with pytest.raises(UnknownOptionError), variants.using(**wrong):
             pass
     with pytest.raises(KeyError), variants.using(mixed="two"):

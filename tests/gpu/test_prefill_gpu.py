@@ -12,7 +12,6 @@ from tests.conformance.compare import compare, on_cpu
 from tests.fp8_products import summed_lse
 from tests.support import Batch, make_config, random_paged_batch
 from vattn.backends.base import DeviceInfo
-from vattn.ops import variants
 from vattn.ops.cache_layout import key_value_views
 
 pytestmark = pytest.mark.gpu
@@ -153,26 +152,6 @@ def test_fp8_scores_are_what_the_instructions_sum(head_size: int) -> None:
         expected = summed_lse(got, request, row)
         error = (got.args.lse[int(got.args.query_start_loc[request]) + row] - expected).abs()
         assert (error <= 1e-4 * expected.abs().clamp(min=1)).all(), (request, row, error)
-
-
-ORDERED: dict[str, dict[str, Any]] = {
-    **{name: FEATURES[name] for name in ("all", "soft cap", "sinks")},
-    "plain": {},
-    "fp16, large scores": {"scale": 3.0, "dtype": "float16"},
-    "blocks of 256, HND": {"block_size": 256, "kv_cache_layout": "HND"},
-    "fp8 groups": {"output_format": "fp8_group128_pow2", "output_arithmetic": "multiply"},
-}
-
-
-@pytest.mark.parametrize("order", variants.ALLOWED["prefill_order"][1:])
-@pytest.mark.parametrize("case", ORDERED)
-def test_orders_of_products_of_wide_heads(case: str, order: str) -> None:
-    with variants.using(prefill_order=order):
-        for requests in (ODD, [(300, 100), (200, 0), (129, 128), (70, 3), (900, 9001)]):
-            check(prefill_batch(requests, padding=3, head_size=256, **ORDERED[case]))
-        batch = prefill_batch(head_size=256, **ORDERED[case])
-        batch.args.block_table[0, 0] = -1
-        check(batch)
 
 
 @pytest.mark.parametrize("products", [*PRODUCTS, *NARROW, *WIDE])

@@ -18,7 +18,6 @@ from tests.conformance.rows import ROWS
 from tests.support import Batch, make_config, random_paged_batch
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES
-from vattn.ops import variants
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.triton.tiles import Limits, choose_tiles
 from vattn.quantization import encode_kv
@@ -97,17 +96,15 @@ def test_large(case: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.01, None, 4.0])
-@pytest.mark.parametrize("rescale", variants.ALLOWED["general_rescale"])
 @pytest.mark.parametrize("case", ["long", "long-window", "long-negative"])
-def test_long_prefills(case: str, rescale: str, scale: float | None) -> None:
+def test_long_prefills(case: str, scale: float | None) -> None:
     changes, lens = LARGE[case]
     if scale is not None:
         changes = {**changes, "scale": scale if changes.get("scale", 1.0) > 0 else -scale}
     config = make_config(**{**LLAMA, **changes, "backend": "TRITON_ATTN"})
-    with variants.using(general_rescale=rescale):
-        chosen = choose_tiles(config, 1388, 4, 1500, Limits.of(torch.device("cuda")))
-        assert chosen.hoisted and chosen.positive == (config.scale > 0)
-        assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
+    chosen = choose_tiles(config, 1388, 4, 1500, Limits.of(torch.device("cuda")))
+    assert chosen.hoisted and chosen.positive == (config.scale > 0)
+    assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda", seed=3))
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -120,15 +117,13 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rescale", variants.ALLOWED["general_rescale"])
 @pytest.mark.parametrize("case", PACKED)
-def test_long_prefills_over_packed_keys(case: str, rescale: str) -> None:
+def test_long_prefills_over_packed_keys(case: str) -> None:
     config = make_config(**{**LLAMA, **WHOLE, "block_size": 0, **PACKED[case], "backend": "TRITON_ATTN"})
     limits = Limits.of(torch.device("cuda"))
     lens = ((1000, 1500), (257, 257), (1, 77), (1300, 1300))
-    with variants.using(general_rescale=rescale):
-        assert choose_tiles(config, 3000, 4, 3000, limits, True).boxes == limits.hopper
-        assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda"))
+    assert choose_tiles(config, 3000, 4, 3000, limits, True).boxes == limits.hopper
+    assert run_and_compare(make_batch(config, lens, (7, 2), device="cuda"))
 
 
 def test_packed_keys_that_no_tensor_map_reaches() -> None:

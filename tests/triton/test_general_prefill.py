@@ -9,7 +9,6 @@ import pytest
 
 from tests.conformance.compare import compare
 from tests.support import make_config, random_packed_batch, random_paged_batch
-from vattn.ops import variants
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
 from vattn.ops.triton.tiles import Tiles, choose_tiles
@@ -93,9 +92,6 @@ def test_tiles_of_long_prefills_over_a_cache() -> None:
         assert narrow.tile <= 64 and narrow.masked_tile == 0
     assert not tiles_of(logits_soft_cap=30.0).folded and not tiles_of(mm_prefix="full").folded
     assert not choose_tiles(make_config(**LONG), 64, 64, 8192, TARGETS["sm_90"]).folded
-    with variants.using(general_rescale="late"):
-        assert tiles_of() == replace(tiles, late=True)
-        assert not tiles_of("sm_100").late and not tiles_of(head_size_v=64).late
 
 
 def test_tiles_of_long_prefills_over_packed_keys() -> None:

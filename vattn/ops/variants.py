@@ -17,7 +17,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
-    "general_rescale": ("always", "late"),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
@@ -27,7 +26,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
-    "prefill_order": ("turns", "overlap"),
 }
 """What each field may be."""
 
@@ -44,14 +42,11 @@ class Variants:
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
-        general_rescale: when the general kernel multiplies results of long prefills by what their weights have shrunk:
-            "always", at every step; "late", on Hopper where a row's maximum has grown by more than 2^8.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for a request whose block table has room for no more than 2048 tokens.
-        prefill_order: how products of heads of 256 in Hopper's prefill kernel follow each other: `ORDER` of its shape.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
@@ -74,7 +69,6 @@ class Variants:
     speculative: str = "packed"
     mixed: str = "overlapped"
     mixed_below: int = 256
-    general_rescale: str = "always"
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
@@ -84,7 +78,6 @@ class Variants:
     graph_edges: str = "captured"
     packed_store: str = "words"
     few_requests: str = "measured"
-    prefill_order: str = "turns"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

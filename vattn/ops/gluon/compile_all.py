@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -42,7 +41,6 @@ from vattn.ops.gluon.prefill_launch import Cut
 from vattn.ops.triton import compile_all as triton_compile_all
 from vattn.ops.triton.compile_all import source_of as plain_source_of
 from vattn.ops.triton.compile_cases import Launch
-from vattn.ops.variants import ALLOWED, using
 
 TARGET = "sm_90"
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY, "a Hopper GPU")
@@ -157,10 +155,6 @@ def _other_cuts() -> Iterator[Launch]:
                     yield prefill_launch_of(config, cut)
             if cache and head_size == 64 and triton.__version__.startswith("3.6."):
                 yield prefill_launch_of(config, Cut(3))
-            if head_size == 256 and not cache:
-                for order in ALLOWED["prefill_order"][1:]:
-                    with using(prefill_order=order):
-                        yield replace(launch := prefill_launch_of(config, cut), name=f"{launch.name} {order}")
 
 
 def source_of(launch: Launch) -> ASTSource:

@@ -28,7 +28,6 @@ from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_star
 from vattn.ops.gluon.prefill_convert import convert
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS, produce
 from vattn.ops.gluon.prefill_messages import RECORD, new_barriers, read_word, receive
-from vattn.ops.gluon.prefill_overlap import add_tiles_behind
 from vattn.ops.gluon.prefill_softmax import (
     LOWEST,
     NATIVE_BITS,
@@ -86,7 +85,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
     TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
-    OVERLAP: gl.constexpr = SHAPE.ORDER == "overlap"
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     raw_query = queries.index(GROUP_INDEX)
     if CACHE == "widened":
@@ -145,21 +143,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             # Sums of each thread's own columns; they meet at the end of the row tile.
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, CACHE, MATH, LEFT)
-            more = own_end - first
-            if OVERLAP:
-                nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
-                acc, maximum, sums, step = add_tiles_behind(
-                    left0, nothing, maximum, sums, step, more, query, keys, values, words, key_full, key_empty,
-                    value_full, value_empty, position, own_end, whole_from, window_to, seq_len, head_scale, soft_cap,
-                    SHAPE, LEFT, SCORES, MINE, NEXT, TURNING,
-                )  # fmt: skip
-                more = 1
-            else:
-                mbarrier.wait(value_full.index(stage), phase)
-                no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
-                right0 = as_right(values.index(stage), CACHE)
-                acc = warpgroup_mma(left0, right0, no_result, use_acc=False, is_async=True)
-            for back in range(1, more):
+            mbarrier.wait(value_full.index(stage), phase)
+            no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
+            acc = warpgroup_mma(left0, as_right(values.index(stage), CACHE), no_result, use_acc=False, is_async=True)
+            for back in range(1, own_end - first):
                 next_step = step + 1
                 next_stage = next_step % STAGES
                 next_phase = (next_step // STAGES) & 1

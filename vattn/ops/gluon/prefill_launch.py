@@ -36,7 +36,6 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
-from vattn.ops.variants import current
 
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
@@ -298,7 +297,6 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         MODEL=_GLUON_DTYPES[config.dtype],
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
-        ORDER=current().prefill_order if cache == "plain" and config.head_size == 256 and cut.groups == 2 else "turns",
     )
 
 

@@ -28,9 +28,6 @@ class Shape:
         MODEL: dtype of the model.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
-        ORDER: how a warpgroup's products follow each other: "turns", the second stays in flight until the next first
-            one has ended; "overlap", the second of a tile runs behind the first of the next, beside the weights of
-            that one. Warpgroups take turns in asking for them.
     """
 
     HEADS: int
@@ -54,4 +51,3 @@ class Shape:
     MODEL: Any
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]
-    ORDER: str

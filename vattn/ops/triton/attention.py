@@ -13,7 +13,6 @@ import triton.language as tl
 
 from vattn.ops.triton.codec import cast, decode, dot
 from vattn.ops.triton.epilogue import load_scale, quantise_dynamic, store_rows
-from vattn.ops.triton.late_rescale import moved_maximum, rescale
 from vattn.ops.triton.mask import (
     LN2,
     LOG2E,
@@ -205,16 +204,14 @@ def softmax_step(s, v, acc, m, total):
 
 
 @triton.jit
-def softmax_step_of_products(s, factor, v, acc, m, total, LATE: tl.constexpr):
+def softmax_step_of_products(s, factor, v, acc, m, total):
     """Do the same with products whose scores are `factor` times as large, which is not negative."""
     m_new = tl.maximum(m, tl.max(s, axis=1) * factor)
-    if LATE:
-        m_new = moved_maximum(m, m_new)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor[:, None] - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     total = total * alpha + tl.sum(p, axis=1)
-    acc = dot(cast(p, v.dtype), v, rescale(acc, alpha) if LATE else acc * alpha[:, None])
+    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
     return acc, m_new, total
 
 
@@ -244,7 +241,6 @@ def attention_kernel(
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
     MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr, POSITIVE: tl.constexpr,
-    LATE: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -442,7 +438,7 @@ def attention_kernel(
                                     BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
                                     LOAD_VALUE, MODEL)  # fmt: skip
             if PRODUCTS:
-                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total, LATE)
+                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
             else:
                 s = s * row_factor[:, None]
                 if MODIFIED:

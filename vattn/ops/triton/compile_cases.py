@@ -420,14 +420,12 @@ def _formats(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch
 
 
 def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[Launch]:
-    """Yield the general kernel's other ways through tiles that need no mask."""
+    """Yield the general kernel's long prefills."""
     packed = {**SHAPES["32x128"], "block_size": 0}
     shapes = {"32x128": SHAPES["32x128"], "8x64": SHAPES["8x64"], "packed-32x128": packed}
-    for way, shape, feature in itertools.product(ALLOWED["general_rescale"], shapes, ("plain", "window-sinks-lse")):
+    for shape, feature in itertools.product(shapes, ("plain", "window-sinks-lse")):
         config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
-        with using(general_rescale=way):
-            found = list(attention_launches(f"{dtype}/{cache[0]} {shape} {way} {feature}", target, config, 2048, 2))
-        yield from found
+        yield from attention_launches(f"{dtype}/{cache[0]} {shape} long {feature}", target, config, 2048, 2)
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -10,7 +10,6 @@ import torch
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS
-from vattn.ops.variants import current
 
 
 def next_power_of_two(n: int) -> int:
@@ -92,7 +91,6 @@ class Tiles:
         positive: whether it is known that no factor of a score is negative, so that products read the query from
             shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
-        late: whether that loop rescales its results only where a row's maximum has grown by much.
     """
 
     block_m: int
@@ -108,7 +106,6 @@ class Tiles:
     hoisted: bool = False
     positive: bool = False
     boxes: bool = False
-    late: bool = False
 
     @property
     def block_q(self) -> int:
@@ -178,9 +175,8 @@ def _cut_long_prefill(chosen: Tiles, config: AttentionConfig, wide: int, limits:
         return replace(chosen, folded=True)
     if packed and not boxes:
         return replace(chosen, **TALL, positive=positive)
-    late = current().general_rescale == "late" and limits.hopper and config.head_size_v == 128
     group_tile, hoisted = min(config.group_size, 64), _is_whole_blocks(config, PAIRED["tile"])
-    return replace(chosen, **PAIRED, group_tile=group_tile, positive=positive, boxes=boxes, hoisted=hoisted, late=late)
+    return replace(chosen, **PAIRED, group_tile=group_tile, positive=positive, boxes=boxes, hoisted=hoisted)
 
 
 def _is_padded(config: AttentionConfig, wide: int) -> bool:
