@@ -34,7 +34,7 @@ def layer(**changes: Any) -> Any:
         ({}, 2, set()),
         ({"qk_nope_head_dim": 64, "v_head_dim": 64}, 1, {"gluon"}),
         ({"qk_nope_head_dim": 64}, 1, set()),
-        ({"output_format": "nvfp4"}, 1, {"gluon"}),
+        ({"output_format": "nvfp4"}, 1, {"measured", "gluon"}),
     ],
 )
 def test_prompts(changes: dict[str, Any], chunks: int, ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,7 @@ class Variants:
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
-            Hopper's; "measured", Hopper's but for outputs in FP8 groups and NVFP4, and heads of other columns than 192
-            and 128.
+            Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_launch: when latent decode on Hopper is launched: "after", when the kernel before has ended; "early",
             while it runs, so that setting up overlaps with its end.

@@ -18,7 +18,7 @@ from vattn.ops.gluon.prefill_launch import multiprocessors
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.ops.mla_arguments import MLAAttentionArgs
-from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants, kind_of
+from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
 from vattn.ops.triton.tiles import Limits, next_power_of_two
 
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
@@ -58,7 +58,7 @@ def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) 
     way = variants.current().latent_prefill
     if way == "plain" or align % KEYS.value or chunks > 1:
         return False
-    if way == "measured" and (_widths(config)[0] != 128 or kind_of(config) in ("groups", "swizzled")):
+    if way == "measured" and _widths(config)[0] != 128:
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
 
