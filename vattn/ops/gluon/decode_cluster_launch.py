@@ -31,8 +31,9 @@ LEAST_CTAS = 64
 SLOTS = 4
 """Warps of a CTA, a tile of 16 keys each."""
 
-MOST_TOKENS, MOST_HEADS = 2048, 8
-"""Of a request, and KV heads of all requests, up to which clusters are faster: of more, splits keep the card busier."""
+MOST_HEADS, MOST_KEYS = 16, 8 * 2048
+"""KV heads of all requests, and tokens of a request times these heads (8 at least), up to which clusters are faster: of
+more, splits keep the card busier."""
 
 
 def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -42,7 +43,7 @@ def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
         return False
     # Lengths are on the device; what the host knows of them is how many blocks a request can have.
     tokens, heads = args.block_table.shape[1] * config.block_size, num_reqs * config.num_kv_heads
-    if way == "measured" and (tokens > MOST_TOKENS or heads > MOST_HEADS):
+    if way == "measured" and (heads > MOST_HEADS or tokens * max(heads, 8) > MOST_KEYS):
         return False
     return args.query.shape[0] == num_reqs and not refusals(args, config)
 
