@@ -1,6 +1,6 @@
 """Run a Gluon kernel's own Python on a CPU: its indices, its barriers and its order, in threads; layouts mean nothing.
 
-Only what `vattn.ops.gluon.few_rows` and `few_rows_cluster` use is here. Copies land at once, barriers count arrivals
+Only what `vattn.ops.gluon.few_rows` uses is here. Copies land at once, barriers count arrivals
 and bytes as the hardware does, and whoever waits longer than a few seconds fails: that is a deadlock on a GPU.
 """
 
@@ -74,7 +74,7 @@ class Pointer:
 
 
 class Boxes:
-    """A tensor map over `[panels, rows, columns]` or `[rows, columns]`; boxes are zero beyond it.
+    """A tensor map over `[panels, rows, columns]`; boxes are zero beyond it.
 
     `kind` is `"weights"` or `"inputs"`.
     """
@@ -104,16 +104,15 @@ class Program:
     """
 
     def __init__(
-        self, functions: dict[str, Callable[..., None]], program: int, programs: int, panel_bytes: int,
-        constants: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self, functions: dict[str, Callable[..., None]], program: int, programs: int, panel_bytes: int
+    ) -> None:
         self.steps: list[str] = []
         self.panel_bytes = panel_bytes
         self.changed = threading.Condition()
         self.waited = threading.local()
         gl = types.SimpleNamespace(
             program_id=lambda axis: program, num_programs=lambda axis: programs, minimum=min, static_range=range,
-            int64=torch.int64, float32=torch.float32, convert_layout=lambda x, layout: x,
+            int64=torch.int64, float32=torch.float32,
             NVMMADistributedLayout=self._nothing,
             DotOperandLayout=self._nothing, BlockedLayout=self._nothing, SliceLayout=self._nothing,
             SwizzledSharedLayout=self._nothing, arange=lambda low, high, layout: torch.arange(low, high),
@@ -128,7 +127,7 @@ class Program:
         )  # fmt: skip
         names: dict[str, Any] = {
             "gl": gl, "mbarrier": mbarrier, "load_box": self._copy, "mma_v2": lambda a, b, c: torch.bmm(a, b) + c,
-            "wait_for_previous_kernel": self._wait, "let_next_kernel_start": self._let_next_start, **constants,
+            "wait_for_previous_kernel": self._wait, "let_next_kernel_start": self._let_next_start,
         }  # fmt: skip
         names |= {name: types.FunctionType(function.__code__, names) for name, function in functions.items()}
         self.names = names

@@ -93,14 +93,13 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which products the Hopper kernel takes, and that its boxes are panels of 128 bytes of the rows."""
     pytest.importorskip("triton.experimental.gluon")
     from vattn.ops import hopper
-    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, RING, _boxes, accepts
+    from vattn.ops.gluon.few_rows_launch import RING, _boxes, accepts
 
     args = make_args(5, codes, columns=1024)
     assert not accepts(args)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert accepts(args) and accepts(make_args(8, codes, 17, 128)) and accepts(make_args(1, codes))
     assert not accepts(make_args(9, codes)) and not accepts(make_args(0, codes))
-    assert accepts(make_args(32, codes), MANY_ROWS) and not accepts(make_args(33, codes), MANY_ROWS)
     assert not accepts(make_args(5, codes, columns=1024 + 16))
     assert not accepts(args._replace(input=args.input[:, :-32], weight=args.weight[:, :-32].contiguous()))
     assert accepts(args._replace(input=args.input[:, :-128], weight=args.weight[:, :-128].contiguous()))
@@ -114,25 +113,22 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_kernel_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rows and variant: none, that of up to eight rows, that in clusters, and the plain Triton one."""
+    """By rows and variant: torch, that of up to eight rows, and the plain Triton one."""
     pytest.importorskip("triton.experimental.gluon")
     from vattn.ops import hopper
-    from vattn.ops.gluon import few_rows_cluster_launch, few_rows_launch
     from vattn.ops.triton import linear
 
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(linear, "INTERPRETED", types.SimpleNamespace(value=False))
-    launches = {None: None, "few": few_rows_launch.streamed_linear, "many": few_rows_cluster_launch.clustered_linear}
-    for which, rows, kind in (
-        ("values", 2, None), ("values", 32, None), ("streamed", 1, "few"), ("streamed", 8, "few"),
-        ("streamed", 9, None), ("clustered", 8, "few"), ("clustered", 9, "many"), ("clustered", 32, "many"),
-        ("clustered", 33, None),
+    for which, rows, streamed in (
+        ("values", 2, False), ("values", 32, False), ("streamed", 1, True), ("streamed", 8, True),
+        ("streamed", 9, False), ("streamed", 33, False),
     ):  # fmt: skip
         for codes in ("", "tensor", "row"):
             args = make_args(rows, codes)
             with using(few_rows=which):
-                assert linear.streamed(args) is launches[kind]
-                assert linear.takes(args) == (kind is not None or (not codes and 2 < rows <= 32))
+                assert linear.streams(args) == streamed
+                assert linear.takes(args) == (streamed or (not codes and 2 < rows <= 32))
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])

@@ -40,7 +40,7 @@ def test_own_code(rows: int, features: int, columns: int, programs: int, ring: R
     output = torch.full((rows, features), torch.nan)
     tiles = -(-features // ring.features)
     for index in range(programs):
-        program = Program(FUNCTIONS, index, programs, PANEL_BYTES, {})
+        program = Program(FUNCTIONS, index, programs, PANEL_BYTES)
         program.names["streamed_kernel"](
             boxes(args.weight, ring.features, "weights"), boxes(args.input, height, "inputs"),
             *(None if scale is None else Pointer(scale) for scale in (args.input_scale, args.weight_scale)),

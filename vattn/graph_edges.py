@@ -13,7 +13,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "clustered_kernel")
+EARLY_KERNELS = ("streamed_kernel",)
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 PROGRAMMATIC = 1
@@ -58,7 +58,7 @@ def start_early(graph: int, driver: Any = None) -> int:
     Raises:
         DeviceError: the driver refuses.
     """
-    driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+    driver = _driver() if driver is None else driver
     if not all(hasattr(driver, name) for name in ("cuGraphGetEdges_v2", "cuFuncGetName", "cuKernelGetName")):
         return 0
     handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
@@ -83,6 +83,14 @@ def start_early(graph: int, driver: Any = None) -> int:
     return changed
 
 
+def _driver() -> Any:
+    """Return CUDA's driver library, or what has none of its functions."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
 def _kernel_name(driver: Any, node: int) -> str:
     """Return the name of a kernel node, empty for any other node."""
     found, name = KernelNode(), ctypes.c_char_p()
@@ -97,4 +105,4 @@ def _kernel_name(driver: Any, node: int) -> str:
 
 def _checked(result: int, call: str) -> None:
     if result:
-        raise DeviceError(f"{call}: CUDA error {result}", "a captured graph", "capture without few_rows='clustered'")
+        raise DeviceError(f"{call}: CUDA error {result}", "a captured graph", "capture without own_linears")

@@ -56,19 +56,6 @@ def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
     compare(streamed_linear(args), args)
 
 
-@pytest.mark.parametrize("codes", ["", "tensor", "row"])
-@pytest.mark.parametrize(("features", "columns"), [*SIZES, (6144, 4096), (2000, 14336)])
-@pytest.mark.parametrize("rows", [2, 9, 32])
-def test_clustered(rows: int, features: int, columns: int, codes: str) -> None:
-    """Clusters of one, two, four and eight CTAs, whose parts differ in length; several tiles for each program."""
-    from vattn.ops.gluon.few_rows_cluster_launch import clustered_linear
-    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, accepts
-
-    args = made_on_gpu(rows, codes, features, columns)
-    assert accepts(args, MANY_ROWS)
-    compare(clustered_linear(args), args)
-
-
 def made_on_gpu(rows: int, codes: str, features: int, columns: int) -> LinearArgs:
     """Arguments as `make_args` makes them: rows that lie apart, with NaN between them and behind the weight."""
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -110,7 +97,7 @@ def test_streamed_rows_lie_apart() -> None:
 @pytest.mark.parametrize(
     ("rows", "codes", "own"),
     [(rows, codes, own)
-     for rows, own in ((2, "all"), (32, "all"), (2, "streamed"), (8, "streamed"), (9, "clustered"), (32, "clustered"))
+     for rows, own in ((2, "all"), (32, "all"), (2, "streamed"), (8, "streamed"))
      for codes in ("", "tensor")],
 )  # fmt: skip
 def test_chains(rows: int, codes: str, own: str) -> None:
@@ -136,7 +123,7 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         got = run(x, own)
-    assert (start_early(graph.raw_cuda_graph()) > 0) == (own in ("streamed", "clustered"))
+    assert (start_early(graph.raw_cuda_graph()) > 0) == (own == "streamed")
     graph.instantiate()
     for _ in range(50):
         got.fill_(torch.nan)
@@ -157,7 +144,7 @@ class Seen:
         return scores
 
 
-@pytest.mark.parametrize(("which", "overlap"), [("all", False), ("all", True), ("streamed", True), ("clustered", True)])
+@pytest.mark.parametrize(("which", "overlap"), [("all", False), ("all", True), ("streamed", True)])
 @pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
 def test_models(fmt: str, which: str, overlap: bool) -> None:
     """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""
@@ -175,9 +162,9 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
         packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows=which, graph_edges="early" if which == "clustered" else "captured"):
+        with using(few_rows=which):
             generator = vattn.Generator(
-                packed, max_num_reqs=4, max_seq_len=128, token_budget=24, graph_sizes=[4], compile="layers",
+                packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},
             )  # fmt: skip
             sampling = vattn.Sampling(8, stop_token_ids=(), logits_processors=(seen,))

@@ -20,9 +20,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_launch": ("after", "early"),
-    "latent_results": ("direct", "bulk"),
-    "few_rows": ("none", "values", "all", "streamed", "clustered"),
+    "few_rows": ("none", "values", "all", "streamed"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
@@ -46,12 +44,12 @@ class Variants:
             a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
-            "measured", this for a request whose block table has room for no more than 2048 tokens.
+            "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
+            8 KV heads.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
-            which must not be one that writes them; "clustered", that, and nine and more rows of either by one with tall
-            tiles that the CTAs of a cluster share, of the same kind.
+            which must not be one that writes them.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
@@ -59,10 +57,6 @@ class Variants:
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
-        latent_launch: when latent decode on Hopper is launched: "after", when the kernel before has ended; "early",
-            while it runs, so that setting up overlaps with its end.
-        latent_results: how results of latent decode with 64 rows a program leave it: "direct", from registers, those of
-            parts in fp32; "bulk", through shared memory, those of parts in bf16.
     """
 
     speculative: str = "packed"
@@ -71,10 +65,8 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
     latent_sparse: str = "gluon"
-    latent_launch: str = "early"
-    latent_results: str = "bulk"
-    few_rows: str = "values"
-    graph_edges: str = "captured"
+    few_rows: str = "streamed"
+    graph_edges: str = "early"
     packed_store: str = "words"
     few_requests: str = "measured"
 

@@ -131,7 +131,6 @@ def all_launches() -> Iterator[Launch]:
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
     yield from few_rows_cases.launches()
-    yield from few_rows_cases.clustered_launches()
 
 
 def _other_cuts() -> Iterator[Launch]:

@@ -46,14 +46,14 @@ class Ring:
 RING = Ring()
 """What runs: 192 KiB, so that no second program fits beside one on a multiprocessor."""
 
-MOST_ROWS, MANY_ROWS = 8, 32
-"""Rows of the input that this kernel takes, whose every tile reads the whole input; and that of `few_rows_cluster`."""
+MOST_ROWS = 8
+"""Rows of the input: every tile reads the whole input."""
 
 
-def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
-    """Return whether a kernel of up to so many rows runs a product that has been checked."""
+def accepts(args: LinearArgs) -> bool:
+    """Return whether the kernel runs a product that has been checked."""
     x, weight = args.input, args.weight
-    if x.dtype is torch.float32 or not 0 < x.shape[0] <= most_rows or not hopper.is_hopper(x.device):
+    if x.dtype is torch.float32 or not 0 < x.shape[0] <= MOST_ROWS or not hopper.is_hopper(x.device):
         return False
     row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
     aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0
