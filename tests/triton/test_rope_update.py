@@ -8,8 +8,7 @@ import torch
 from tests.rope_cases import make_call
 from tests.support import make_config
 from tests.test_rope_update import CALLS, check_call
-from vattn.ops.triton.rope_cache_update import RopeTiles, choose_rope_tiles, rope_update
-from vattn.ops.triton.tiles import Limits
+from vattn.ops.triton.rope_cache_update import RopeTiles, rope_update
 from vattn.rope_config import RopeConfig
 
 from .codec_kernels import encode_quotients, encode_values
@@ -34,11 +33,6 @@ def test_every_cut_gives_the_same_bytes(elements: int) -> None:
     for name in ("query_out", "kv_cache"):
         first, second = (getattr(call, name).view(torch.uint8) for call in calls)
         assert torch.equal(first, second)
-
-
-def test_few_tokens_get_more_warps() -> None:
-    limits = Limits(132, 227 << 10, native_fp8=True)
-    assert choose_rope_tiles(1, limits).num_warps > choose_rope_tiles(8192, limits).num_warps
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
