@@ -27,9 +27,6 @@ from vattn.bench.timing import WallTimer
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
 _GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gluon"}
-OWN_WAYS: dict[str, dict[str, Any]] = {"direct": {"latent_results": "direct"}}
-"""Other ways of vattn's decode, timed beside the default: no peers."""
-
 _PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
 CELLS: tuple[Cell, ...] = (
@@ -99,8 +96,6 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
         own, query = inputs.decode()
         found, missing = load_peers(peers)
         makers: dict[str, Callable[[], Any]] = {"vattn": lambda: own}
-        for name, chosen in OWN_WAYS.items():
-            makers[name] = lambda chosen=chosen: inputs.decode_under(chosen, query)
         makers |= {name: lambda make=make: make(inputs, query) for name, make in found.items()}
         for name, make in makers.items():
             try:
@@ -158,10 +153,7 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
     row: dict[str, Any] = {"cell": number, "name": cell.name, "us": {name: round(t, 2) for name, t in times.items()}}
     if own is not None and len(times) > 1:
         # Of several peers the fastest counts.
-        ways = [*OWN_WAYS]
-        others = [t for name, t in times.items() if name != "vattn" and name not in ways]
-        ratio = min(others) / own if others else 1.0
-        row |= {f"ratio of {name}": round(min(others) / times[name], 3) for name in ways if name in times and others}
+        ratio = min(t for name, t in times.items() if name != "vattn") / own
         if cell.kind == "sparse":
             ratio = times["dense"] / own
         row["ratio"] = round(ratio, 3)

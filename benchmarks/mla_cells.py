@@ -184,17 +184,6 @@ class Inputs:
         chosen = [torch.randperm(abs(self.cell.length), generator=self.rng, device=self.device) for _ in range(rows)]
         return torch.stack([positions[:count].sort().values for positions in chosen]).int()
 
-    def decode_under(self, chosen: dict[str, Any], query: Tensor) -> Step:
-        """Return the decode of absorbed queries under other `vattn.ops.variants`."""
-        with variants.using(**chosen):
-            call, _ = self.decode(query)
-
-        def step() -> Tensor:
-            with variants.using(**chosen):
-                return call()
-
-        return step
-
     def decode(self, query: Tensor | None = None, **changes: Any) -> tuple[Step, Tensor]:
         """Return a step of vattn's decode path on absorbed queries, its schedule made before, and the queries."""
         from vattn.ops.gluon import mla_launch

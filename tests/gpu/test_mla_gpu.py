@@ -93,11 +93,6 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
 
 
-WAYS: dict[str, dict[str, str]] = {
-    "default": {}, "direct": {"latent_results": "direct"}, "after": {"latent_launch": "after"},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize(
     ("queries", "lengths"),
@@ -111,13 +106,10 @@ WAYS: dict[str, dict[str, str]] = {
     ],
     ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
 )
-@pytest.mark.parametrize("way", ["default", "direct", "after"])
-def test_decode_in_parts(way: str, heads: int, queries: list[int], lengths: list[int]) -> None:
-    with variants.using(**WAYS[way]):
-        config = deepseek(num_heads=heads)
-        check(config, queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
-        if heads <= 16:
-            check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
+def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> None:
+    check(deepseek(num_heads=heads), queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
+    if heads <= 16:
+        check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
 
 
 def codes(**changes: Any) -> MLAConfig:
@@ -265,13 +257,11 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("way", ["default", "direct"])
-def test_sparse_decode_in_parts(way: str) -> None:
+def test_sparse_decode_in_parts() -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)
     args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
-    with variants.using(**WAYS[way]):
-        compare(args, config, 3)
+    compare(args, config, 3)
 
 
 def test_sparse_decode_of_many_tokens() -> None:

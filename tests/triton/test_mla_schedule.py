@@ -174,7 +174,7 @@ def test_merged_splits(way: str) -> None:
     given = (schedule, partial, stats, starts, output, lse, most)
     sizes = {"HEADS": heads, "PARTIAL_ROWS": rows, "LATENT": latent, "COLUMNS": 16}
     programs = 7 if "few" in way else len(queries) * rows * 2
-    mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full, OVERLAP=False)
+    mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full)
     splits = schedule[1 + most :][: int(schedule[0, 1]), :3].tolist()
     assert splits
     written = torch.zeros(tokens * heads, dtype=torch.bool)

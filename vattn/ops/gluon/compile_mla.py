@@ -28,7 +28,6 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
 from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
@@ -185,12 +184,6 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False
     return found
 
 
-def recorded_direct(config: MLAConfig, tokens: int) -> list[Launch]:
-    """Return the launches of a plan and a step with the ways that are off by default, see `vattn.ops.variants`."""
-    with variants.using(latent_launch="after", latent_results="direct"):
-        return recorded(config, tokens)
-
-
 def problems_of(launch: Launch) -> list[str]:
     """Compile one launch and return what is wrong with it."""
     is_gluon = launch.kernel.__name__ in GLUON
@@ -214,7 +207,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
-    cases += [partial(recorded_direct, *case) for case in configs() if options.only in "direct " + case[0].encode()]
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]

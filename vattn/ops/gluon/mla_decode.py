@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import block_barrier, let_next_kernel_start, take_over
+from vattn.ops.gluon.compat import block_barrier, take_over
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -162,19 +162,18 @@ def mla_decode_kernel(
     partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr,
-    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows. Grid: CTAs of the schedule times GROUPS.
 
     ROWS rows of a request at a time, GROUPS programs side by side. `scale` includes log2(e). Results go to `output`
     `[T * HEADS, 512]` and `lse`, those of split items unnormalised to `partial` fp32 `[slots, PARTIAL_ROWS, 512]` and
-    `stats` (maximum in base 2, sum). OVERLAP: launched while the kernel before may still run; nothing
-    but shared memory is touched before that has ended.
+    `stats` (maximum in base 2, sum).
+
+    It is launched while the kernel before may still run, and touches shared memory alone before that has ended.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(ROWS * 2, 16, 2)
-    if not OVERLAP:
-        let_next_kernel_start()
     DTYPE: gl.constexpr = boxes.dtype
     queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
     query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
@@ -186,8 +185,7 @@ def mla_decode_kernel(
     ready = new_barriers(STAGES, 1)
     free = new_barriers(STAGES, 1)
     fence_async_shared()
-    if OVERLAP:
-        take_over()
+    take_over()
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     gl.warp_specialize(

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start, load_box, take_over
+from vattn.ops.gluon.compat import as_tiles, block_barrier, load_box, take_over
 from vattn.ops.gluon.decode import unpack_keys, unpack_values
 from vattn.ops.gluon.mla_gather import THREADS, gather_codes
 from vattn.ops.gluon.mla_items import (
@@ -374,7 +374,7 @@ def mla_decode_fp8_kernel(
     q_scale, k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr,
-    GATHER: gl.constexpr, FULL: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    GATHER: gl.constexpr, FULL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows of e4m3 codes that stand for `k_scale` times as much.
 
@@ -387,8 +387,6 @@ def mla_decode_fp8_kernel(
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(ROWS * 2, 16, 2)
     MATRIX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if not OVERLAP:
-        let_next_kernel_start()
     if NATIVE:
         low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, LATENT], gl.NVMMASharedLayout(128, 8, 2))
         rope_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, ROPE], gl.NVMMASharedLayout(64, 8, 2))
@@ -410,8 +408,7 @@ def mla_decode_fp8_kernel(
     ready = new_barriers(STAGES, THREADS if GATHER else 1)
     free = new_barriers(STAGES, 1)
     fence_async_shared()
-    if OVERLAP:
-        take_over()
+    take_over()
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     consumer = (

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.ops.gluon.compat import as_tiles, block_barrier, let_next_kernel_start, store_box, take_over
+from vattn.ops.gluon.compat import as_tiles, block_barrier, store_box, take_over
 from vattn.ops.gluon.mla_gather import THREADS, gather
 from vattn.ops.gluon.mla_items import (
     LATENT,
@@ -196,7 +196,7 @@ def may_send(slot, rows, group, first, last):
 @gluon.jit
 def attend_left(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, BULK: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     (
@@ -231,10 +231,7 @@ def attend_left(
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             maximum = gl.max(zero, 1) + HIDDEN
             total = gl.max(zero, 1)
-            if not BULK:
-                sent: gl.constexpr = False
-            else:
-                sent = may_send(slot, rows, group, first, last)
+            sent = may_send(slot, rows, group, first, last)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
@@ -323,7 +320,7 @@ def attend_left(
 @gluon.jit
 def attend_right(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, BULK: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
     (
@@ -347,10 +344,7 @@ def attend_right(
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
-            if not BULK:
-                sent: gl.constexpr = False
-            else:
-                sent = may_send(slot, rows, group, first, last)
+            sent = may_send(slot, rows, group, first, last)
             for tile in range(first, last):
                 if tile > first:
                     mbarrier.wait(factors_ready.index(0), factors_phase)
@@ -363,9 +357,7 @@ def attend_right(
                 weights_phase ^= 1
                 acc = warpgroup_mma(weights_room, panels(latents.index(stage), 4, 4, TILE, LAYOUT), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                if not BULK:
-                    mbarrier.arrive(free.index(3 * stage + 2), count=1)
-                elif (tile + 1 < last) | (sent == 0):
+                if (tile + 1 < last) | (sent == 0):
                     mbarrier.arrive(free.index(3 * stage + 2), count=1)
                 mbarrier.arrive(weights_free.index(0), count=1)
                 stage, phase = advance(stage, phase, 2)
@@ -392,17 +384,15 @@ def mla_decode_wide_kernel(
     scale,
     HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
-    OVERLAP: gl.constexpr, BULK: gl.constexpr, num_warps: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
 
-    BULK: results of whole groups of rows leave by bulk copies, to `partial`, which is bf16 then, by `partial_boxes`, to
+    Results of whole groups of rows leave by bulk copies, to `partial`, which is bf16, by `partial_boxes`, to
     `output` by `output_boxes`; the room of the last tile is free when they have. GATHER: `block_table` names slots of
     `cache` `[slots, 576]`, which `num_blocks` counts, instead of blocks of it; the schedule is not FULL then.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    if not OVERLAP:
-        let_next_kernel_start()
     DTYPE: gl.constexpr = query_boxes.dtype
     queries = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], LAYOUT)
     query_ropes = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], LAYOUT)
@@ -418,8 +408,7 @@ def mla_decode_wide_kernel(
     weights_free = new_barriers(1, 1)
     factors_ready = new_barriers(1, 1)
     fence_async_shared()
-    if OVERLAP:
-        take_over()
+    take_over()
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     left = (
@@ -434,10 +423,10 @@ def mla_decode_wide_kernel(
         gl.warp_specialize(
             [
                 (attend_left, (
-                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
                 )),
                 (attend_right, (
-                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
                 )),
                 (gather, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
@@ -451,10 +440,10 @@ def mla_decode_wide_kernel(
         gl.warp_specialize(
             [
                 (attend_left, (
-                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
                 )),
                 (attend_right, (
-                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, BULK, LAYOUT,
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
                 )),
                 (produce, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,

@@ -221,12 +221,6 @@ def _least_tiles(rows: int) -> int:
     return 4 if rows == 64 else 2
 
 
-def launch_options() -> dict[str, bool]:
-    """Return how a main kernel is launched: whether while the kernel before may still run."""
-    early = variants.current().latent_launch == "early"
-    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
-
-
 def _max_items(num_reqs: int, ctas: int) -> int:
     return num_reqs + WAVES.value * ctas
 
@@ -280,7 +274,7 @@ def _launch(
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "FULL": True, **launch_options(), "num_warps": 4,
+        "FULL": True, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
@@ -317,22 +311,18 @@ def _launch(
 
 def partial_results(slots: int, rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return room for the results of parts, and for their rows' maxima and sums, by the rows of a program."""
-    bulk = rows == 64 and variants.current().latent_results == "bulk"
-    dtype = torch.bfloat16 if bulk else torch.float32
+    dtype = torch.bfloat16 if rows == 64 else torch.float32
     partial = torch.empty((slots, rows * groups, LATENT.value), dtype=dtype, device=device)
     return partial, torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
 
 
-def result_boxes(output: Tensor, partial: Tensor) -> dict[str, Any]:
-    """Return whether results of 64 rows leave by bulk copies, and the tensor maps for that."""
-    if partial.dtype == torch.float32:
-        return {"BULK": False, "output_boxes": None, "partial_boxes": None}
+def result_boxes(output: Tensor, partial: Tensor) -> dict[str, TensorDescriptor]:
+    """Return tensor maps over the results of 64 rows `[T * N, 512]` and those of parts `[slots * rows, 512]`."""
     layout, width = gl.NVMMASharedLayout(128, 16, 2), LATENT.value
-    maps = {
+    return {
         name: TensorDescriptor(rows, list(rows.shape), [width, 1], [64, width // 2], layout)
         for name, rows in (("output_boxes", output.view(-1, width)), ("partial_boxes", partial.view(-1, width)))
     }
-    return {"BULK": True, **maps}
 
 
 def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:

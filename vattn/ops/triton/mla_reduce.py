@@ -7,7 +7,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vattn.ops import variants
 from vattn.ops.triton.codec import INTERPRETED
 from vattn.ops.triton.mask import LN2
 from vattn.ops.triton.mla_schedule import FIELDS
@@ -33,9 +32,8 @@ def merge_parts(
     common = {"HEADS": heads, "PARTIAL_ROWS": partial_rows, "LATENT": latent, "num_warps": 1, "launch_pdl": True}
     step = min(64, next_power_of_two(max(4, splits)))
     columns = max(32, 2048 // step)
-    early = variants.current().latent_launch == "early"
     programs = min(rows * (latent // columns), processors * MOST_PROGRAMS)
-    mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, OVERLAP=early, **common)
+    mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, **common)
 
 
 @triton.jit
@@ -93,12 +91,12 @@ def load_split(schedule, query_start_loc, max_items, index, FULL: tl.constexpr):
 @triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_merge_parts_kernel(
     schedule, partial, stats, query_start_loc, output, lse, max_items, HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
-    LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
+    LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request after the other, STEP parts at a time. Grid: any number.
 
     `partial` is fp32 or bf16 `[slots, PARTIAL_ROWS, LATENT]`, unnormalised, `stats` maxima in base 2 and sums.
-    FULL: see `vattn.ops.triton.mla_schedule`. OVERLAP: the next kernel may be launched while this one runs.
+    FULL: see `vattn.ops.triton.mla_schedule`. The next kernel may be launched while this one runs.
     """
     PANELS: tl.constexpr = LATENT // COLUMNS
     OF_REQUEST: tl.constexpr = PARTIAL_ROWS * PANELS
@@ -112,8 +110,7 @@ def mla_merge_parts_kernel(
         first, count, start, rows = 0, 0, 0, 0
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     for job in range(number, splits * OF_REQUEST, tl.num_programs(0)):
         if (job != number) | (not FULL):
             first, count, start, rows = load_split(schedule, query_start_loc, max_items, job // OF_REQUEST, FULL)
