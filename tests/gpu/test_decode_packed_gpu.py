@@ -57,7 +57,7 @@ def test_ragged_requests(fmt: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 2])
-@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("fmt", PACKED)
 def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_fast, decode_packed

@@ -43,11 +43,11 @@ TUNINGS: dict[str, Tuning] = {
 
 MANY_TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
-    "turboquant_4bit_nc": Tuning(2, 4, 8, max_registers=128),
-    "nvfp4": Tuning(2, 4, 8, max_registers=128),
+    "turboquant_4bit_nc": Tuning(1, 3, 16, max_registers=128),
+    "nvfp4": Tuning(1, 3, 16, max_registers=128),
 }
-"""The same where requests outnumber the CTAs of that: more of them, which need not share requests. Groups of more than
-four query heads per KV head leave too few registers."""
+"""The same where requests outnumber the CTAs of that: more of them, which need not share requests; barriers of a single
+warp cost nothing. Groups of more than four query heads per KV head leave too few registers."""
 
 HEAD_SIZES = Sizes(values=(64, 128))
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
