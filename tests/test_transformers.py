@@ -243,7 +243,10 @@ REFUSED = {
     ),
     "gemma3_text": ({"use_bidirectional_attention": True, "head_dim": 16}, "a mask by"),
     "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
-    "recurrent_gemma": ({}, "layers of RecurrentGemmaForCausalLM call attention|a state beside keys|fails on packed tokens"),
+    "recurrent_gemma": (
+        {},
+        "layers of RecurrentGemmaForCausalLM call attention|a state beside keys|fails on packed tokens",
+    ),
     "biogpt": ({}, "padding mask"),
 }
 
