@@ -105,6 +105,8 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accepts(args._replace(input=args.input[:, :-128], weight=args.weight[:, :-128].contiguous()))
     odd = torch.zeros(5 * 1032, dtype=args.input.dtype).as_strided((5, 1024), (1028 if codes else 1026, 1))
     assert not accepts(args._replace(input=odd))  # Rows that are no whole number of 16 bytes apart.
+    for apart in (0, 512):
+        assert not accepts(args._replace(input=args.input.as_strided((5, 1024), (apart, 1))))
     plain = args.input.view(torch.uint8) if codes else args.input  # CPUs do not compare e4m3.
     boxes = _boxes(args.input, 8, RING)
     panels = plain.as_strided(boxes.shape, boxes.strides, args.input.storage_offset())

@@ -108,6 +108,7 @@ class CUDAGraphRunner:
     Raises:
         ConfigError: no batch size, or one beyond the builder's capacity.
         UnsupportedRequestError: a backend of the layers cannot be captured.
+        DeviceError: CUDA refuses to change edges of a captured graph; it is thrown away.
 
     Without a CUDA device the function runs as it is, on the padded inputs; `report.reason` says so and it is logged
     once. Warm-up and capture write nothing to the caches (all slots are -1) and take no KV scale.

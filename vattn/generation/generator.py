@@ -67,7 +67,7 @@ class Generator:
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
             CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with guesses too.
         mixed_graph_sizes: numbers of tokens to capture for steps that hold prompts, each with up to `max_num_reqs`
-            requests; default a ladder up to 1536 and the token budget where decodes are captured and all layers run on
+            requests; default a ladder up to 1535 and the token budget where decodes are captured and all layers run on
             TRITON_ATTN, else none; `()` for none. A step runs padded to the next size, and without a graph beyond the
             largest. It pays where launching the layers takes the host longer than the device computes.
 

@@ -182,6 +182,7 @@ def enable(
             format and the scale of their input are the same.
         own_linears: run linear layers by `vattn::linear`, which has kernels of its own for steps of few tokens, on GPUs
             of compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
+            Weights must not be computed in the step, as a parametrisation does: they are read before it begins.
         rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
             (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.

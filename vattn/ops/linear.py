@@ -26,7 +26,7 @@ class LinearArgs(NamedTuple):
     input: Tensor
     """`[T, K]`, float16, bfloat16 or float32, or e4m3 codes; rows may lie apart."""
     weight: Tensor
-    """`[N, K]` in the dtype of the input, contiguous."""
+    """`[N, K]` in the dtype of the input, contiguous; no kernel just before writes it, for none is waited for."""
     input_scale: Tensor | None
     """fp32 `[1]`, or `[T, 1]`; of codes alone."""
     weight_scale: Tensor | None

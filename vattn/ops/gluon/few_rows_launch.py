@@ -56,7 +56,8 @@ def accepts(args: LinearArgs) -> bool:
     if x.dtype is torch.float32 or not 0 < x.shape[0] <= MOST_ROWS or not hopper.is_hopper(x.device):
         return False
     row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
-    aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0
+    # A tensor map's rows lie one behind the other: those of an expanded input do not.
+    aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0 and row_bytes[1] >= row_bytes[0]
     return aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight)) and weight.shape[0] > 0
 
 
