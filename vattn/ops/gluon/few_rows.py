@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vattn.ops.gluon.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
+from vattn.ops.gluon.compat import load_box, take_over, wait_for_previous_kernel
 
 
 @gluon.jit
 def produce(
     weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS: gl.constexpr,
-    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the tiles of this program, chunk by chunk; the first of them before the input exists."""
     program = gl.program_id(0)
@@ -35,8 +35,7 @@ def produce(
         mbarrier.expect(ready.index(step), BYTES)
         feature = (program + step // CHUNKS * programs) * FEATURES
         load_box(weight_boxes, [step % CHUNKS * PANELS, feature, 0], ready.index(step), weights.index(step))
-    if OVERLAP:
-        wait_for_previous_kernel()
+    wait_for_previous_kernel()
     for step in range(0, early):
         load_box(input_boxes, [step % CHUNKS * PANELS, 0, 0], ready.index(step), inputs.index(step))
     stage = 0
@@ -58,7 +57,7 @@ def produce(
 def consume(
     input_scale, weight_scale, output, num_rows, num_features, num_tiles, weights, inputs, sums, ready, released,
     CHUNKS: gl.constexpr, PANELS: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr, OVERLAP: gl.constexpr,
+    CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply what the ring holds, and write the rows of a tile at its end."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[PANELS, 1, 1], instr_shape=[1, 16, 8])
@@ -70,10 +69,7 @@ def consume(
     ADDED: gl.constexpr = gl.SliceLayout(0, ADD)
     place = gl.arange(0, FEATURES, layout=gl.SliceLayout(1, ADDED))[:, None]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, ADDED))[None, :]
-    if OVERLAP:
-        wait_for_previous_kernel()
-        # Not earlier: what begins now may count on everything that came before this kernel.
-        let_next_kernel_start()
+    take_over()
     if CODES:
         by_row = gl.load(input_scale + (row if ROW_SCALES else 0 * row), mask=row < num_rows, other=0.0)
     stage = 0
@@ -108,13 +104,13 @@ def consume(
 def streamed_kernel(
     weight_boxes, input_boxes, input_scale, weight_scale, output, num_rows, num_features, K: gl.constexpr,
     STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr,
-    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: any number of programs.
 
     Both tensor maps see their rows as panels of 128 bytes, `[K / columns of a panel, rows, columns]`; a box has one
     panel a warp, and as many rows of the weight as make a tile, or of the input as it may have. What lies beyond the
-    tensors is read as zeros. CODES: elements are e4m3. OVERLAP: launched while the kernel before may still run.
+    tensors is read as zeros. CODES: elements are e4m3. It is launched while the kernel before may still run.
     """
     FEATURES: gl.constexpr = weight_boxes.block_shape[1]
     ROWS: gl.constexpr = input_boxes.block_shape[1]
@@ -134,11 +130,11 @@ def streamed_kernel(
         [
             (consume, (
                 input_scale, weight_scale, output, num_rows, num_features, num_tiles, weights, inputs, sums, ready,
-                released, CHUNKS, PANELS, FEATURES, ROWS, STAGES, CODES, ROW_SCALES, FEATURE_SCALES, OVERLAP,
+                released, CHUNKS, PANELS, FEATURES, ROWS, STAGES, CODES, ROW_SCALES, FEATURE_SCALES,
             )),
             (produce, (
                 weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS, PANELS, FEATURES,
-                PANELS * (FEATURES + ROWS) * 128, STAGES, OVERLAP,
+                PANELS * (FEATURES + ROWS) * 128, STAGES,
             )),
         ],
         [1],

@@ -72,7 +72,7 @@ def streamed_linear(args: LinearArgs, ring: Ring = RING) -> Tensor:
         num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
         ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
         FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1,
-        OVERLAP=True, **ring.options,
+        **ring.options,
     )  # fmt: skip
     return output
 
