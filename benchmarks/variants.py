@@ -300,11 +300,27 @@ def _decode_questions() -> Iterator[Question]:
         yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, (DEFAULT, *few), bar, ("cudnn", "xqa"))
 
 
+def _draft_questions() -> Iterator[Question]:
+    """Yield speculative steps of groups that fill tiles unevenly, and of fewer tiles than multiprocessors."""
+    work = WORKS["speculative 64x4k, 4"]
+    fewer = Work("speculative 52x4k, 4", ((4, 4096),) * 52)
+    for name, works, changes in (
+        ("qwen2.5-32b", (work,), {"uneven_groups": "padded"}), ("qwen2.5-7b", (work,), {"uneven_groups": "padded"}),
+        ("llama3-70b-tp8", (work, fewer), {"few_drafts": "packed"}),
+    ):  # fmt: skip
+        label = ", ".join(f"{key} {value}" for key, value in changes.items())
+        one, two = by_variant(label, **changes), by_variant(f"{label}, FP8 query", True, **changes)
+        for one_work in works:
+            yield Question("drafts", LAYERS[name], one_work, "bf16", (DEFAULT, one), 1.0, ("fa3",))
+            yield Question("drafts", LAYERS[name], one_work, "fp8", (DEFAULT, DEFAULT_FP8, one, two), 1.2, ("fa3",))
+
+
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
     from vattn.ops.triton.decode_fast import Tuning
 
     yield from _decode_questions()
+    yield from _draft_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
     general, on_packed = by_general_kernel("general kernel"), by_general_kernel("general kernel, packed rows", True)

@@ -77,6 +77,37 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
     assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
 
 
+def test_drafts_of_uneven_groups_may_leave_rows_unused() -> None:
+    from vattn.ops.gluon import mixed_launch, prefill_launch
+
+    device = torch.device("cpu")
+    for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
+        config = make_config(**{**LLAMA, "num_heads": heads})
+        apart = mixed_launch.cut_of(config, 64 * tokens, 64)
+        assert apart.pack == prefill_launch.packs(config)
+        with variants.using(uneven_groups="padded"):
+            cut = mixed_launch.cut_of(config, 64 * tokens, 64)
+            assert (cut.groups, cut.pack) == (1, pack)
+            assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
+            # Prompts and requests of other lengths are cut as before.
+            assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
+            room = prefill_launch.plan_rows(config, 64 * tokens, 64, cut)
+            assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
+
+
+def test_few_drafts_may_go_to_the_prefill_kernel() -> None:
+    from vattn.ops.gluon import mixed_launch
+
+    config, device = make_config(**{**LLAMA, "num_heads": 8, "num_kv_heads": 1}), torch.device("cpu")
+    for reqs, few in ((132, "packed"), (64, "packed"), (50, "packed"), (49, ""), (8, "")):
+        assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ("packed" if reqs >= 132 else "")
+        with variants.using(few_drafts="packed"):
+            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == few
+            assert mixed_launch.way_of(config, reqs, reqs, device) == ""
+        with variants.using(few_drafts="packed", speculative="general"):
+            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ""
+
+
 def test_variants_are_checked_and_put_back() -> None:
     from vattn.errors import UnknownOptionError
 

@@ -26,10 +26,11 @@ SHORT = [(1, 700), (8, 2049), (0, 5), (3, 3), (16, 16), (7, 1937), (5, 300), (17
 MIXED = [(1, 4000), (300, 300), (4, 513), (1, 17), (0, 9), (64, 1937), (5, 700), (1, 2049), (2, 90), (129, 129)]
 
 
-def check_packed(batch: Batch, groups: int) -> None:
+def check_packed(batch: Batch, groups: int, padded: bool = False) -> None:
     from vattn.ops.gluon import prefill_launch
 
-    cut = prefill_launch.Cut(groups, prefill_launch.packs(batch.config))
+    packs = prefill_launch.padded_pack if padded else prefill_launch.packs
+    cut = prefill_launch.Cut(groups, packs(batch.config))
     prefill_launch.prefill(batch.args, batch.config, cut)
     torch.cuda.synchronize()
     compare_rows(batch)
@@ -49,6 +50,27 @@ def test_packed_heads(cache: str, groups: int) -> None:
 def test_groups_of_heads(heads: int, groups: int) -> None:
     for products in ({}, FP8, NATIVE):
         check_packed(prefill_batch(SHORT, num_heads=heads, padding=3, **products), groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("heads", [6, 10, 14, 22])
+def test_groups_that_leave_rows_unused(heads: int, groups: int) -> None:
+    for products in ({}, FP8, NATIVE):
+        check_packed(prefill_batch(SHORT, num_heads=heads, padding=3, **products), groups, padded=True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_size": 64}, {"head_size": 256}, {"head_size": 64, **NATIVE}])
+def test_unused_rows_past_the_last_head(changes: dict[str, Any]) -> None:
+    """Boxes of the query are larger than all heads there are."""
+    for heads in (5, 7):
+        batch = prefill_batch(SHORT, num_heads=heads, num_kv_heads=1, sinks=True, padding=40, **changes)
+        check_packed(batch, 1, padded=True)
+
+
+@pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_features_of_groups_that_leave_rows_unused(case: str, products: dict[str, Any]) -> None:
+    check_packed(prefill_batch(SHORT, num_heads=14, padding=3, **products, **FEATURES[case]), 1, padded=True)
 
 
 @pytest.mark.parametrize("products", [{}, {"head_size": 256}, FP8, NATIVE], ids=["plain", "wide", "widened", "native"])
@@ -80,6 +102,13 @@ def test_output_formats(output_format: str) -> None:
             mixed_launch.attend(batch.args, batch.config, way)
             torch.cuda.synchronize()
             compare_rows(batch)
+
+
+@pytest.mark.parametrize("output_format", OUTPUTS)
+def test_output_formats_of_groups_that_leave_rows_unused(output_format: str) -> None:
+    for products in ({}, NATIVE):
+        changes = {"output_format": output_format, **products, **OUTPUTS[output_format]}
+        check_packed(prefill_batch(SHORT, num_heads=10, padding=9, **changes), 1, padded=True)
 
 
 @pytest.mark.parametrize("way", ["packed", "two", "overlapped"])
@@ -165,6 +194,43 @@ def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
             expected, _ = batch.expected()
             assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
     assert len(calls) == 2
+
+
+DRAFTS: dict[str, tuple[int, int, dict[str, str]]] = {
+    "groups of 5": (40, 8, {"uneven_groups": "padded"}),
+    "groups of 7": (28, 4, {"uneven_groups": "padded"}),
+    "one KV head": (8, 1, {"few_drafts": "packed"}),
+}
+"""Query and KV heads, and the variants under which four drafts of them are packed."""
+
+
+@pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
+@pytest.mark.parametrize("case", DRAFTS)
+def test_drafts_of_variants(case: str, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.backends import selector
+    from vattn.ops.gluon import prefill_launch
+
+    heads, kv_heads, changes = DRAFTS[case]
+    cuts = []
+    launch = prefill_launch.launch
+    monkeypatch.setattr(prefill_launch, "launch", lambda *args: (cuts.append(args[5]), launch(*args)))
+    backend = selector.get_backend("TRITON_ATTN")
+    # As many rows as four a request, also where these are not dealt out evenly.
+    for requests in ([(4, 700 + 37 * i) for i in range(64)], [(1, 90), (7, 1003), (0, 5), (8, 2049)] * 16):
+        with variants.using(**changes):
+            batch = prefill_batch(
+                requests, num_heads=heads, num_kv_heads=kv_heads, backend="TRITON_ATTN", lse=False, **products
+            )
+            args = batch.args
+            shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
+            schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+            torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+            torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+            torch.cuda.synchronize()
+        expected, _ = batch.expected()
+        error = float((batch.output() - expected).norm() / expected.norm())
+        assert error < (2.0**-4 if batch.config.takes_fp8_query else 2.0**-7)
+    assert [(cut.groups, cut.pack) for cut in cuts] == [(1, 8)] * 2
 
 
 CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

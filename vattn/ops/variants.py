@@ -15,6 +15,8 @@ from vattn.errors import UnknownOptionError
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
+    "uneven_groups": ("apart", "padded"),
+    "few_drafts": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
@@ -36,6 +38,10 @@ class Variants:
         speculative: steps of equally many rows a request, more than the decode kernel takes and at most 64 with their
             group of heads: "general", the general kernel; "packed", Hopper's prefill kernel with the heads of a group
             as rows of one tile.
+        uneven_groups: groups of 3, 5 or 7 heads, say, in "packed" speculative steps: "apart", a tile for each head;
+            "padded", heads as rows of one tile of which the last of each token stay unused.
+        few_drafts: speculative steps whose tiles are fewer than multiprocessors, but not fewer than three eighths of
+            them: "general", the general kernel; "packed", what `speculative` says.
         mixed: other steps of several rows a request on average: "general"; "packed"; "two", requests of few rows by the
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
@@ -60,6 +66,8 @@ class Variants:
     """
 
     speculative: str = "packed"
+    uneven_groups: str = "apart"
+    few_drafts: str = "general"
     mixed: str = "overlapped"
     mixed_below: int = 256
     latent_fp8: str = "measured"

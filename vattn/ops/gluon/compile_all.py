@@ -146,6 +146,9 @@ def _other_cuts() -> Iterator[Launch]:
             for groups in (1, 2):
                 cut = Cut(groups, prefill_launch.packs(config))
                 yield prefill_launch_of(config, cut, early=groups == 2)
+            if heads == 32:
+                uneven = config.replace(num_heads=40)
+                yield prefill_launch_of(uneven, Cut(1, prefill_launch.padded_pack(uneven)))
             if config.takes_fp8_query:
                 yield prefill_launch_of(config, Cut(2, turn=64))
             # Beside the results of wide heads there are no registers for more converters.

@@ -110,7 +110,7 @@ def group_maximum(x):
 @gluon.jit
 def store_row_groups(
     output, scales, x, first_row, row, rows, first_column, scale, scale_stride, group_stride, PACK: gl.constexpr,
-    D: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, GROUPS: gl.constexpr,
+    FILLED: gl.constexpr, D: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Quantise results `[R, C]` to FP8 in whole groups; store codes and scales.
 
@@ -118,6 +118,7 @@ def store_row_groups(
         first_row, row, rows: row of the output at which a tile starts, rows of the tile that these are, its end.
         first_column: of the flattened row of STRIDE columns.
         PACK: heads of D columns, one after the other, that are rows of the tile here; `rows` counts whole tokens.
+        FILLED: heads that there are; what the rest of the PACK rows hold is not stored.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -130,6 +131,8 @@ def store_row_groups(
     group = first_column // GROUPS[0] + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))
     scale_token = scale_row // PACK
     inside = (scale_token[:, None] < rows) & (group[None, :] >= 0)
+    if FILLED < PACK:
+        inside = inside & (scale_row % PACK < FILLED)[:, None]
     place = (first_row + scale_token)[:, None].to(gl.int64) * scale_stride + group[None, :].to(gl.int64) * group_stride
     if PACK > 1:
         place += (scale_row % PACK * (D // GROUPS[0]))[:, None].to(gl.int64) * group_stride
@@ -142,7 +145,10 @@ def store_row_groups(
     offsets = (first_row + code_token)[:, None].to(gl.int64) * STRIDE + column[None, :]
     if PACK > 1:
         offsets += (code_row % PACK * D)[:, None]
-    gl.store(output + offsets, codes, mask=(code_token[:, None] < rows) & (column[None, :] >= 0))
+    mask = (code_token[:, None] < rows) & (column[None, :] >= 0)
+    if FILLED < PACK:
+        mask = mask & (code_row % PACK < FILLED)[:, None]
+    gl.store(output + offsets, codes, mask=mask)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.gluon import prefill_launch
-from vattn.ops.gluon.prefill_launch import Cut, multiprocessors, packs
+from vattn.ops.gluon.prefill_launch import Cut, multiprocessors, packs, padded_pack
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
@@ -32,6 +32,9 @@ from vattn.ops.variants import current
 LEAST_TILES_PER_PROCESSOR = 1
 """Row tiles of a KV head that there must be on average; fewer leave multiprocessors without work."""
 
+LEAST_DRAFTS_PER_PROCESSOR = 3 / 8
+"""The same for `few_drafts="packed"`: the rest idles for less time than the general kernel takes longer."""
+
 
 def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
     """Return which way a step of these shapes goes, empty for none of these."""
@@ -39,10 +42,12 @@ def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torc
     if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs):
         return ""
     way = variants.mixed if num_tokens < variants.mixed_below * num_reqs else "general"
+    least: float = LEAST_TILES_PER_PROCESSOR
     if is_speculative(config, num_tokens, num_reqs):
         way = variants.speculative
+        least = LEAST_DRAFTS_PER_PROCESSOR if variants.few_drafts == "packed" else least
     tiles = max(num_tokens * config.group_size // (2 * GROUP_ROWS.value), num_reqs) * config.num_kv_heads
-    if way == "general" or tiles < LEAST_TILES_PER_PROCESSOR * multiprocessors(device):
+    if way == "general" or tiles < least * multiprocessors(device):
         return ""
     return way
 
@@ -54,7 +59,11 @@ def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> b
 
 def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
     """Return how the prefill kernel's rows are cut: one warpgroup where a request's rows do not fill it."""
-    return Cut(1 if is_speculative(config, num_tokens, num_reqs) else 2, packs(config))
+    if not is_speculative(config, num_tokens, num_reqs):
+        return Cut(2, packs(config))
+    pack = padded_pack(config)
+    fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
+    return Cut(1, pack if fits and current().uneven_groups == "padded" else packs(config))
 
 
 def short_rows(config: AttentionConfig) -> int:

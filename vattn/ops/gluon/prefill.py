@@ -10,7 +10,7 @@ it asks for the next first one; the warpgroups cover each other and take turns b
 
 `prefill_shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
 one head of a token then, and the rows of a tile are PACK heads of 64 // PACK tokens for each warpgroup. Requests of few
-tokens fill their tiles that way.
+tokens fill their tiles that way. Where PACK is more than a KV head has, the last rows of each token are left unused.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
     TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
+    FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
     raw_query = queries.index(GROUP_INDEX)
     if CACHE == "widened":
         query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
@@ -100,7 +101,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         messages, message_full, message_empty, turn, 4
     )
     while rows > 0:
-        head = packed * PACK
+        head = packed * FILLED
         if first < end:
             position = tile_position + GROUP_INDEX * TOKENS
             own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
@@ -184,7 +185,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 log_maximum = maximum * head_scale
             norm = gl.where(total > 0.0, 1.0 / total, 0.0)
             if sinks is not None:
-                sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK) * LOG2E
+                sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK, FILLED) * LOG2E
                 with_sink = gl.maximum(log_maximum, sink)
                 shrink = gl.exp2(log_maximum - with_sink)
                 total = total * shrink + gl.exp2(sink - with_sink + BITS)
@@ -196,18 +197,18 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             if sinks is not None:
                 if seq_len >= 0:
-                    own_sinks = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK)
+                    own_sinks = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK, FILLED)
                     empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + own_sinks
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(

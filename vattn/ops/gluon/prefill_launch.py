@@ -62,7 +62,7 @@ class Cut:
 
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
-        pack: 1, or the query heads of a KV head, which are rows of one tile then: a divisor of 64.
+        pack: 1, or the query heads of a KV head, which are rows of one tile then, rounded up to a divisor of 64.
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
     """
@@ -82,6 +82,11 @@ def packs(config: AttentionConfig) -> int:
     """Return how many heads of a token may be rows of one tile: those of a group if they fill tiles evenly, else 1."""
     group = config.group_size
     return group if group <= 16 and GROUP_ROWS.value % group == 0 else 1
+
+
+def padded_pack(config: AttentionConfig) -> int:
+    """Return how many rows of a tile the heads of a group take if some may stay unused; 1 for too many heads."""
+    return triton.next_power_of_2(config.group_size) if config.group_size <= 16 else 1
 
 
 def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
@@ -236,7 +241,8 @@ def launch(
         strides = (scales.stride(0), scales.stride(1))
     # Layers share the schedule, so what hands out its row tiles is of this call.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    items = max_row_tiles(query.shape[0], args.seq_lens.shape[0], cut.tokens) * (config.num_heads // cut.pack)
+    row_tiles = max_row_tiles(query.shape[0], args.seq_lens.shape[0], cut.tokens)
+    items = row_tiles * (config.num_heads // min(cut.pack, config.group_size))
     prefill_kernel[(min(ctas, items),)](
         query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config),
         value_boxes=cache_boxes(value, config),

@@ -86,9 +86,10 @@ def produce(arguments, SHAPE: gl.constexpr):
     GROUPS: gl.constexpr = SHAPE.GROUPS
     KEY_STAGES: gl.constexpr = SHAPE.RAW_STAGES if SHAPE.CACHE == "widened" else SHAPE.STAGES
     VALUE_STAGES: gl.constexpr = SHAPE.STAGES if SHAPE.CACHE == "plain" else SHAPE.RAW_STAGES
-    HEADS: gl.constexpr = SHAPE.HEADS // PACK
     GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
-    TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // PACK
+    FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
+    HEADS: gl.constexpr = SHAPE.HEADS // FILLED
+    TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // FILLED
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     BOXES: gl.constexpr = KEYS // BOX
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
@@ -109,7 +110,7 @@ def produce(arguments, SHAPE: gl.constexpr):
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
-                head = read_word(fields.index(7), 1) * PACK
+                head = read_word(fields.index(7), 1) * FILLED
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)

@@ -31,10 +31,12 @@ def tokens_of(row, PACK: gl.constexpr):
 
 
 @gluon.jit
-def load_sinks(sinks, head, row, PACK: gl.constexpr):
-    """Return the sink of each row: one value where a tile has one head, else `[rows]`."""
+def load_sinks(sinks, head, row, PACK: gl.constexpr, FILLED: gl.constexpr):
+    """Return the sink of each row: one value where a tile has one head, else `[rows]`; 0 for unused rows."""
     if PACK == 1:
         return gl.load(sinks + head).to(gl.float32)
+    elif FILLED < PACK:
+        return gl.load(sinks + head + row % PACK, mask=row % PACK < FILLED, other=0.0).to(gl.float32)
     else:
         return gl.load(sinks + head + row % PACK).to(gl.float32)
 
