@@ -419,7 +419,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
     parser.add_argument("--activations", choices=QUANTISERS, default="static")
     parser.add_argument("--rope", default="auto", help="option of that name of the passes")
-    parser.add_argument("--variants", nargs="*", default=[], help="of vattn.ops.variants, NAME=VALUE: run again under")
+    parser.add_argument("--variants", nargs="*", default=[], help="run again under each, NAME=VALUE,NAME=VALUE")
     parser.add_argument("--scope", choices=("model", "layer"), default="model", help="what is compiled at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
@@ -446,7 +446,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "activations": args.activations, "context": args.context, "scope": args.scope, "rows": [],
     }  # fmt: skip
     for variants in ("", *args.variants):
-        with using(**dict([variants.split("=")] if variants else [])):
+        with using(**dict(choice.split("=") for choice in variants.split(",") if choice)):
             for row in run_batches(bench):
                 result["rows"].append(row if not variants else {**row, "variants": variants})
                 print(json.dumps({name: value for name, value in row.items() if "kernels" not in name}), flush=True)

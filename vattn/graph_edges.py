@@ -1,9 +1,10 @@
-"""Edges of a captured CUDA graph: kernels that read weights ahead start when the kernel before them has begun.
+"""Edges of a captured CUDA graph: kernels that wait by themselves start when the kernel before them has begun.
 
 A launch that may overlap with the kernel before it becomes a programmatic edge, which lets it start when every block of
 that one has said so or ended. Compilers say so late, behind all that a kernel waits for. `vattn::linear`'s kernels
 that fill their memory with weights first touch nothing else before they wait for the kernel before to end, whenever
-they start, so that an edge into them may let them start as soon as every block before has begun.
+they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
+RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel",)
+EARLY_KERNELS = ("streamed_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 PROGRAMMATIC = 1

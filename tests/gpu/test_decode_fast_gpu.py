@@ -366,3 +366,60 @@ def test_outputs_of_large_batches_in_fewer_registers(name: str) -> None:
     decode(batch.args, batch.config, dataclasses.replace(tuning, max_registers=None))
     assert tuning.max_registers
     assert torch.equal(codes.view(torch.uint8), batch.args.output.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("lengths", [[1000], [900, 40], [4000, 3], [700, 33] * 8], ids=["1", "2", "long", "many"])
+def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str, Any]) -> None:
+    """RoPE turns what the product before wrote, and attention reads what RoPE wrote, whatever of them overlaps."""
+    from vattn.graph_edges import start_early
+    from vattn.ops.arguments import RopeUpdateArgs
+    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton.rope_cache_update import rope_update
+    from vattn.ops.variants import using
+    from vattn.rope_config import RopeConfig
+
+    batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", **cache)
+    args, config, rope, rows = batch.args, batch.config, RopeConfig(128), len(lengths)
+    shape = decode_fast.plan_shape(config, rows, rows, args.query.device)
+    args = args._replace(plan=[torch.zeros(shape, dtype=torch.int32, device="cuda")])
+    decode_fast.plan(args.query_start_loc, args.seq_lens, args.plan[0], config)
+    last = args.seq_lens.long() - 1
+    slots = args.block_table.gather(1, (last // config.block_size)[:, None])[:, 0] * config.block_size
+    slots = slots.long() + last % config.block_size
+    weight = torch.randn(2048, 48 * 128, device="cuda", dtype=torch.bfloat16) / 45
+    product = torch.empty(rows, 48 * 128, device="cuda", dtype=torch.bfloat16)
+    query, key, value = product.view(rows, 48, 128).split((32, 8, 8), dim=1)
+    steps = []
+    for _ in range(3):
+        cos, sin = torch.randn(2, rows, 64, device="cuda")
+        update = RopeUpdateArgs(
+            query, key, value, cos, sin, None, args.query, args.kv_cache, slots, None, None, None, args.k_scale,
+            args.v_scale, rope.encode(), config.encode(),
+        )  # fmt: skip
+        hidden = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
+        steps.append((hidden, update, args._replace(output=torch.empty_like(args.output))))
+
+    def run() -> None:
+        for hidden, update, call in steps:
+            torch.mm(hidden, weight, out=product)
+            rope_update(update, rope, config)
+            decode_fast.decode(call, config)
+
+    results = []
+    for way in ("after", "wait", "both"):
+        with using(rope_launch=way):
+            run()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph):
+                run()
+        assert start_early(graph.raw_cuda_graph()) == (0 if way == "after" else len(steps))
+        graph.instantiate()
+        for _ in range(20):
+            product.fill_(torch.nan)
+            for _, _, call in steps:
+                call.output.view(torch.uint8).fill_(0x7F)
+            graph.replay()
+            results.append(torch.stack([call.output for _, _, call in steps]))
+    assert results[0].isfinite().all() and not torch.equal(results[0][0], results[0][1])
+    assert all(torch.equal(found, results[0]) for found in results)

@@ -8,7 +8,9 @@ import torch
 from tests.rope_cases import make_call
 from tests.support import make_config
 from tests.test_rope_update import CALLS, check_call
-from vattn.ops.triton.rope_cache_update import RopeTiles, rope_update
+from vattn.ops.triton.compile_cases import TARGETS
+from vattn.ops.triton.rope_cache_update import RopeTiles, rope_update, start_of_launch
+from vattn.ops.variants import using
 from vattn.rope_config import RopeConfig
 
 from .codec_kernels import encode_quotients, encode_values
@@ -33,6 +35,30 @@ def test_every_cut_gives_the_same_bytes(elements: int) -> None:
     for name in ("query_out", "kv_cache"):
         first, second = (getattr(call, name).view(torch.uint8) for call in calls)
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "expected"),
+    [
+        ({}, 2, "both"),
+        ({"head_size": 64, "kv_cache_dtype": "bfloat16"}, 2, "both"),
+        ({"kv_cache_dtype": "bfloat16"}, 2, "wait"),  # The decode kernel behind is launched early itself, and piles up.
+        ({"head_size": 256}, 2, "wait"),
+        ({"backend": "FLASHINFER"}, 2, "wait"),
+        ({}, 22, "both"),
+        ({}, 23, ""),
+    ],
+)
+def test_when_a_launch_of_few_tokens_starts(changes: dict[str, object], tokens: int, expected: str) -> None:
+    asked = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_size": 128, "kv_cache_dtype": "fp8_e4m3"}
+    config = make_config(**{**asked, "backend": "TRITON_ATTN", **changes})
+    hopper = TARGETS["sm_90"]
+    assert start_of_launch(config, tokens, 6, hopper) == "", "the default"
+    with using(rope_launch="both"):
+        assert start_of_launch(config, tokens, 6, hopper) == expected
+        assert start_of_launch(config, tokens, 6, TARGETS["sm_80"]) == ""
+    with using(rope_launch="wait"):
+        assert start_of_launch(config, tokens, 6, hopper) == expected.replace("both", "wait")
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])

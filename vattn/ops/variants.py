@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
+    "rope_launch": ("after", "wait", "both"),
 }
 """What each field may be."""
 
@@ -52,6 +53,9 @@ class Variants:
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
             8 KV heads.
+        rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
+            before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
+            RoPE's runs, over caches with which only decode in clusters makes use of that.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
             up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
@@ -77,6 +81,7 @@ class Variants:
     graph_edges: str = "early"
     packed_store: str = "words"
     few_requests: str = "measured"
+    rope_launch: str = "after"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -193,7 +193,9 @@ ROPES: dict[str, tuple[RopeConfig, bool]] = {
 """Rotations that every head size of `SHAPES` has room for, and whether tables have a factor for every column."""
 
 
-def rope_launches(name: str, target: str, config: AttentionConfig, rope: RopeConfig, full: bool) -> Iterator[Launch]:
+def rope_launches(
+    name: str, target: str, config: AttentionConfig, rope: RopeConfig, full: bool, tokens: int = 64
+) -> Iterator[Launch]:
     """Yield the launch of one cache update with RoPE."""
     dtype, heads, size = MODEL_DTYPES[config.dtype], config.num_heads, config.head_size
     out_dtype = torch.float8_e4m3fn if config.query_format != "none" else dtype
@@ -201,15 +203,15 @@ def rope_launches(name: str, target: str, config: AttentionConfig, rope: RopeCon
     weight = None if rope.norm == "none" else _meta(size, dtype=dtype)
     kv_scale = None if config.kv_scale == "none" else _meta(config.num_kv_heads)
     args = RopeUpdateArgs(
-        _meta(64, heads, size, dtype=dtype),
-        _meta(64, config.num_kv_heads, size, dtype=dtype),
-        _meta(64, config.num_kv_heads, config.head_size_v, dtype=dtype),
+        _meta(tokens, heads, size, dtype=dtype),
+        _meta(tokens, config.num_kv_heads, size, dtype=dtype),
+        _meta(tokens, config.num_kv_heads, config.head_size_v, dtype=dtype),
         table,
         table,
-        _meta(64, dtype=torch.int64),
-        _meta(64, heads, size, dtype=out_dtype),
+        _meta(tokens, dtype=torch.int64),
+        _meta(tokens, heads, size, dtype=out_dtype),
         _meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)),
-        _meta(64, dtype=torch.int64),
+        _meta(tokens, dtype=torch.int64),
         weight,
         weight,
         None if config.query_format == "none" else _meta(config.num_kv_heads),
@@ -379,6 +381,10 @@ def _small_kernels(target: str) -> Iterator[Launch]:
                 for kind, (rope, full) in kinds.items():
                     label = f"{name}/{cache[0]} {shape} {kind}"
                     yield from rope_launches(label, target, config.replace(**asked), rope, full)
+                for way in ALLOWED["rope_launch"][1:] if target == "sm_90" and kinds and shape == "32x128" else ():
+                    with using(rope_launch=way):
+                        few = config.replace(backend="TRITON_ATTN", **asked)
+                        yield from rope_launches(f"{name}/{cache[0]} {way}", target, few, *ROPES["neox"], tokens=2)
         for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
             config = _config(name, CACHES[0], SHAPES["32x128"], output_format=output, lse=True, sinks=True)
             yield from attention_launches(f"{name} {step} {output}", target, config, *STEPS[step])

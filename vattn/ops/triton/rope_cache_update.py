@@ -18,9 +18,11 @@ from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
 from vattn.ops.cache_layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton.cache_update import head_scale, slot_start, stored
 from vattn.ops.triton.codec import cast, encode, encode_native, encode_quotient
+from vattn.ops.triton.decode_fast import choose_tuning
 from vattn.ops.triton.launch import TRITON_DTYPES, as_bytes
 from vattn.ops.triton.packed_update import update_packed
 from vattn.ops.triton.tiles import Limits, next_power_of_two
+from vattn.ops.variants import current
 from vattn.rope_config import RopeConfig
 
 
@@ -209,7 +211,7 @@ def rope_update_kernel(
     SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     MODEL: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD_Q: tl.constexpr, PER_HEAD_KV: tl.constexpr,
     NORM: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.rope_reference`. Grid: tokens, tiles of query heads and then of KV heads.
 
@@ -217,7 +219,13 @@ def rope_update_kernel(
     time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
 
     SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
+    EARLY: "" or else launched while the kernel before may still run, so wait for that first; "both": then the next may
+    start, and not before that: it would take what multiprocessors the kernel before leaves, two programs on one.
     """
+    if EARLY != "":
+        tl.extra.cuda.gdc_wait()
+    if EARLY == "both":
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (NUM_HEADS + Q_TILE - 1) // Q_TILE
@@ -276,6 +284,8 @@ def rope_update(
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
     constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits, tiles)
     programs = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
+    early = start_of_launch(config, num_tokens, programs, limits)
+    options = {"launch_pdl": True} if early else {}
     rope_update_kernel[(num_tokens, programs)](
         args.query, args.key, as_bytes(args.value), args.cos, args.sin, args.positions, as_bytes(args.query_out),
         key_cache, value_cache, args.slot_mapping, args.q_weight, args.k_weight, args.q_scale, args.k_scale,
@@ -283,8 +293,24 @@ def rope_update(
         *args.query.stride()[:2], *args.key.stride()[:2], *args.value.stride()[:2], *args.cos.stride(),
         *args.sin.stride(),
         K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
-        enable_fp_fusion=True, **constants,
+        EARLY=early, enable_fp_fusion=True, **options, **constants,
     )  # fmt: skip
+
+
+def start_of_launch(config: AttentionConfig, num_tokens: int, programs: int, limits: Limits) -> str:
+    """Return when a launch of so many programs a token starts and whether the next may: EARLY of the kernel.
+
+    It starts early where no multiprocessor has more than one program. The next kernel may where it is one of ours, all
+    of which wait before they read, and cannot be spread worse for it. Programs that are launched while others run go
+    where there is memory for them, several to a multiprocessor unless they fill it, as those of clusters do. Those of
+    the plain decode kernel do not, so this is for caches with which that one is not launched early.
+    """
+    way = current().rope_launch
+    if way == "after" or not limits.hopper or num_tokens * programs > limits.processors:
+        return ""
+    split = choose_tuning(config, 1)
+    piles_up = bool(split.overlap) and not split.slots
+    return "both" if way == "both" and config.backend == "TRITON_ATTN" and not piles_up else "wait"
 
 
 def _rope_update_packed(
