@@ -382,7 +382,7 @@ def mla_decode_wide_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, cache, output_boxes, partial_boxes, query_start_loc, seq_lens,
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale,
-    HEADS: gl.constexpr, ROWS_OF_PROGRAM: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip

@@ -294,7 +294,7 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        mla_decode_wide_kernel[grid](ROWS_OF_PROGRAM=rows, cache=None, GATHER=False, **boxes, **common)
+        mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)

@@ -102,7 +102,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_wide_kernel[grid](
             query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
-            cache=cached, ROWS_OF_PROGRAM=rows, **mla_launch.result_boxes(output, partial), **common,
+            cache=cached, **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip
     if splits > 1:
         merge_parts(
