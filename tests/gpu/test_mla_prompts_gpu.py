@@ -168,6 +168,38 @@ def test_outputs_are_quantised_inside(way: str, output_format: str, lens: tuple[
         assert relative_l2(made, wanted) < 2e-2
 
 
+SMALL = {"qk_nope_head_dim": 64, "v_head_dim": 64}
+QUOTIENTS = [
+    *((name, {}, 7.0) for name in OUTPUT_FORMATS if name != "none"),
+    *((name, {}, scale) for name in ("fp8_static", "nvfp4") for scale in (0.013, 1e-14, 1e14, 1e-41, 1e25)),
+    ("fp8_group64", SMALL, 7.0),
+    ("nvfp4", {**SMALL, "dtype": "float16"}, 0.013),
+    ("fp8_static", {**SMALL, "dtype": "float16"}, 0.013),
+    ("fp8_group128", {"dtype": "float16", "num_heads": 3, "block_size": 16}, 7.0),
+    ("fp8_group128", {"output_min_scale": 0.25}, 7.0),
+]
+"""Formats, layers and given scales: by 1e-41 and 1e25 the kernel must divide."""
+
+
+@pytest.mark.parametrize(("output_format", "changes", "scale"), QUOTIENTS)
+def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict[str, Any], scale: float) -> None:
+    hopper()
+    config = deepseek(output_format=output_format, output_arithmetic="divide", **changes)
+    args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
+    if args.output_scale is not None:
+        args.output_scale.fill_(scale)
+    found = []
+    for way in ("divided", "corrected"):
+        for made in (args.output, args.output_block_scale):
+            if made is not None:
+                made.zero_()
+        with variants.using(latent_prefill="gluon", latent_quotients=way):
+            torch.ops.vattn.mla_attention(*args)
+        found.append([t.clone() for t in (args.output, args.output_block_scale, args.lse) if t is not None])
+    for divided, corrected in zip(*found, strict=True):
+        assert torch.equal(divided.contiguous().view(torch.uint8), corrected.contiguous().view(torch.uint8))
+
+
 def test_a_step_with_prompts_has_no_sync_and_replays_other_lengths() -> None:
     config = deepseek()
     args = random_mla_batch(config, *MIX, padding_tokens=3, device="cuda")

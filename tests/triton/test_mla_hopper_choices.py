@@ -96,3 +96,56 @@ def test_results_of_64_rows_leave_by_bulk_copies() -> None:
 @pytest.mark.parametrize(("heads", "together"), [(16, 8), (128, 8), (12, 4), (6, 2), (3, 1)])
 def test_heads_of_prompts_side_by_side(heads: int, together: int) -> None:
     assert mla_prefill_launch.heads_together(heads) == together
+
+
+@pytest.mark.parametrize(
+    ("output", "groups", "corrects"),
+    [
+        ("none", (0, False, False, -1.0, "divide"), False),
+        ("fp8_divide", (0, False, False, -1.0, "divide"), True),
+        ("fp8_multiply", (0, False, False, -1.0, "divide"), False),
+        ("fp8_approximate_divide", (0, False, False, -1.0, "divide"), False),
+        ("none", (128, False, True, -1.0, "divide"), True),
+        ("none", (16, True, False, -1.0, "divide"), True),
+        ("none", (128, False, False, -1.0, "multiply"), False),
+        ("none", (128, False, False, 0.5, "divide"), True),
+        ("none", (128, False, False, 0.0, "divide"), False),
+        ("none", (128, False, False, 1e30, "divide"), False),
+    ],
+)
+def test_which_outputs_of_prompts_are_corrected_products(output: str, groups: Any, corrects: bool) -> None:
+    with variants.using(latent_quotients="divided"):
+        assert not mla_prefill_launch.corrects(output, groups)
+    with variants.using(latent_quotients="corrected"):
+        assert mla_prefill_launch.corrects(output, groups) == corrects
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.float().double()
+
+
+def corrected(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """What `corrected_quotients` computes; fp64 emulates FMA, since it holds products exactly."""
+    wide, by = x.double(), divisor.double()
+    reciprocal = rounded(1 / by)
+    product = rounded(wide * reciprocal)
+    better = rounded(rounded(wide - product * by) * reciprocal + product)
+    return torch.where((product.abs() < 2.0**40) & (product.abs() > 2.0**-40), better, product).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_corrected_products_are_quotients(dtype: torch.dtype) -> None:
+    """Of every value by the scales of its group, which no other test has as small or large, and of maxima by six."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    every = every[every.isfinite()]
+    six = torch.tensor(6.0)
+    sixth = rounded(every.double() * rounded(1 / six.double()))
+    better = rounded(rounded(every.double() - sixth * 6) * rounded(1 / six.double()) + sixth).float()
+    normal = every / 6 >= 2.0**-100
+    assert torch.equal(better[normal], (every / 6)[normal]) and bool((better[~normal] < 2.0**-99).all())
+    for largest in every[:: 997 if dtype == torch.bfloat16 else 1511]:
+        step = largest.clamp(min=1e-10) / 448.0
+        x = torch.cat((every[every <= largest], -every[every <= largest]))
+        for divisor in (step, torch.exp2(step.log2().ceil())):
+            codes, wanted = (q.to(torch.float8_e4m3fn).view(torch.uint8) for q in (corrected(x, divisor), x / divisor))
+            assert torch.equal(codes, wanted)

@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
+    "latent_quotients": ("divided", "corrected"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "all", "streamed"),
     "packed_store": ("plain", "words"),
@@ -66,6 +67,8 @@ class Variants:
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
+        latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients: "divided", by
+            the division, which branches for each value; "corrected", by products that are corrected to the same bytes.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
     """
 
@@ -76,6 +79,7 @@ class Variants:
     mixed_below: int = 256
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
+    latent_quotients: str = "divided"
     latent_sparse: str = "gluon"
     few_rows: str = "streamed"
     graph_edges: str = "early"

@@ -28,6 +28,7 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
@@ -77,6 +78,20 @@ def prompts() -> Iterator[MLAConfig]:
     yield narrow
     yield narrow.replace(output_format="nvfp4", block_size=16)
     yield narrow.replace(output_format="fp8_group64")
+
+
+def corrected() -> Iterator[MLAConfig]:
+    """Yield layers of prompts that between them reach every branch of the quantisation by corrected products."""
+    base = MLAConfig(16, 128, 64, 128, 512, 0.07, "bfloat16", "bfloat16", 64, lse=True)
+    yield base.replace(output_format="fp8_static", output_arithmetic="divide")
+    yield base.replace(output_format="fp8_group128", output_arithmetic="divide", lse=False)
+    yield base.replace(output_format="nvfp4", output_arithmetic="divide", lse=False)
+    yield base.replace(
+        output_format="nvfp4_swizzled", output_arithmetic="divide", dtype="float16", kv_cache_dtype="float16"
+    )
+    narrow = base.replace(qk_nope_head_dim=64, v_head_dim=64, output_arithmetic="divide")
+    yield narrow.replace(output_format="fp8_group64", dtype="float16", kv_cache_dtype="float16")
+    yield narrow.replace(output_format="nvfp4")
 
 
 def lists() -> Iterator[MLAConfig]:
@@ -134,6 +149,12 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
         room, ropes = empty(1024 * width, dtype=dtype), empty(1024 * config.qk_rope_head_dim, dtype=dtype)
         mla_prefill_launch.attend_expanded(args, config, empty(5), room, ropes, None, 42, TARGETS["sm_90"], 132)
     return found
+
+
+def recorded_corrected(config: MLAConfig) -> list[Launch]:
+    """Return the launches of a step of prompts whose outputs are quantised by corrected products."""
+    with variants.using(latent_quotients="corrected"):
+        return recorded_prompts(config)
 
 
 def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
@@ -211,6 +232,7 @@ def main() -> int:
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
+    cases += [partial(recorded_corrected, case) for case in corrected() if options.only in "corrected " + case.encode()]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0

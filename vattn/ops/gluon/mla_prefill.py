@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import block_barrier, load_box
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
+from vattn.ops.gluon.mla_prefill_store import fp4_of, store_fp8
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
 from vattn.ops.gluon.prefill_softmax import LOWEST, add_tile, as_left, weights_of
@@ -138,16 +139,18 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 def store_fp4(
     output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
     HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
     COUNT: gl.constexpr = VALUES // 16
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUES, VALUES // 8], [4, 1], [1, 0])
     rounded = gl.convert_layout(result.to(MODEL), HELD).to(gl.float32)
     values = rounded.reshape([GROUP_ROWS, COUNT, 16])
-    largest = group_maximum(values)
-    stored, step = group_scales(largest, load_scale(output_scale), OUTPUT_GROUPS)
-    PLACE: gl.constexpr = largest.type.layout
+    if CORRECTED:
+        codes, stored = fp4_of(values, load_scale(output_scale), OUTPUT_GROUPS)
+    else:
+        stored, step = group_scales(group_maximum(values), load_scale(output_scale), OUTPUT_GROUPS)
+    PLACE: gl.constexpr = stored.type.layout
     row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
     group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
     token = (first_row + row).to(gl.int64)
@@ -157,7 +160,9 @@ def store_fp4(
     else:
         place = token * scale_stride + group.to(gl.int64) * group_stride
     gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-    codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS).reshape([GROUP_ROWS, VALUES // 2, 2])
+    if not CORRECTED:
+        codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
+    codes = codes.reshape([GROUP_ROWS, VALUES // 2, 2])
     PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, codes.type.layout))
     pairs = gl.sum(codes << (4 * gl.arange(0, 2, layout=PAIR))[None, None, :], 2).to(gl.uint8)
     CODES: gl.constexpr = pairs.type.layout
@@ -171,14 +176,20 @@ def store_fp4(
 def finish(
     output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
-    if OUTPUT_GROUPS[1]:
-        store_fp4(
-            output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX,
-            HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
-        )  # fmt: skip
+    if CORRECTED or OUTPUT_GROUPS[1]:
+        if OUTPUT_GROUPS[1]:
+            store_fp4(
+                output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+            )  # fmt: skip
+        else:
+            store_fp8(
+                output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS,
+            )  # fmt: skip
         if lse is not None:
             row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
             gl.store(lse + (first_row + row).to(gl.int64) * HEADS + head, log_sum, mask=row < rows)
@@ -193,7 +204,7 @@ def finish(
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    GROUP_INDEX: gl.constexpr,
+    CORRECTED: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -282,14 +293,14 @@ def consume(
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             finish(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row,
-                rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+                rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             nothing = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
             finish(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
+                head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
@@ -306,12 +317,13 @@ def mla_prefill_gluon_kernel(
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
     STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, num_warps: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
-    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2.
+    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. CORRECTED: quantised
+    outputs by `vattn.ops.gluon.mla_prefill_store`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -344,8 +356,12 @@ def mla_prefill_gluon_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 0)),
-            (consume, (consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, 1)),
+            (consume, (
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED, 0,
+            )),
+            (consume, (
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED, 1,
+            )),
             (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES)),
         ],
         [4, 1],

@@ -118,8 +118,16 @@ def attend_expanded(
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
-        num_warps=4,
+        CORRECTED=corrects(output, groups), num_warps=4,
     )  # fmt: skip
+
+
+def corrects(output: str, groups: tuple[Any, ...]) -> bool:
+    """Return whether an output is quantised by corrected products: IEEE's quotients, steps not far from 1."""
+    size, _, _, least, arithmetic = groups
+    if variants.current().latent_quotients == "divided":
+        return False
+    return output == "fp8_divide" or (size > 0 and arithmetic == "divide" and (least < 0 or 1e-12 < least < 1e12))
 
 
 def heads_together(heads: int) -> int:
