@@ -41,29 +41,26 @@ from vattn.ops.gluon.prefill_messages import new_barriers
 def produce(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles."""
     _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     query_phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            if FULL:
-                # On their way while the queries' copies are started.
-                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
+            # On their way while the queries' copies are started.
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             load_queries(
                 query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
                 ROWS, False,
             )  # fmt: skip
             query_phase ^= 1
-            if not FULL:
-                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
                 # The next tile's block ids, read before the loads of this one.
                 following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
@@ -81,8 +78,7 @@ def produce(
 def consume(
     work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this program's items."""
     query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
@@ -99,10 +95,10 @@ def consume(
     stage = 0
     phase = 0
     query_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + column
@@ -161,14 +157,13 @@ def mla_decode_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
     partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr,
-    num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows. Grid: CTAs of the schedule times GROUPS.
 
     ROWS rows of a request at a time, GROUPS programs side by side. `scale` includes log2(e). Results go to `output`
     `[T * HEADS, 512]` and `lse`, those of split items unnormalised to `partial` fp32 `[slots, PARTIAL_ROWS, 512]` and
-    `stats` (maximum in base 2, sum).
+    `stats` (maximum in base 2, sum). The schedule is FULL (`vattn.ops.triton.mla_schedule`).
 
     It is launched while the kernel before may still run, and touches shared memory alone before that has ended.
     """
@@ -193,12 +188,12 @@ def mla_decode_kernel(
             (consume, (
                 work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
                 query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS,
-                STAGES, FULL, LAYOUT,
+                STAGES, LAYOUT,
             )),
             (produce, (
                 query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
                 query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES,
-                FULL, LAYOUT,
+                LAYOUT,
             )),
         ],
         [1],

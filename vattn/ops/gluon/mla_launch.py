@@ -274,7 +274,7 @@ def _launch(
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "FULL": True, "num_warps": 4, "launch_pdl": True,
+        "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
@@ -288,13 +288,14 @@ def _launch(
             NATIVE=native,
             cache=None,
             GATHER=False,
+            FULL=True,
             **boxes,
             **common,
         )
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+        mla_decode_wide_kernel[grid](cache=None, GATHER=False, FULL=True, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
