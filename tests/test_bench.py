@@ -133,6 +133,8 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "attention"]) == 2
     assert "--device cpu" in capsys.readouterr().err
+    assert main(["bench", "attention", "--device", "cpu", "--peers", "foo"]) == 2
+    assert "--peers 'foo'" in capsys.readouterr().err
     files = {name: tmp_path / f"o.{name}" for name in ("json", "md", "png")}
     options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode 1x1k;prefill 1x8k", "--cache", "bf16"]
     assert main(["bench", "attention", *options, "--json", str(files["json"]), "--markdown", str(files["md"])]) == 0

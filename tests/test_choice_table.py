@@ -42,6 +42,15 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     selector.forget_decisions()
 
 
+def test_a_missing_table_is_refused_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(choice_table.VARIABLE, str(tmp_path / "none.json"))
+    selector.forget_decisions()
+    with pytest.raises(ConfigError, match=r"none\.json: FileNotFoundError"):
+        selector.explain(CONFIG, "cpu")
+    monkeypatch.delenv(choice_table.VARIABLE)
+    assert selector.explain(CONFIG, "cpu").chosen == "TORCH_SDPA"
+
+
 def test_a_table_survives_being_written(tmp_path: Path) -> None:
     made = table(TRITON_ATTN=10.0, FLASHINFER=9.0)
     path = tmp_path / "t.json"

@@ -59,6 +59,28 @@ MISSPELT = {
         "seq_lens",
     ),
     "a layer": (lambda: vattn.Attention(2, 16, 0.25, windows=5), "Attention", "windows", "per_layer_sliding_window"),
+    "words": (
+        lambda: vattn.AttentionMetadataBuilder(max_reqs=3),
+        "AttentionMetadataBuilder",
+        "max_reqs",
+        "max_num_reqs",
+    ),
+    "a cache": (lambda: vattn.allocate_kv_cache(None, num_block=3), "allocate_kv_cache", "num_block", "num_blocks"),
+    "a pool": (lambda: vattn.BlockPool(num_block=3), "BlockPool", "num_block", "num_blocks"),
+    "vision": (
+        lambda: vattn.MMEncoderAttention(8, 40, 0.1, num_kv_head=3),
+        "MMEncoderAttention",
+        "num_kv_head",
+        "num_kv_heads",
+    ),
+    "boundaries": (lambda: vattn.boundary_layers(num_layer=1), "boundary_layers", "num_layer", "num_layers"),
+    "graphs": (
+        lambda: vattn.CUDAGraphRunner(batch_size=[1]),
+        "CUDAGraphRunner",
+        "batch_size",
+        "batch_sizes",
+    ),
+    "warmup": (lambda: vattn.warmup(None, decode_batch=[1]), "warmup", "decode_batch", "decode_batches"),
 }
 
 
@@ -86,6 +108,15 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS.keys())
+def test_a_layer_without_its_arguments_is_refused(make) -> None:
+    layer = type(make())
+    with pytest.raises(ArgumentsError, match=f"{layer.__name__} without num_heads"):
+        layer()
+    with pytest.raises(ArgumentsError, match=f"{layer.__name__} with 40 positional arguments"):
+        layer(*range(40))
+
+
+@pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS.keys())
 def test_a_misspelt_input_of_a_layer_is_refused(make) -> None:
     layer = make()
     rows = [torch.zeros(1, 32)] * 3
@@ -102,6 +133,7 @@ def test_compiled_calls_say_so_too() -> None:
 
 def test_names_that_look_like_none() -> None:
     assert meant(["zzz"], ["block_size", "dtype"]) == ""
+    assert meant(["max_reqs"], ["max_trees", "max_num_reqs"]) == "max_num_reqs"
     with pytest.raises(UnknownOptionError, match="check the spelling"):
         vattn.CacheConfig(zzz=1)
 
@@ -176,6 +208,10 @@ REFUSED_AT_ONCE = {
         "one of the two",
     ),
     "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
+    "no builder": (lambda: vattn.warmup(nn.Identity()), ArgumentsError, "without builder"),
+    "a builder of None": (lambda: vattn.warmup(nn.Identity(), None), ConfigError, "builder of type NoneType"),
+    "clips of no model": (lambda: vattn.observe_clipping(3).__enter__(), ConfigError, "observe_clipping of int"),
+    "rates of no model": (lambda: vattn.clip_rates(3), ConfigError, "clip_rates of int"),
     "no format at all": (lambda: vattn.register_kv_format(), ArgumentsError, "without fmt"),
 }
 

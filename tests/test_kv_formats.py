@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import vattn
 from tests.rope_cases import make_call
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn import AttentionConfig, CacheConfig, QuantConfig
-from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
+from vattn.errors import CacheError, ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, kv_cache_dtypes
 from vattn.kv_formats import decode_rows, encode_rows, rotate_back, rotate_query, turboquant
 from vattn.kv_formats.packing import pack_codes, unpack_codes
@@ -22,6 +23,7 @@ from vattn.kv_formats.rotation import butterflies, flips
 from vattn.ops.cache_layout import kv_cache_shape, packed_views
 from vattn.ops.stored_rows import decode_stored, stored_views
 from vattn.rope_config import RopeConfig
+from vattn.skip_layers import check_skip_layers
 
 PACKED = [name for name, fmt in KV_FORMATS.items() if fmt.packed]
 SCALE = torch.tensor([4.5 / 2688])
@@ -305,6 +307,52 @@ def test_boundary_layers_keep_the_model_dtype() -> None:
     assert packed == [False, False, True, True, True, True, False, False]
     with pytest.raises(ConfigError, match="num_layers"):
         vattn.boundary_layers(0)
+
+
+SKIPPED_NOWHERE = {
+    "another number": (("layers.0", "layers.1"), ("1", "9"), "entries '9'.*numbers 0, 1", False),
+    "no number": (("attn",), ("0",), "entries '0'.*no prefix has one", True),
+    "no window": (("layers.0",), ("sliding_window",), "entries 'sliding_window'.*no layer has a window", False),
+}
+"""Prefixes, entries, what is said, and whether no other pipeline rank could make it right."""
+
+
+@pytest.mark.parametrize(("prefixes", "skip", "text", "never"), SKIPPED_NOWHERE.values(), ids=SKIPPED_NOWHERE)
+def test_skipped_layers_that_are_not_there_are_told(prefixes, skip, text, never) -> None:
+    def make(skip: tuple[str, ...]) -> torch.nn.ModuleList:
+        config = CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skip)
+        return torch.nn.ModuleList(vattn.Attention(4, 64, 0.125, 2, prefix=p, cache_config=config) for p in prefixes)
+
+    model = make(skip)
+    with pytest.raises(ConfigError, match=text):
+        check_skip_layers({each.prefix: each for each in model}, whole=True)
+    told = pytest.raises(ConfigError, match=text) if never else pytest.warns(UserWarning, match=text)
+    with told:
+        vattn.allocate_kv_cache(model, num_blocks=3, dtype=torch.float32)
+    assert all((each.kv_cache is None) == never for each in model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vattn.allocate_kv_cache(make(()), num_blocks=3, dtype=torch.float32)
+
+
+def test_a_whole_model_refuses_skipped_layers_that_it_lacks() -> None:
+    transformers = pytest.importorskip("transformers")
+    from vattn.integrations.transformers import enable
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(ConfigError, match=r"entries '9'.*numbers 0, 1"):
+        enable(
+            model, cache_config=CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=("0", "9"))
+        )
+    packed = enable(
+        model, cache_config=CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=("0",))
+    )
+    cache = packed.allocate(num_blocks=3)
+    assert [each.spec.kv_cache_dtype for each in cache.layers] == ["float32", "int8_per_token_head"]
+    with pytest.raises(UnknownOptionError, match="Try: num_blocks"):
+        packed.allocate(num_block=3)
 
 
 def test_groups_of_window_layers_share_packed_storages() -> None:

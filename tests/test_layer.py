@@ -248,6 +248,15 @@ def test_the_layers_own_window_wins_over_the_models():
     assert layer.config.sliding_window == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_queries_that_no_cache_is_for_are_told_what_one_can_be(dtype):
+    with pytest.raises(
+        DtypeError, match=r"Try: pass queries of torch\.float32.*for float16, bfloat16, float32"
+    ) as told:
+        make_layer()(*(each.to(dtype) for each in make_inputs(20)), metadata=make_step([11, 9]))
+    assert str(dtype) not in str(told.value)
+
+
 BAD_OPTIONS = {
     "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "Try: sinks"),
     "misspelt argument": ({"window": 4}, UnknownOptionError, "Try: per_layer_sliding_window"),
@@ -302,6 +311,7 @@ def test_repr_shows_the_request_and_the_backend():
     assert "backend=TORCH_SDPA (asked for)" in text
 
 
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype_skip_layers")  # each layer is a model
 def test_skipped_layers_keep_the_model_dtype():
     cache = {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ("1", "sliding_window")}
     layers = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 from vattn.host_integers import integer, read_count
+from vattn.keywords import known_keywords
 
 
 class BlockPool:
@@ -44,6 +45,7 @@ class BlockPool:
         [1]
     """
 
+    @known_keywords
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
         blocks, kept = integer(num_blocks), integer(reserved)
         if blocks is None or kept is None or kept < 0 or blocks <= kept:

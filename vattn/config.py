@@ -25,7 +25,7 @@ from vattn.formats import (
     SCALE_KINDS,
     kv_cache_dtypes,
 )
-from vattn.keywords import known_fields
+from vattn.keywords import known_fields, known_keywords
 
 CONFIG_VERSION = 1
 
@@ -363,7 +363,8 @@ class CacheConfig:
         calculate_kv_scales: compute the scales of a quantised cache on the device, once, from the first real tokens;
             layers with a cache that takes none refuse it.
         kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
-            every layer with a window. With `cache_dtype="auto"` they are what all layers are.
+            every layer with a window. With `cache_dtype="auto"` they are what all layers are. What matches no layer is
+            refused where the whole model is known (`enable`), and warned of by `vattn.allocate_kv_cache`.
         kv_cache_layout: `"NHD"` or `"HND"`.
         exact_prefill: rows see the keys and values of their own step as they are given, and only those of earlier steps
             as they are stored. Results then depend on how a prompt is cut into steps. Nothing changes in layers whose
@@ -424,6 +425,7 @@ class CacheConfig:
             )
 
 
+@known_keywords
 def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
     """Return the first and last layers of a model, for `CacheConfig.kv_cache_dtype_skip_layers`.
 
@@ -431,7 +433,8 @@ def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
 
     Args:
         num_layers: layers of the model.
-        keep: layers at either end; at most half of them all.
+        keep: layers at either end; where there are fewer than twice as many, `num_layers // 2` at either end, so that
+            none is named twice: both of 2 layers, `('0', '2')` of 3, and none of 1, which is all that the cache has.
 
     Raises:
         ConfigError: a number out of range.

@@ -18,6 +18,7 @@ from vattn.backends.mla import mla_backends
 from vattn.context import forward_context
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.graph_edges import start_early
+from vattn.keywords import known_keywords
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
 from vattn.ops import variants
@@ -129,6 +130,7 @@ class CUDAGraphRunner:
         ([1, 5, 9, 0], torch.Size([3, 32]))
     """
 
+    @known_keywords
     def __init__(
         self,
         function: Callable[..., Any],

@@ -20,10 +20,19 @@ C = TypeVar("C", bound=type)
 def meant(unknown: Iterable[str], names: Iterable[str]) -> str:
     """Return the known names that unknown ones look like, joined by "or"; `""` if they look like none."""
     unknown, names = list(unknown), list(names)
-    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+    close = [match for name in unknown for match in _closest(name, names)]
     # A part of a longer name is no close match: `window` of `per_layer_sliding_window`.
     close += [name for name in names if any(part.replace("_", "") in name.replace("_", "") for part in unknown)]
     return " or ".join(dict.fromkeys(close))
+
+
+def _closest(unknown: str, names: list[str]) -> list[str]:
+    """Return names with all words of an unknown one, else the most alike: of these, one that shares most words."""
+    words = set(unknown.split("_"))
+    if whole := [name for name in names if len(words) > 1 and words <= set(name.split("_"))]:
+        return whole
+    alike = difflib.get_close_matches(unknown, names, n=3)
+    return [max(alike, key=lambda name: len(words & set(name.split("_"))))] if alike else []
 
 
 def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> None:
@@ -72,15 +81,24 @@ def known_keywords(function: F) -> F:
     return _checked(function, function.__qualname__.removesuffix(".__init__"))
 
 
+def required_arguments(function: F) -> F:
+    """Make a function with `**options` refuse calls that lack arguments, or have more by place than there are.
+
+    What its options are called it checks itself.
+    """
+    return _checked(function, function.__qualname__.removesuffix(".__init__"), options=True)
+
+
 def known_fields(kind: C) -> C:
     """Make a class refuse unknown keywords and missing ones of its constructor; goes above `@dataclass`."""
     kind.__init__ = _checked(kind.__init__, kind.__qualname__)  # type: ignore[misc]
     return kind
 
 
-def _checked(function: F, of: str) -> F:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+def _checked(function: F, of: str, options: bool = False) -> F:
+    every = inspect.signature(function).parameters
+    parameters = {name: p for name, p in every.items() if p.kind is not p.VAR_KEYWORD}
+    if not options and len(parameters) < len(every):
         raise TypeError(f"{of} takes **options: what it passes them on to knows their names")
     names = [name for name in parameters if name != "self"]
     known = frozenset(names)
@@ -90,7 +108,7 @@ def _checked(function: F, of: str) -> F:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not known.issuperset(kwargs):
+        if not options and not known.issuperset(kwargs):
             refuse_unknown(of, set(kwargs) - known, names)
         given = by_place[: len(args)]
         missing = [name for name in required if name not in kwargs and name not in given]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.formats import MODEL_DTYPES
 from vattn.grouped_metadata import CacheGroup
+from vattn.keywords import known_keywords
 from vattn.kv_cache_blocks import copy_blocks, swap_blocks
 from vattn.kv_cache_groups import Grouping, KVCacheGroup, group_layers
 from vattn.kv_cache_spec import (
@@ -26,6 +27,7 @@ from vattn.kv_cache_spec import (
     SlidingWindowSpec,
     TQFullAttentionSpec,
 )
+from vattn.skip_layers import check_skip_layers
 
 __all__ = [
     "ChunkedLocalAttentionSpec",
@@ -217,6 +219,7 @@ def parse_bytes(memory: int | str) -> int:
     return count
 
 
+@known_keywords
 def allocate_kv_cache(
     model: nn.Module,
     *,
@@ -245,7 +248,10 @@ def allocate_kv_cache(
         What was allocated. Storages are zeroed and contiguous; layers that share a cache get their target's tensor.
 
     Raises:
-        ConfigError: neither or both of `num_blocks` and `memory`, or a value out of range.
+        ConfigError: neither or both of `num_blocks` and `memory`, a value out of range, or numbers in
+            `kv_cache_dtype_skip_layers` where no layer has one. Entries that match no layer here, and may match one of
+            another pipeline rank, are warned of.
+        UnknownOptionError, ArgumentsError: an unknown option, or no model.
         CacheError: no layer found, memory too small for one block, block sizes that differ, an invalid sharing target,
             or a layer class that knows no groups.
         DtypeError, DeviceError: a dtype or device that a cache cannot have.
@@ -271,6 +277,7 @@ def allocate_kv_cache(
         raise DtypeError(f"model dtype {dtype!r}", allowed, "pass dtype=torch.bfloat16")
     device = _model_device(model) if device is None else _device(device)
     modules = find_layers(model)
+    check_skip_layers(modules, whole=False)
     found = {name: m.get_kv_cache_spec(dtype) for name, m in modules.items()}
     specs = {name: s for name, s in found.items() if s is not None and not isinstance(s, EncoderOnlyAttentionSpec)}
     targets = _sharing_targets(modules, specs)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vattn.context import forward_context
 from vattn.errors import ConfigError
+from vattn.keywords import known_keywords
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
 from vattn.metadata import AttentionMetadata
@@ -36,6 +37,7 @@ class WarmupReport:
         return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
 
 
+@known_keywords
 def warmup(
     model: nn.Module,
     builder: AttentionMetadataBuilder,
@@ -61,8 +63,9 @@ def warmup(
         How long every step took.
 
     Raises:
-        ConfigError: no layer to warm, a size beyond the builder's capacity, `function` without `make_inputs` or the
-            other way round.
+        ArgumentsError: no builder.
+        ConfigError: what is no model or no builder, no layer to warm, a size beyond the builder's capacity, `function`
+            without `make_inputs` or the other way round.
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
@@ -77,6 +80,12 @@ def warmup(
         >>> list(report.seconds)
         ['decode of 2: attn', 'prefill of 5: attn', 'prefill of 5 and a decode: attn']
     """
+    if not hasattr(builder, "build"):
+        raise ConfigError(
+            f"warmup with a builder of type {type(builder).__name__}",
+            "vattn.AttentionMetadataBuilder(..., layers=model)",
+            "pass what builds the steps",
+        )
     if (function is None) != (make_inputs is None):
         raise ConfigError("function or make_inputs alone", "both or neither", "pass both")
     steps = _steps(builder, decode_batches, prefill_lens)

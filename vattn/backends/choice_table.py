@@ -165,11 +165,14 @@ def table_for(device: DeviceInfo) -> ChoiceTable | None:
     """Return the table for a GPU: the one that the environment names, else the shipped one; `None` without.
 
     Raises:
-        ConfigError: the named table is torn, or of another GPU.
+        ConfigError: the named table is missing or torn, or, on a GPU, of another one.
     """
-    if device.type != "cuda":
-        return None
     named = os.environ.get(VARIABLE)
+    if device.type != "cuda":
+        # No table is for a CPU, but a wrong path is told wherever the variable is set.
+        if named:
+            _read(named)
+        return None
     if not named:
         path = FOLDER / f"sm_{device.capability[0]}{device.capability[1]}.json"
         return _read(str(path)) if path.is_file() else None

@@ -134,7 +134,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     # Rows may be named that are none of the default ones.
     cells = shapes.every_cell() if only and not any(asked) else shapes.choose_cells(*asked)
     rows = shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
-    chosen = [peers.ON_CPU] if cpu else [*peers.OWN, peers.STREAM, *peers.choose_peers(_names(options.peers))]
+    # Refused on a CPU too, where no peer runs.
+    others = peers.choose_peers(_names(options.peers))
+    chosen = [peers.ON_CPU] if cpu else [*peers.OWN, peers.STREAM, *others]
     states = {peer.name: peer.problem() or "found" for peer in chosen}
     settings = attention.Settings(
         block_size=options.block_size,

@@ -26,6 +26,7 @@ from vattn.integrations.transformers import (
     own_config,
     set_attention,
 )
+from vattn.keywords import known_keywords
 from vattn.layers import MLAAttention, QuantConfig
 
 LATENT = "vattn_latent"
@@ -45,6 +46,7 @@ _NEEDED = (
 """What makes a module a latent attention that keeps its latents to the end."""
 
 
+@known_keywords
 def enable_latent_attention(
     model: Any,
     *,

@@ -33,6 +33,7 @@ from vattn.integrations.replaced_forwards import replace_forwards, replaced_modu
 from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
 from vattn.layers import Attention, QuantConfig
+from vattn.skip_layers import check_skip_layers
 
 try:
     import transformers
@@ -142,10 +143,27 @@ class PackedModel(nn.Module):
         out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
         return out.logits[0]
 
-    def allocate(self, **options: Any) -> KVCacheAllocation:
+    @known_keywords
+    def allocate(
+        self,
+        *,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        device: torch.device | str | None = None,
+        hybrid: bool = False,
+        max_seq_len: int = 32768,
+    ) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
         merged_linears.check_merged(self)
-        self.kv_cache = allocate_kv_cache(self, dtype=self.model.dtype, **options)  # type: ignore[arg-type]
+        self.kv_cache = allocate_kv_cache(
+            self,
+            num_blocks=num_blocks,
+            memory=memory,
+            device=device,
+            dtype=self.model.dtype,  # type: ignore[arg-type]
+            hybrid=hybrid,
+            max_seq_len=max_seq_len,
+        )
         return self.kv_cache
 
 
@@ -194,7 +212,8 @@ def enable(
 
     Raises:
         ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
-            neither `True` nor `False`; a `rope_length` that a model has no use for.
+            neither `True` nor `False`; a `rope_length` that a model has no use for; an entry of
+            `kv_cache_dtype_skip_layers` that matches no layer.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
             not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
             says which.
@@ -239,6 +258,7 @@ def enable(
             name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
             for name, call in calls.items()
         }
+        check_skip_layers(layers, whole=True)
     except BaseException:
         give_cache_hooks(hooks)
         restore_frequencies(frequencies)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn.config import AttentionType, CacheConfig
+from vattn.keywords import required_arguments
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.request import alibi_kind, check_configs, check_extra, check_type, named_arguments
 from vattn.layers.scales import QuantConfig
@@ -29,7 +30,8 @@ class Attention(CachedAttention):
             `CacheConfig()`.
         quant_config: scales and query or output quantisation.
         logits_soft_cap: `cap * tanh(score / cap)`.
-        per_layer_sliding_window: window of this layer, before `cache_config.sliding_window`.
+        per_layer_sliding_window: window of this layer; where given, it counts, and `cache_config.sliding_window`, the
+            default of layers that name none, does not.
         prefix: unique name of the layer in its model, such as `"model.layers.3.attn"`.
         attn_type: only `"decoder"` here; other types are layers of their own.
         kv_sharing_target_layer_name: prefix of an earlier layer whose cache this layer reads and never writes.
@@ -67,6 +69,7 @@ class Attention(CachedAttention):
 
     takes_context_parallel = True
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,

@@ -26,13 +26,13 @@ from vattn.layers.request import (
     check_per_head,
     check_sharing,
     check_storage,
-    layer_index,
     own_tensor,
     scale_kind,
     step_configs,
 )
 from vattn.layers.scales import QuantConfig
 from vattn.layers.shared_prefix import PrefixOps, prefix_ops
+from vattn.skip_layers import skip_names
 
 if TYPE_CHECKING:
     from vattn.kv_cache import KVCacheSpec
@@ -161,9 +161,9 @@ class BoundCache(CacheScales):
             )
 
     def _choose_cache_dtype(self, window: int | None) -> str:
-        skip = self.cache_config.kv_cache_dtype_skip_layers
-        index = layer_index(self.prefix)
-        skipped = ("sliding_window" in skip and window is not None) or (index is not None and str(index) in skip)
+        self.skip_names = skip_names(self.prefix, window)
+        """What `kv_cache_dtype_skip_layers` may call this layer."""
+        skipped = not self.skip_names.isdisjoint(self.cache_config.kv_cache_dtype_skip_layers)
         return "auto" if skipped else self.cache_config.cache_dtype
 
     def _register_tensors(

@@ -30,6 +30,7 @@ from vattn.layers.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
 from vattn.layers.parallel_request import all_heads, attend_parts, check_step_ranks, partial_arguments
+from vattn.layers.request import other_queries
 from vattn.layers.shared_prefix import attend_with_prefix, prefix_parts, suffix_config
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
@@ -160,10 +161,11 @@ class CachedAttention(BoundCache):
             )
         came = dtype_name(query.dtype)
         if came != self.config.dtype:
+            again = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
             raise DtypeError(
                 f"query is {came} in layer {self.prefix!r}",
                 f"{self.config.dtype}, the dtype its cache was bound for",
-                f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}",
+                again if came in MODEL_DTYPES else other_queries(self.config.dtype),
             )
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:

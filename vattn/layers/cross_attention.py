@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vattn.config import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
+from vattn.keywords import required_arguments
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.layer_step import LayerStep, given
 from vattn.layers.request import check_configs, check_extra, check_type, named_arguments
@@ -66,6 +67,7 @@ class CrossAttention(CachedAttention):
 
     writes_tokens = False
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,

@@ -22,7 +22,7 @@ from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig, CacheConfig
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
-from vattn.keywords import refuse_unknown_inputs
+from vattn.keywords import refuse_unknown_inputs, required_arguments
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
 from vattn.layers.layer_step import LayerResult, LayerStep, split_heads
@@ -90,6 +90,7 @@ class DifferentialAttention(Attention):
 
     takes_context_parallel = False
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,

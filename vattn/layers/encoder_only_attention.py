@@ -13,7 +13,7 @@ from vattn import context
 from vattn.config import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
-from vattn.keywords import refuse_unknown_inputs
+from vattn.keywords import refuse_unknown_inputs, required_arguments
 from vattn.layers.layer_step import LayerResult, split_heads
 from vattn.layers.packed_attention import PackedAttention
 from vattn.layers.request import (
@@ -23,7 +23,6 @@ from vattn.layers.request import (
     check_per_head,
     check_type,
     kv_scale,
-    layer_index,
     own_tensor,
     query_scale,
     refuse_calculation,
@@ -32,6 +31,7 @@ from vattn.layers.request import (
 from vattn.layers.scales import QuantConfig, make_scale
 from vattn.metadata import AttentionMetadata
 from vattn.quantization import encode_kv, encode_query
+from vattn.skip_layers import skip_names
 
 
 class EncoderOnlyAttention(PackedAttention):
@@ -47,8 +47,8 @@ class EncoderOnlyAttention(PackedAttention):
             `quant_config`). Block size and layout mean nothing to it.
         quant_config: scales of FP8 keys and values, query and output quantisation.
         logits_soft_cap: `cap * tanh(score / cap)`.
-        per_layer_sliding_window: window W of this layer, before `cache_config.sliding_window`: tokens i and j see each
-            other if `|i - j| < W`.
+        per_layer_sliding_window: window W of this layer: tokens i and j see each other if `|i - j| < W`. Where given,
+            it counts, and `cache_config.sliding_window`, the default of layers that name none, does not.
         prefix: name of the layer in its model, such as `"encoder.layers.3.attn"`.
         attn_type: only `"encoder_only"` (or `None`).
         kv_sharing_target_layer_name: refused; there is no cache to share.
@@ -77,6 +77,7 @@ class EncoderOnlyAttention(PackedAttention):
         torch.Size([14, 64])
     """
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -141,8 +142,8 @@ class EncoderOnlyAttention(PackedAttention):
     def _register_scales(self) -> str:
         """Make the scales that the formats need, or refuse what is missing or too many; return the format of keys."""
         quant, cache = self.quant_config, self.cache_config
-        skip, index = cache.kv_cache_dtype_skip_layers, layer_index(self.prefix)
-        skipped = ("sliding_window" in skip and self.sliding_window is not None) or str(index) in skip
+        self.skip_names = skip_names(self.prefix, self.sliding_window)
+        skipped = not self.skip_names.isdisjoint(cache.kv_cache_dtype_skip_layers)
         cache_dtype = "auto" if skipped else cache.cache_dtype
         quantised = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)].quantised
         if quantised and cache.calculate_kv_scales:

@@ -24,7 +24,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.keywords import known_keywords, refuse_unknown_inputs
+from vattn.keywords import known_keywords, refuse_unknown_inputs, required_arguments
 from vattn.layers.kv_b_weights import (
     ScalesWithoutValues,
     TensorState,
@@ -52,7 +52,7 @@ from vattn.layers.parallel_request import (
     partial_arguments,
     partial_request,
 )
-from vattn.layers.request import check_configs, check_extra, named_arguments
+from vattn.layers.request import check_configs, check_extra, named_arguments, other_queries
 from vattn.layers.scales import QuantConfig, make_scale
 from vattn.metadata import AttentionMetadata
 from vattn.mla_config import DECODE_THRESHOLD, MLAConfig
@@ -129,6 +129,7 @@ class MLAAttention(OwnBuffers):
     output_scale: Tensor | None
     workspace: Tensor | None
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -503,7 +504,7 @@ class MLAAttention(OwnBuffers):
             raise DtypeError(
                 f"q is {came} in layer {self.prefix!r}",
                 f"{self.config.dtype}, the dtype its cache was bound for",
-                again if came in MODEL_DTYPES else f"pass queries of torch.{self.config.dtype}",
+                again if came in MODEL_DTYPES else other_queries(self.config.dtype),
             )
 
     def _check_step(

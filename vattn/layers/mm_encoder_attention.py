@@ -10,7 +10,7 @@ from torch import Tensor
 from vattn.config import AttentionType
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.formats import OUTPUT_FORMATS, dtype_name
-from vattn.keywords import refuse_unknown_inputs
+from vattn.keywords import known_keywords, refuse_unknown_inputs
 from vattn.layers.encoder_scales import (
     HISTORY_STEPS,
     EncoderFP8Config,
@@ -67,6 +67,7 @@ class MMEncoderAttention(PackedAttention):
     amax_steps: Tensor | None
     alibi_slopes = sinks = output_scale = None
 
+    @known_keywords
     def __init__(
         self,
         num_heads: int,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, ScaleError
 from vattn.formats import OUTPUT_FORMATS, QUERY_FORMATS
-from vattn.keywords import known_fields
+from vattn.keywords import known_fields, known_keywords
 
 ScaleSource: TypeAlias = Tensor | float | Sequence[float] | str | None
 """A tensor or numbers (1 value or one per KV head), `"unit"`, or `None` for not given."""
@@ -124,12 +124,17 @@ def count_clipped(values: Tensor, real: Tensor, scale: Tensor, max_value: float)
     return torch.stack((clipped.sum(), total))
 
 
+@known_keywords
 @contextmanager
 def observe_clipping(model: nn.Module) -> Iterator[None]:
     """Count, while the block runs, how many keys and values exceed the range of their layer's scales.
 
     Counting adds two reductions per layer and compiles one graph more. Read the result with `clip_rates`.
+
+    Raises:
+        ConfigError: no module.
     """
+    _check_module("observe_clipping", model)
     layers = [m for m in model.modules() if getattr(m, "clip_counts", None) is not None]
     for layer in layers:
         layer.clip_counts.zero_()  # type: ignore[operator,union-attr]
@@ -141,12 +146,17 @@ def observe_clipping(model: nn.Module) -> Iterator[None]:
             layer.observing = False  # type: ignore[assignment]
 
 
+@known_keywords
 def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
     """Return the share of clipped keys and values per quantised layer since `observe_clipping` began. Synchronises.
 
     Returns:
         `{prefix: {"key": rate, "value": rate}}`; NaN for a layer that saw no real token.
+
+    Raises:
+        ConfigError: no module.
     """
+    _check_module("clip_rates", model)
     rates = {}
     for name, module in model.named_modules():
         counts = getattr(module, "clip_counts", None)
@@ -158,3 +168,8 @@ def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
             "value": value_clipped / value_total if value_total else float("nan"),
         }
     return rates
+
+
+def _check_module(of: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{of} of {type(model).__name__}", "an nn.Module with attention layers", "pass the model")

@@ -17,6 +17,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.keywords import required_arguments
 from vattn.layers.attention import Attention
 from vattn.layers.layer_step import LayerStep
 from vattn.metadata import AttentionMetadata, plan_key, with_sinks
@@ -78,6 +79,7 @@ class StaticSinkAttention(Attention):
 
     takes_context_parallel = False
 
+    @required_arguments
     def __init__(
         self,
         num_heads: int,
