@@ -3,6 +3,7 @@
     python benchmarks/packed.py --json packed.json
     python benchmarks/packed.py --formats int4_per_token_head --what decode
     python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what lone    # the cut in use, CTAs of one warp
+    python benchmarks/packed.py --formats turboquant_3bit_nc --what decode --short packed    # codes of three bits
 
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
@@ -35,7 +36,7 @@ from vattn.ops import reference
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.variants import ALLOWED, using
+from vattn.ops.variants import ALLOWED, Variants, using
 
 CUTS = tuple(
     Tuning(*cut, **more)
@@ -62,6 +63,12 @@ LONE = tuple(Tuning(1, stages, 16, max_registers=128) for stages in (3, 4, 5))
 """Those of one warp a CTA, in which barriers cost nothing."""
 
 
+SHORT_CUTS = (
+    Tuning(1, 3, 8), Tuning(1, 4, 8), Tuning(2, 3, 4), Tuning(1, 3, 12, max_registers=168), Tuning(1, 3, 8, slots=2),
+)  # fmt: skip
+"""Those of codes of three bits, which need many registers."""
+
+
 def decode_steps(
     cache: Filled, num_reqs: int, seq_len: int, query: Tensor, table: Tensor, lone: bool = False
 ) -> dict[str, Callable]:
@@ -73,8 +80,10 @@ def decode_steps(
         query=query[:2], query_start_loc=args.query_start_loc[:3], seq_lens=args.seq_lens[:2], block_table=table[:2]
     )
     expected, _ = reference.paged_attention(two, config)
+    short = any(part.bits == 3 for part in KV_FORMATS[config.kv_cache_dtype].parts)
     accepted = KV_FORMATS[config.kv_cache_dtype].packed and decode_packed.accepts(args, config)
-    for tuning in (LONE if lone else (*CUTS, *LONE)) if accepted else ():
+    cuts = SHORT_CUTS if short else LONE if lone else (*CUTS, *LONE)
+    for tuning in cuts if accepted else ():
         shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
@@ -119,8 +128,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--formats", default="", help="comma separated; default: every packed one")
     parser.add_argument("--what", choices=("both", "decode", "lone", "store"), default="both")
+    parser.add_argument(
+        "--short", choices=ALLOWED["short_codes"], default=Variants().short_codes, help="codes of 3 bits"
+    )
     parser.add_argument("--compile", action="store_true", help="compile and compare all cuts, time none")
     options = parser.parse_args()
+    with using(short_codes=options.short):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Do what `main` says."""
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
     key, value = (torch.randn(FULL.tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     base = Filled(BASELINE, key, value, FULL)

@@ -16,6 +16,9 @@ PACKED = [
 ]
 """KV formats that the fast decode path for packed formats runs."""
 
+SHORT = ["turboquant_k3v4_nc", "turboquant_3bit_nc"]
+"""Those that it runs under the variant `short_codes="packed"` too, heads of 128 alone."""
+
 
 def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_code: ModuleType) -> None:
     """Make a decode path run in Triton's interpreter, or skip the test.

@@ -34,6 +34,12 @@ def look_up(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarr
     return result
 
 
+def funnel(low: np.ndarray, high: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """`shf.r.wrap.b32`: the lower half of two registers shifted right as one."""
+    pool = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    return (pool >> (amount & np.uint32(31)).astype(np.uint64)).astype(np.uint32)
+
+
 def _floats(x: np.ndarray) -> np.ndarray:
     return x.view(np.float32)
 
@@ -44,6 +50,7 @@ OPERATIONS = {
     "xor.b32": np.bitwise_xor,
     "shr.u32": np.right_shift,
     "shl.b32": np.left_shift,
+    "shf.r.wrap.b32": funnel,
     "add.u32": np.add,
     "mad.lo.s32": lambda a, b, c: a * b + c,
     "add.rn.f32": lambda a, b: (_floats(a) + _floats(b)).view(np.uint32),

@@ -13,6 +13,8 @@ import triton.language as tl
 from triton import knobs
 
 from tests.ptx_emulation import run_ptx
+from vattn.kv_formats.packing import pack_codes
+from vattn.kv_formats.turboquant import CENTROIDS
 from vattn.ops.triton import decode_packed_codes
 from vattn.ops.triton.decode_packed_codes import unpack
 
@@ -48,3 +50,42 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
         columns = expected.view(4, -1, 2).permute(1, 2, 0).reshape(-1, 4, 2).permute(1, 0, 2)
         expected = columns.reshape(4, -1)
     assert torch.equal(got.reshape(count, -1), expected)
+
+
+def short_rows() -> tuple[torch.Tensor, np.ndarray]:
+    """Return codes of three bits, and their rows as the codec packs them, wider by 16 bytes of something."""
+    codes = torch.randint(8, (4000, 128), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    return codes, torch.nn.functional.pad(pack_codes(codes, 3), (0, 16), value=0xA7).numpy()
+
+
+def test_centroids_of_three_bits() -> None:
+    """Every column comes out once, at the result that begins in its word."""
+    codes, rows = short_rows()
+    words = rows.view(np.uint32)
+    first = np.broadcast_to(np.array([-32 * i % 3 for i in range(12)], np.uint32), (4000, 12))
+    inputs = {"$6": words[:, :12].ravel(), "$7": words[:, 1:13].ravel(), "$8": first.ravel()}
+    registers = run_ptx(decode_packed_codes.UNPACK_SHORT_CODEBOOK.value, inputs)
+    got = np.stack([registers[f"${j}"] for j in range(6)], 1).view(np.float16).reshape(4000, 12, 12)
+    expected = torch.tensor(CENTROIDS[3])[codes].half().numpy()
+    found = 0
+    for word in range(12):
+        begins = slice((32 * word + 2) // 3, (32 * word + 34) // 3)
+        count = begins.stop - begins.start
+        found += count
+        assert np.array_equal(got[:, word, :count], expected[:, begins])
+    assert found == 128 and np.isfinite(got).all()
+
+
+def test_integers_of_three_bits() -> None:
+    """The parts of every column add up to it, in both rows of a register."""
+    codes, rows = short_rows()
+    halves = rows.view(np.uint16).astype(np.uint32)[:, :24]
+    pairs = halves[0::2] | (halves[1::2] << np.uint32(16))
+    first = np.broadcast_to(np.array([-16 * i % 3 for i in range(24)], np.uint32), pairs.shape)
+    registers = run_ptx(decode_packed_codes.UNPACK_SHORT.value, {"$6": pairs.ravel(), "$7": first.ravel()})
+    parts = np.stack([registers[f"${j}"] for j in range(6)]).view(np.float16).reshape(6, 2000, 24, 2)
+    parts = parts.transpose(0, 1, 3, 2).reshape(6, 4000, 8, 3).astype(np.float64) * 2.0**24
+    parts /= np.array([1, 8, 64, 1, 8, 1]).reshape(6, 1, 1, 1)
+    a, b, c = parts.transpose(3, 0, 1, 2)
+    columns = [*a[:5], a[5] + 2 * b[5], *b[:4], b[4] + 4 * c[5], *c[:5]]
+    assert np.array_equal(np.stack(columns, -1).reshape(4000, 128), codes.numpy())

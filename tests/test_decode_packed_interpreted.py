@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.decode_support import PACKED, interpret
+from tests.decode_support import PACKED, SHORT, interpret
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.formats import KV_FORMATS
+from vattn.ops.variants import using
 
 pytest.importorskip("triton")
 
@@ -60,6 +61,21 @@ def test_masks_and_padding(fmt: str) -> None:
     check(fmt, padding=2, heads=1, slots=2 if fmt.startswith("fp8") else 0, **masks)
 
 
+@pytest.mark.parametrize("fmt", SHORT)
+def test_codes_of_three_bits(fmt: str) -> None:
+    masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "kv_cache_layout": "HND"}
+    check(
+        fmt,
+        padding=2,
+        heads=1,
+        slots=2,
+        head_size=128,
+        num_heads=2,
+        num_kv_heads=1,
+        **(masks if fmt == "turboquant_3bit_nc" else {}),
+    )
+
+
 def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
     check("turboquant_4bit_nc", num_heads=24, num_kv_heads=3)
 
@@ -74,6 +90,10 @@ def test_which_formats_go_the_fast_way() -> None:
         kind = "tensor" if KV_FORMATS[name].quantised else "none"
         config = make_config(head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=name, kv_scale=kind)
         assert (not decode_packed.refusals(config, hopper)) == (name in PACKED)
+        with using(short_codes="packed"):
+            assert (not decode_packed.refusals(config, hopper)) == (name in PACKED + SHORT)
+            narrow = config.replace(head_size=64, head_size_v=64)
+            assert (not decode_packed.refusals(narrow, hopper)) == (name in PACKED)
 
 
 def test_a_key_that_is_nan() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.decode_support import PACKED
+from tests.decode_support import PACKED, SHORT
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
@@ -67,6 +67,22 @@ def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.Monkey
     check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
 
 
+@pytest.mark.parametrize("fmt", SHORT)
+def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged requests, one that is split, masks in the other layout, and other cuts."""
+    from vattn.ops.triton import decode_fast, decode_packed
+
+    masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
+    with using(short_codes="packed"):
+        check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2)
+        check(fmt, [9001], dtype="float16")
+        check(fmt, [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21, num_kv_heads=3,
+              dtype="float16", **masks)  # fmt: skip
+        for heads, slots in ((2, 0), (1, 2)):
+            monkeypatch.setitem(decode_packed.TUNINGS, fmt, decode_fast.Tuning(heads, 3, 8 / heads, slots=slots))
+            check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
+
+
 def test_small_and_large_queries_keep_their_digits() -> None:
     for factor in (2.0**-20, 2.0**14):
         config = make_config(
@@ -120,7 +136,8 @@ def test_one_long_request_is_split(fmt: str) -> None:
     check(fmt, [9001], output_format="none")
 
 
-@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "turboquant_4bit_nc", *SHORT])
+@using(short_codes="packed")
 def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     config = make_config(
         num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=fmt,

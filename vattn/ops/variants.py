@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "all", "streamed"),
     "packed_store": ("plain", "words"),
+    "short_codes": ("general", "packed"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
     "rope_launch": ("after", "wait", "both"),
@@ -50,6 +51,8 @@ class Variants:
         mixed_below: rows per request on average below which `mixed` holds.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
+        short_codes: decode over caches with codes of three bits, of heads of 128, on Hopper: "general", the general
+            kernel; "packed", the packed formats' own.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
@@ -84,6 +87,7 @@ class Variants:
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"
+    short_codes: str = "general"
     few_requests: str = "measured"
     rope_launch: str = "after"
 

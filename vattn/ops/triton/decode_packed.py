@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,10 +26,14 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
 from vattn.ops.triton.decode_fast_kernels import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
 from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
+from vattn.ops.variants import Variants, current
 
 KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4)}
 VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4)}
 """Codecs and bits that the kernel unpacks."""
+
+SHORT_CODECS = {("codebook", 3), ("uniform", 3)}
+"""Those that it unpacks under the variant `short_codes="packed"` too."""
 
 TUNINGS: dict[str, Tuning] = {
     "int8_per_token_head": Tuning(2, 4, 4),
@@ -37,9 +42,11 @@ TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
     "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
     "nvfp4": Tuning(2, 4, 6, max_registers=168),
+    "turboquant_k3v4_nc": Tuning(1, 3, 8),
+    "turboquant_3bit_nc": Tuning(1, 3, 8),
 }
 """How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200 in
-`benchmarks/packed.py`."""
+`benchmarks/packed.py`. Codes of three bits were not timed."""
 
 MANY_TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
@@ -50,6 +57,9 @@ MANY_TUNINGS: dict[str, Tuning] = {
 warp cost nothing. Groups of more than four query heads per KV head leave too few registers."""
 
 HEAD_SIZES = Sizes(values=(64, 128))
+SHORT_HEAD_SIZES = Sizes(values=(128,))
+"""With codes of three bits: heads are multiples of 16 bytes apart."""
+
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
 
 
@@ -58,8 +68,10 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     fmt, found = KV_FORMATS[config.kv_cache_dtype], hopper.refusals(device, config.dtype, decode_fast.DTYPES)
     if not fmt.packed or not _is_unpacked(config):
         found.append(f"kv_cache_dtype {fmt.name}")
-    if config.head_size not in HEAD_SIZES or config.head_size != config.head_size_v:
-        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs equal ones of {HEAD_SIZES})")
+    short = fmt.packed and any(part.bits == 3 for part in fmt.parts)
+    sizes = SHORT_HEAD_SIZES if short else HEAD_SIZES
+    if config.head_size not in sizes or config.head_size != config.head_size_v:
+        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs equal ones of {sizes})")
     if config.block_size not in decode_fast.BLOCK_SIZES:
         found.append(f"block_size {config.block_size} (runs {decode_fast.BLOCK_SIZES})")
     if config.group_size > QUERY_ROWS.value:
@@ -72,13 +84,18 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 def _is_unpacked(config: AttentionConfig) -> bool:
     key, value = KV_FORMATS[config.kv_cache_dtype].parts
-    return (key.codec, key.bits) in KEY_CODECS and (value.codec, value.bits) in VALUE_CODECS
+    short = SHORT_CODECS if current().short_codes == "packed" else set()
+    return (key.codec, key.bits) in KEY_CODECS | short and (value.codec, value.bits) in VALUE_CODECS | short
 
 
 @lru_cache(maxsize=4096)
-def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
+def _runs(config: AttentionConfig, device: torch.device, variants: Variants) -> bool:
     return not refusals(config, DeviceInfo.of(device))
+
+
+def runs(config: AttentionConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused under the variants in use."""
+    return _runs(config, device, current())
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -135,16 +152,17 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
 
 
 def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
-    """Return a tensor map over codes `[blocks, block_size, K, bytes]` seen as int16; a box is a CTA's tile."""
+    """Return a tensor map over codes `[blocks, block_size, K, bytes]` seen as int16; a box holds a CTA's tile."""
     codes = codes.view(torch.int16)
     blocks, block_size, num_heads, width = codes.shape
     by_block, by_token, by_head, _ = codes.stride()
     shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
-    return TensorDescriptor(codes, shape, strides, [1, tuning.heads, TILE_TOKENS.value, width])
+    box = [1, tuning.heads, TILE_TOKENS.value, triton.next_power_of_2(width)]
+    return TensorDescriptor(codes, shape, strides, box)
 
 
 def _byte_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """Return how many bytes the scales of blocks, tokens and heads are apart; zeros where there are none."""
+    """Return how many bytes the scales, or codes, of blocks, tokens and heads are apart; zeros where there are none."""
     return (0, 0, 0) if scales is None else tuple(step * scales.itemsize for step in scales.stride()[:3])
 
 
@@ -182,15 +200,18 @@ def _launch(
     score_scale, soft_cap = config.scale * log2_e, 1.0
     if config.logits_soft_cap is not None:
         score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
+    short = KV_FORMATS[config.kv_cache_dtype].parts[0].bits == 3
     names = ("sinks", "output_scale", "output", "lse", "output_stride", "NUM_HEADS", "NUM_KV_HEADS", "HEAD_SIZE")
     decode_packed_kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
-        query=args.query, key_boxes=_boxes(key.codes, tuning), value_boxes=_boxes(value.codes, tuning),
+        query=args.query, key_codes=key.codes if short else None, key_boxes=_boxes(key.codes, tuning),
+        value_boxes=_boxes(value.codes, tuning),
         key_scales=key.scales, value_scales=value.scales, block_table=args.block_table, schedule=schedule,
         partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
         query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
         score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads,
         maxnreg=tuning.max_registers, KEY_STRIDES=_byte_strides(key.scales), VALUE_STRIDES=_byte_strides(value.scales),
+        CODE_STRIDES=_byte_strides(key.codes if short else None),
         k_scale=args.k_scale, v_scale=args.v_scale, MODEL=common["MODEL"], OUTPUT=common["OUTPUT"],
         KV_SCALE=common["KV_SCALE"], **{name: common[name] for name in names},
         **decode_constants(config, tuning),

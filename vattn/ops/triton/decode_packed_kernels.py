@@ -27,10 +27,18 @@ from vattn.ops.triton.decode_fast_kernels import (
 )
 from vattn.ops.triton.decode_packed_codes import (
     INTEGER_UNIT,
+    first_bits,
     is_integer,
+    is_short,
     join_columns,
+    join_short_columns,
+    key_unit,
+    row_width,
     scale_selectors,
+    short_centroids,
+    short_parts,
     split_query,
+    split_short_query,
     unit_of,
     unpack,
     unpack_e2m1,
@@ -131,8 +139,8 @@ def given_scale(scale, kv_head, KIND: tl.constexpr):
 
 @triton.jit
 def key_scores(
-    keys, a, b, c, d, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    keys, following, a, b, c, d, e, f, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return scores `[heads, 8, 16]` of one tile.
 
@@ -140,11 +148,16 @@ def key_scores(
     """
     if CODEC == "nvfp4":
         k0, k1, k2, k3 = unpack_e2m1(keys, words, selectors, ASSEMBLY)
+    elif is_short(COUNT):
+        k0, k1, k2, k3, k4, k5 = short_centroids(keys, following, selectors, ASSEMBLY)
     else:
         k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
     scores = tl.dot(a, k0.permute(0, 2, 1))
     scores = tl.dot(b, k1.permute(0, 2, 1), scores)
-    if COUNT == 4:
+    if is_short(COUNT):
+        scores = tl.dot(e, k4.permute(0, 2, 1), scores)
+        scores = tl.dot(f, k5.permute(0, 2, 1), scores)
+    if COUNT >= 4:
         scores = tl.dot(c, k2.permute(0, 2, 1), scores)
         scores = tl.dot(d, k3.permute(0, 2, 1), scores)
     low, _ = split_rows(scores, HEADS)
@@ -195,20 +208,25 @@ def add_offset(offset, words, plain, weights, CODEC: tl.constexpr):
 
 @triton.jit
 def multiply_values(
-    values, words, selectors, weights, a, b, c, d, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr
-):
+    values, words, selectors, weights, a, b, c, d, e, f, CODEC: tl.constexpr, COUNT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
     """Return the transposed sums plus `V^T P^T` of one tile."""
     weights = weights.permute(0, 2, 1)
     if CODEC == "nvfp4":
         v0, v1, v2, v3 = unpack_e2m1(values, words, selectors, ASSEMBLY)
+    elif is_short(COUNT):
+        v0, v1, v2, v3, v4, v5 = short_parts(values, selectors, ASSEMBLY)
+        e = tl.dot(v4.permute(0, 2, 1), weights, e)
+        f = tl.dot(v5.permute(0, 2, 1), weights, f)
     else:
         v0, v1, v2, v3 = unpack(values, CODEC, False, ASSEMBLY)
     a = tl.dot(v0.permute(0, 2, 1), weights, a)
     b = tl.dot(v1.permute(0, 2, 1), weights, b)
-    if COUNT == 4:
+    if COUNT >= 4:
         c = tl.dot(v2.permute(0, 2, 1), weights, c)
         d = tl.dot(v3.permute(0, 2, 1), weights, d)
-    return a, b, c, d
+    return a, b, c, d, e, f
 
 
 @triton.jit
@@ -240,17 +258,38 @@ def mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP: tl
 
 
 @triton.jit
+def load_following(
+    codes, page, num_blocks, inside, kv_head, UNIT: tl.constexpr, WIDTH: tl.constexpr, STRIDES: tl.constexpr
+):
+    """Return the int16 of a tile's codes a unit of UNIT bits further on, `[heads, 16, WIDTH]`, and more than there are.
+
+    Those are of the next row or of the scales after the last. Boxes cannot begin between multiples of 16 bytes. STRIDES
+    of block, token and head are in bytes. Some or other for a bad block id.
+    """
+    token = (inside + tl.arange(0, TILE_TOKENS))[None, :, None]
+    block = tl.where((page >= 0) & (page < num_blocks), page, 0).to(tl.int64) * (STRIDES[0] // 2)
+    row = token * (STRIDES[1] // 2) + kv_head[:, None, None] * (STRIDES[2] // 2)
+    begin = codes.to(tl.pointer_type(tl.int16), bitcast=True) + block
+    return tl.load(begin + row + (UNIT // 16 + tl.arange(0, WIDTH))[None, None, :])
+
+
+@triton.jit
 def score_tile(
-    q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page, num_blocks, head0,
-    kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
-    KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
+    q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales, value_scales, page,
+    num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr,
+    KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
+    VALUE_COUNT: tl.constexpr, VALUE_STRIDES: tl.constexpr, CODE_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
     inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
-    keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // KEY_COUNT)
-    values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, HEAD_SIZE // VALUE_COUNT)
+    KEY_WIDTH: tl.constexpr = row_width(HEAD_SIZE, KEY_COUNT)
+    keys = key_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, KEY_WIDTH)
+    values = value_boxes.load([page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, row_width(HEAD_SIZE, VALUE_COUNT))
+    following = keys
+    if is_short(KEY_COUNT):
+        UNIT: tl.constexpr = key_unit(ASSEMBLY)
+        following = load_following(key_codes, page, num_blocks, inside, kv_head, UNIT, KEY_WIDTH, CODE_STRIDES)
     if KEY_CODEC == "nvfp4":
         key_words = load_block_scales(key_scales, page, num_blocks, inside, kv_head, HEAD_SIZE // 64, KEY_STRIDES)
         value_words = load_block_scales(value_scales, page, num_blocks, inside, kv_head, HEAD_SIZE // 64, VALUE_STRIDES)
@@ -259,15 +298,16 @@ def score_tile(
             key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES, VALUE_STRIDES
         )
     scores = key_scores(
-        keys, q0, q1, q2, q3, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC, KEY_COUNT, HEADS, ASSEMBLY
-    )
+        keys, following, q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC,
+        KEY_COUNT, HEADS, ASSEMBLY,
+    )  # fmt: skip
     scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
     return scores, value_step(value_words, VALUE_CODEC, HEADS), value_words, values
 
 
 @triton.jit
 def add_tile(
-    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
+    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, e, f, tile, begin, tile_end,
     CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of one tile to the totals and its weighted values to the transposed sums."""
@@ -285,12 +325,16 @@ def add_tile(
                 kept = tl.where(visible, values, 0)
             else:
                 kept_words = tl.where(visible, words, 0)
-            a, b, c, d = multiply_values(kept, kept_words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+            a, b, c, d, e, f = multiply_values(
+                kept, kept_words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY
+            )
         else:
-            a, b, c, d = multiply_values(values, words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
+            a, b, c, d, e, f = multiply_values(
+                values, words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY
+            )
     else:
-        a, b, c, d = multiply_values(values, words, selectors, weights, a, b, c, d, CODEC, COUNT, ASSEMBLY)
-    return total, offset, a, b, c, d
+        a, b, c, d, e, f = multiply_values(values, words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY)
+    return total, offset, a, b, c, d, e, f
 
 
 @triton.jit
@@ -338,26 +382,27 @@ def finish_item(
 
 @triton.jit
 def decode_packed_kernel(
-    query, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse, partial_output,
-    partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, table_stride,
-    table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr,
+    query, key_codes, key_boxes, value_boxes, key_scales, value_scales, block_table, schedule, output, lse,
+    partial_output, partial_stats, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
+    output_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr,
+    STAGES: tl.constexpr, PAIR: tl.constexpr,
     KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_FACTOR: tl.constexpr, KEY_BLOCK: tl.constexpr,
     KEY_FLIP: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
     VALUE_FACTOR: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FLIP: tl.constexpr, VALUE_STRIDES: tl.constexpr,
-    KV_SCALE: tl.constexpr,
+    CODE_STRIDES: tl.constexpr, KV_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items as `decode_fast_kernels.decode_kernel` does, on a packed cache.
 
     PAIR: two tiles at a time. COUNT: codes of an int16. FACTOR, BLOCK, FLIP: the rotation. STRIDES: of scales, in
-    bytes. KV_SCALE, of `k_scale` and `v_scale`: 0 none, 1 one value, 2 one per KV head.
+    bytes; CODE_STRIDES, of `key_codes`, which are given for codes of three bits alone. KV_SCALE, of `k_scale` and
+    `v_scale`: 0 none, 1 one value, 2 one per KV head.
     """
     tl.extra.cuda.gdc_launch_dependents()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    VALUE_WIDTH: tl.constexpr = HEAD_SIZE // VALUE_COUNT
+    VALUE_WIDTH: tl.constexpr = row_width(HEAD_SIZE, VALUE_COUNT)
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
     HAS_OFFSET: tl.constexpr = is_integer(VALUE_CODEC)
     TILES: tl.constexpr = 2 if PAIR else 1
@@ -374,6 +419,11 @@ def decode_packed_kernel(
     selectors = shift
     if KEY_CODEC == "nvfp4":
         selectors = scale_selectors(block_table, table_width)
+    if is_short(KEY_COUNT):
+        selectors = first_bits(block_table, table_width, key_unit(ASSEMBLY))
+    value_selectors = selectors
+    if is_short(VALUE_COUNT):
+        value_selectors = first_bits(block_table, table_width, 16)
     key_factor = given_scale(k_scale, kv_head, KV_SCALE) * (score_scale * unit_of(KEY_CODEC))
 
     cta = tl.program_id(0) // HEAD_GROUPS
@@ -413,7 +463,12 @@ def decode_packed_kernel(
             query_sum = row_factor
             if is_integer(KEY_CODEC):
                 query_sum = low_rows(tl.sum(turned.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
-            q0, q1, q2, q3 = split_query(turned, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
+            if is_short(KEY_COUNT):
+                q0, q1, q2, q3, q4, q5 = split_short_query(turned, HEADS, ASSEMBLY)
+            else:
+                q0, q1, q2, q3 = split_query(turned, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
+                q4 = q0
+                q5 = q0
 
             maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
             total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
@@ -422,6 +477,8 @@ def decode_packed_kernel(
             b = a
             c = a
             d = a
+            e = a
+            f = a
             if PAIR:
                 after_first = tl.minimum(first_tile + 1, last_tile - 1) // TILES_PER_BLOCK
                 second_page = tl.load(table + after_first, mask=first_tile < last_tile, other=-1)
@@ -429,10 +486,10 @@ def decode_packed_kernel(
                 next_page = tl.load(table + tl.minimum(tile + TILES, last_tile - 1) // TILES_PER_BLOCK)
                 tile_end = visible_end(page, num_blocks, end)
                 scores, step, words, values = score_tile(
-                    q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales, page,
-                    num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
-                    TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT,
-                    VALUE_STRIDES,
+                    q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales,
+                    value_scales, page, num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap,
+                    HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES,
+                    VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, CODE_STRIDES,
                 )  # fmt: skip
                 page = next_page
                 new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
@@ -441,10 +498,10 @@ def decode_packed_kernel(
                     next_second = tl.load(table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK)
                     second_end = visible_end(second_page, num_blocks, tl.where(tile + 1 < last_tile, end, 0))
                     second_scores, second_step, second_words, second_values = score_tile(
-                        q0, q1, q2, q3, query_sum, row_factor, key_boxes, value_boxes, key_scales, value_scales,
-                        second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin, second_end,
-                        soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT,
-                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES,
+                        q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales,
+                        value_scales, second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin,
+                        second_end, soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC,
+                        KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, CODE_STRIDES,
                     )  # fmt: skip
                     second_page = next_second
                     raised = second_scores + logarithm(second_step)[:, None, :]
@@ -456,19 +513,25 @@ def decode_packed_kernel(
                     offset = offset * decay[:, :, None]
                 a = a * decay[:, None, :]
                 b = b * decay[:, None, :]
-                if VALUE_COUNT == 4:
+                if VALUE_COUNT >= 4:
                     c = c * decay[:, None, :]
                     d = d * decay[:, None, :]
-                total, offset, a, b, c, d = add_tile(
-                    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, tile, begin, tile_end,
-                    VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                if is_short(VALUE_COUNT):
+                    e = e * decay[:, None, :]
+                    f = f * decay[:, None, :]
+                total, offset, a, b, c, d, e, f = add_tile(
+                    scores, step, words, value_selectors, values, maximum, total, offset, a, b, c, d, e, f,
+                    tile, begin, tile_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                 )  # fmt: skip
                 if PAIR:
-                    total, offset, a, b, c, d = add_tile(
-                        second_scores, second_step, second_words, selectors, second_values, maximum, total, offset, a,
-                        b, c, d, tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                    total, offset, a, b, c, d, e, f = add_tile(
+                        second_scores, second_step, second_words, value_selectors, second_values, maximum, total,
+                        offset, a, b, c, d, e, f, tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                     )  # fmt: skip
-            x = join_columns(a, b, c, d, HEADS, HEAD_SIZE, VALUE_COUNT, VALUE_CODEC)
+            if is_short(VALUE_COUNT):
+                x = join_short_columns(a, b, c, d, e, f, HEADS, HEAD_SIZE)
+            else:
+                x = join_columns(a, b, c, d, HEADS, HEAD_SIZE, VALUE_COUNT, VALUE_CODEC)
             if HAS_OFFSET:
                 x = x + tl.reshape(tl.sum(offset, 2), [HEADS * 8])[:, None]
             finish_item(
