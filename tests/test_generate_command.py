@@ -98,7 +98,7 @@ def test_fp8_caches_want_scales(capsys: Any, scales: list[str]) -> None:
     status, out, err = run(capsys, "--prompt", "def ", "--kv-cache-dtype", "fp8", *scales)
     assert (status, bool(out)) == ((0, True) if scales else (2, False))
     if not scales:
-        assert "ScaleError" in err and "k_scale" in err
+        assert "ScaleError" in err and "--kv-scales unit" in err and "QuantConfig" not in err
 
 
 WRONG = {
@@ -119,6 +119,15 @@ def test_wrong_use(capsys: Any, kind: str) -> None:
     arguments, text = WRONG[kind]
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "") and text in err
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["kv-report"]], ids=str)
+def test_a_wheel_carries_no_model(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("vattn.generation.command.DEMO_MODEL", tmp_path / "demo_model")
+    assert main([*arguments, "--device", "cpu"]) == 2
+    assert "a wheel carries no model), or pass --model DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}', '{"prompt": "x", "temprature": 1}'])

@@ -144,6 +144,11 @@ WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "length of a text": ({"max_seq_len": "all"}, errors.ConfigError, "max_seq_len='all'"),
     "end tokens of a text": ({"stop_token_ids": "2"}, errors.ConfigError, "stop_token_ids='2'"),
     "negative end token": ({"stop_token_ids": [-1]}, errors.ConfigError, "stop_token_ids=-1"),
+    "end token beyond the vocabulary": (
+        {"stop_token_ids": [2, 97]},
+        errors.ConfigError,
+        "stop_token_ids with 97, which the model never chooses",
+    ),
     "queue": ({"max_queue": -1}, errors.ConfigError, "max_queue=-1"),
     "graph sizes": ({"graph_sizes": 8}, errors.ConfigError, "graph_sizes=8"),
     "a graph of no request": ({"graph_sizes": [0]}, errors.ConfigError, "graph_sizes=0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_standard_error() -> None:
     ("arguments", "text"),
     [
         (["--formats", "fp7"], "turboquant_k8v4"),
+        (["--formats", "fp8,nvfp4"], "separate names by spaces"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--model", "nowhere"], "config.json"),
         (["--memory", "much"], "2GiB"),
@@ -83,3 +85,15 @@ def test_standard_error() -> None:
 def test_wrong_use(capsys: Any, arguments: list[str], text: str) -> None:
     assert main([*QUICK, *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "empty.txt: 1 of"), ("a", "first quarter of text .*empty.txt, which scales are calibrated on")],
+)
+def test_texts_too_short(capsys: Any, tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text(text)
+    assert main([*QUICK, "--text", str(path), "--formats", "fp8"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(said, err) and "format/s" not in err and "as they are" not in err  # no progress before

@@ -9,7 +9,7 @@ import torch
 
 import vattn
 from tests.support import relative_l2
-from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(getattr(transformers, "DeepseekV3ForCausalLM", None), "from_pretrained"):
@@ -92,3 +92,17 @@ def test_other_models_are_refused() -> None:
     enable_latent_attention(model.eval())
     with pytest.raises(ConfigError, match="on vattn already"):
         enable_latent_attention(model)
+
+
+@pytest.mark.parametrize("options", [{"memory": "lots"}, {"attn_backend": "FLASH_ATTN", "num_blocks": 4}], ids=str)
+def test_a_refused_model_stays_as_it_was(options: dict[str, Any]) -> None:
+    model = make_model("DeepSeek-V2-Lite")
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = model(ids).logits
+    with pytest.raises(VattnError):
+        enable_latent_attention(model, **options)
+    assert not any("vattn" in name for name, _ in model.named_modules())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    enable_latent_attention(model, num_blocks=4)

@@ -161,6 +161,45 @@ def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
     enable(model)  # nothing of the refused call is left
 
 
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "memory": {"memory": "lots"},
+    "too little memory": {"memory": "10B", "merge_projections": True, "own_linears": True},
+    "both sizes": {"memory": "1MiB", "num_blocks": 8},
+    "no blocks": {"num_blocks": 0},
+    "backend": {"attn_backend": "FLASH_ATTN", "num_blocks": 8},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_OPTIONS)
+def test_a_refused_model_stays_as_it_was(kind: str) -> None:
+    model = make_model("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        expected = model(ids).logits
+    names, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    with pytest.raises(vattn.errors.VattnError):
+        enable(model, **REFUSED_OPTIONS[kind])
+    assert model.config._attn_implementation == "eager" and "_vattn_before" not in model.__dict__
+    assert list(model.state_dict()) == names and [type(module) for module in model.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    assert enable(model, num_blocks=8).enabled
+
+
+def test_what_fails_midway_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors that are not ours, too."""
+    model = make_model("llama")
+
+    def fail(model: Any) -> int:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("vattn.integrations.transformers.take_linears", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        enable(model, merge_projections=True, own_linears=True)
+    assert not any("vattn" in type(module).__module__ for module in model.modules())
+    enable(model, merge_projections=True)
+
+
 def test_models_without_values_are_refused() -> None:
     model = make_model("llama")
     model.lm_head.to("meta")
@@ -171,6 +210,13 @@ def test_models_without_values_are_refused() -> None:
 def test_disable_takes_models_alone() -> None:
     with pytest.raises(vattn.errors.ConfigError, match="disable with int"):
         disable(3)  # type: ignore[arg-type]
+    model = make_model("llama")
+    enable(model)
+    for part in (torch.nn.Linear(2, 2), model.model):
+        with pytest.raises(vattn.errors.ConfigError, match="a model that is not on vattn"):
+            disable(part)
+    disable(model)
+    disable(model)  # one that is off stays so
 
 
 def test_padded_batches_are_refused() -> None:

@@ -52,10 +52,12 @@ class CaptureReport:
     Attributes:
         reason: why the function runs without graphs, `None` if it was captured.
         costs: one entry per batch size, in the order of capture.
+        by_tokens: sizes were given in tokens too, and are told so.
     """
 
     reason: str | None
     costs: tuple[CaptureCost, ...]
+    by_tokens: bool = False
 
     @property
     def seconds(self) -> float:
@@ -68,11 +70,12 @@ class CaptureReport:
         return sum(cost.bytes for cost in self.costs)
 
     def __str__(self) -> str:
-        sizes = ", ".join(str(cost.batch_size) for cost in self.costs)
+        numbers = [cost.num_tokens if self.by_tokens else cost.batch_size for cost in self.costs]
+        sizes = f"{'token' if self.by_tokens else 'batch'} sizes {', '.join(map(str, numbers))}"
         if self.reason is not None:
-            return f"no CUDA graphs: {self.reason}; batch sizes {sizes} run the function directly"
+            return f"no CUDA graphs: {self.reason}; {sizes} run the function directly"
         total = f"{self.seconds:.1f} s, {self.bytes / 2**20:.1f} MiB"
-        return f"{len(self.costs)} CUDA graphs in one memory pool, batch sizes {sizes}: {total}"
+        return f"{len(self.costs)} CUDA graphs in one memory pool, {sizes}: {total}"
 
 
 @dataclass
@@ -163,7 +166,8 @@ class CUDAGraphRunner:
             self._pool = memory_of._pool
         costs = tuple(self._prepare_all(sizes))
         self._caches = self._cache_addresses()
-        self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs)
+        by_tokens = any(isinstance(size, tuple) for size in batch_sizes)
+        self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs, by_tokens)
         if cuda:
             logger.info("%s", self.report)
 

@@ -125,9 +125,14 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     margin = _margin(options.margin, formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
     plain = dtype_name(model.dtype)
-    text = _read(options.text or options.model / "heldout.txt", options.max_bytes)
-    sample = _read(options.calibration_text, options.max_bytes) if options.calibration_text else text[: len(text) // 4]
-    windows = _windows(tokenizer.encode(text))
+    path = options.text or options.model / "heldout.txt"
+    text = _read(path, options.max_bytes)
+    windows = _windows(tokenizer.encode(text), f"text {path}")
+    sample, what = text[: len(text) // 4], f"the first quarter of text {path}, which scales are calibrated on"
+    if options.calibration_text:
+        sample = _read(options.calibration_text, options.max_bytes)
+        what = f"calibration text {options.calibration_text}"
+    samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what)]
     variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
     kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
     bar = _Bar(len(variants) * len(kinds))
@@ -135,7 +140,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         if weights != "as they are":
             _plant(model, options.outliers)
         subject = _Subject(model, windows, len(text.encode()), memory, weights)
-        subject.calibrate([w[:-1] for w in _windows(tokenizer.encode(sample))], margin)
+        subject.calibrate(samples, margin)
         for name, scales in kinds:
             bar.show(f"{weights}, {name}, scales {scales}")
             yield subject.row(name, scales)
@@ -170,7 +175,6 @@ class _Subject:
         try:
             packed = enable(self.model, cache_config=config, num_blocks=self.blocks, **self._scales(scales))
         except VattnError as error:
-            disable(self.model)
             return Row(self.weights, name, scales, refused=str(error).splitlines()[0])
         try:
             nats, top1, worst = self._run(packed)
@@ -248,7 +252,8 @@ def _formats(names: list[str] | None) -> list[str]:
     found = {name: resolve_kv_cache_dtype(name, torch.bfloat16) for name in names or known if name in kv_cache_dtypes()}
     for name in names or ():
         if found.get(name) not in known:
-            raise ConfigError(f"--formats {name}", ", ".join(known), "choose among them")
+            fix = "separate names by spaces, without commas" if "," in name else "choose among them"
+            raise ConfigError(f"--formats {name}", ", ".join(known), fix)
     return list(dict.fromkeys(found.values()))
 
 
@@ -300,10 +305,14 @@ def _check_image(path: Path) -> None:
         raise ConfigError(f"--plot {path}", f"names that end in .{', .'.join(sorted(known))}", "name it so")
 
 
-def _windows(ids: list[int]) -> list[list[int]]:
-    """Cut ids into requests, each beginning with the last token of the one before."""
+def _windows(ids: list[int], what: str) -> list[list[int]]:
+    """Cut the ids of a text, which errors call by `what`, into requests that begin with the last token before."""
     if len(ids) < 2:
-        raise ConfigError(f"a text of {len(ids)} tokens", "at least 2", "pass a longer text")
+        raise ConfigError(
+            f"{what}: {len(ids)} of the tokenizer's tokens",
+            "at least 2",
+            "pass a longer text, or --calibration-text",
+        )
     return [list(ids[start : start + WINDOW + 1]) for start in range(0, len(ids) - 1, WINDOW)]
 
 

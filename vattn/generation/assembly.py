@@ -12,6 +12,7 @@ from vattn.compilation import compile, compile_regions
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.generation.launch import sample_draft_inputs, sample_inputs
+from vattn.generation.prompts import never_chosen
 from vattn.generation.sampling import whole_number
 from vattn.grouped_builder import GroupedMetadataBuilder
 from vattn.kv_cache import KVCacheAllocation
@@ -116,13 +117,22 @@ def longest_request(model: Any, asked: int | None, most: int) -> int:
 
 
 def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
-    """Return the given end tokens, or those of the model's generation config."""
+    """Return the given end tokens, or those of the model's generation config.
+
+    Raises:
+        ConfigError: no token ids, or one beyond the model's vocabulary.
+    """
     if given is None:
         inner = getattr(model, "model", model)
         given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
         given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
     elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
+    else:
+        given = [check_count("stop_token_ids", token, 0) for token in given]
+        never = never_chosen(given, getattr(model, "vocab_size", None))
+        if never is not None:
+            raise ConfigError(*never)
     return frozenset(check_count("stop_token_ids", token, 0) for token in given)
 
 

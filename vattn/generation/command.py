@@ -13,7 +13,7 @@ import torch
 
 from vattn.backends.base import DeviceInfo
 from vattn.config import CacheConfig
-from vattn.errors import ConfigError, MissingPackageError, VattnError
+from vattn.errors import ConfigError, MissingPackageError, ScaleError, VattnError
 from vattn.formats import MODEL_DTYPES, kv_cache_dtypes
 from vattn.generation.generator import Generator
 from vattn.generation.lookup import PromptLookup
@@ -109,14 +109,22 @@ def make_generator(options: argparse.Namespace) -> Generator:
     quant, calibration = _scales(options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", UNUSED_SCALES)
-        packed = enable(
-            model,
-            cache_config=CacheConfig(cache_dtype=options.kv_cache_dtype),
-            quant_config=quant,
-            calibration=calibration,
-            attn_backend=options.backend,
-            rope_length=options.rope_length,
-        )
+        try:
+            packed = enable(
+                model,
+                cache_config=CacheConfig(cache_dtype=options.kv_cache_dtype),
+                quant_config=quant,
+                calibration=calibration,
+                attn_backend=options.backend,
+                rope_length=options.rope_length,
+            )
+        except ScaleError as error:
+            if not error.fix.startswith("QuantConfig("):
+                raise
+            # The same in words of the command line.
+            raise ScaleError(
+                error.got, "--kv-scales with a file of vattn.calibrate, or 'unit'", "--kv-scales unit if 1.0 is meant"
+            ) from error
     _show_warnings(caught)
     packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
@@ -152,6 +160,12 @@ def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
         raise MissingPackageError(
             "python -m vattn generate without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
         ) from error
+    if folder == DEMO_MODEL and not folder.is_dir():
+        raise ConfigError(
+            f"no folder {folder}",
+            "a folder with config.json and safetensors",
+            "run this from a clone of the repository (a wheel carries no model), or pass --model DIR",
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--model {folder}", "a folder with config.json and safetensors", "check the path")
     kind = "auto" if dtype is None else MODEL_DTYPES[dtype]

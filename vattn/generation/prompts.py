@@ -67,14 +67,22 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sam
             "stop_token_ids, or a generator with tokenizer=",
             "give the generator tokenizer=",
         )
-    never = [token for token in sampling.stop_token_ids or () if vocab_size is not None and token >= vocab_size]
-    if never:
-        raise RequestError(
-            f"stop_token_ids with {never[0]}, which the model never chooses",
-            f"ids from 0 to {(vocab_size or 0) - 1}",
-            "take the ids of the model's own tokenizer",
-        )
+    never = never_chosen(sampling.stop_token_ids or (), vocab_size)
+    if never is not None:
+        raise RequestError(*never)
     return sampling
+
+
+def never_chosen(stop_token_ids: Iterable[int], vocab_size: int | None) -> tuple[str, str, str] | None:
+    """Return what an error says of end tokens beyond a vocabulary, `None` without such."""
+    never = [token for token in stop_token_ids if vocab_size is not None and token >= vocab_size]
+    if not never:
+        return None
+    return (
+        f"stop_token_ids with {never[0]}, which the model never chooses",
+        f"ids from 0 to {(vocab_size or 0) - 1}",
+        "take the ids of the model's own tokenizer",
+    )
 
 
 def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Sampling | None]]:

@@ -37,11 +37,15 @@ def fix_frequencies(model: Any, length: int | None) -> list[tuple[nn.Module, Any
             "leave rope_length out",
         )
     before = [(module, module.rope_type) for module, _ in found]
-    for module, kinds in found:
-        # The first call takes back what longer sequences have made of it.
-        _turn(module, kinds, 0)
-        _turn(module, kinds, (length or 1) - 1)
-        module.rope_type = {**module.rope_type, **dict.fromkeys(kinds, FIXED)} if None not in kinds else FIXED
+    try:
+        for module, kinds in found:
+            # The first call takes back what longer sequences have made of it.
+            _turn(module, kinds, 0)
+            _turn(module, kinds, (length or 1) - 1)
+            module.rope_type = {**module.rope_type, **dict.fromkeys(kinds, FIXED)} if None not in kinds else FIXED
+    except BaseException:
+        restore_frequencies(before)
+        raise
     return before
 
 

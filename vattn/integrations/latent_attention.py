@@ -22,6 +22,7 @@ from vattn.integrations.transformers import (
     NAME,
     PackedModel,
     attend,
+    disable,
     no_mask,
     own_config,
     set_attention,
@@ -70,6 +71,8 @@ def enable_latent_attention(
         ConfigError: a model that is on vattn already, or in training mode.
         UnsupportedRequestError: no latent attention, frequencies of RoPE that go by lengths, or a transformers that
             expands latents before its cache.
+            After these, and what `vattn.MLAAttention` and `vattn.allocate_kv_cache` raise, the model is as after
+            `disable`.
 
     Example:
         >>> import torch, transformers, vattn
@@ -86,32 +89,36 @@ def enable_latent_attention(
         torch.Size([5, 64])
     """
     modules = _latent_modules(model)
-    frequencies = fix_frequencies(model, None)
-    for name, module in modules.items():
-        layer = MLAAttention(
-            module.num_heads,
-            float(module.scaling),
-            module.qk_nope_head_dim,
-            module.qk_rope_head_dim,
-            module.v_head_dim,
-            module.q_lora_rank,
-            module.kv_lora_rank,
-            module.kv_b_proj,
-            cache_config,
-            quant_config,
-            prefix=name,
-            attn_backend=attn_backend,
-        )
-        module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
-        module.expand_kv = types.MethodType(_expand_kv, module)
     own_config(model)
+    frequencies = fix_frequencies(model, None)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
-    ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
-    set_attention(model, LATENT)
-    packed = PackedModel(model)
-    if num_blocks is not None or memory is not None:
-        packed.allocate(num_blocks=num_blocks, memory=memory)
+    try:
+        for name, module in modules.items():
+            layer = MLAAttention(
+                module.num_heads,
+                float(module.scaling),
+                module.qk_nope_head_dim,
+                module.qk_rope_head_dim,
+                module.v_head_dim,
+                module.q_lora_rank,
+                module.kv_lora_rank,
+                module.kv_b_proj,
+                cache_config,
+                quant_config,
+                prefix=name,
+                attn_backend=attn_backend,
+            )
+            module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
+            module.expand_kv = types.MethodType(_expand_kv, module)
+        ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
+        set_attention(model, LATENT)
+        packed = PackedModel(model)
+        if num_blocks is not None or memory is not None:
+            packed.allocate(num_blocks=num_blocks, memory=memory)
+    except BaseException:
+        disable(model)
+        raise
     return packed
 
 

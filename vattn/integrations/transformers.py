@@ -217,7 +217,8 @@ def enable(
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
             not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
             says which.
-        ScaleError, ...: as `vattn.Attention`.
+        ScaleError, ...: as `vattn.Attention` and `vattn.allocate_kv_cache`.
+            After any of these the model is as after `disable`: it can be used, and enabled again.
 
     Example:
         >>> import torch, transformers, vattn
@@ -249,7 +250,7 @@ def enable(
     scales = _scales(calibration, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
     frequencies = fix_frequencies(model, rope_length)
-    hooks = take_cache_hooks(model)
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
     try:
         calls = observe(model, PackedCache())
         if calibration is None and quant_config is None:
@@ -259,25 +260,23 @@ def enable(
             for name, call in calls.items()
         }
         check_skip_layers(layers, whole=True)
+        for name, layer in layers.items():
+            module = calls[name].module
+            module.add_module(NAME, layer.to(next(module.parameters()).device))
+        replaced = bool(replaced_modules(model))
+        _register()
+        replace_forwards(model, attend)
+        if merge_projections:
+            merged_linears.merge_projections(model)
+        if own_linears:
+            take_linears(model)
+        set_attention(model, REPLACED if replaced else NAME)
+        packed = PackedModel(model, rope_length)
+        if num_blocks is not None or memory is not None:
+            packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:
-        give_cache_hooks(hooks)
-        restore_frequencies(frequencies)
+        disable(model)
         raise
-    for name, layer in layers.items():
-        module = calls[name].module
-        module.add_module(NAME, layer.to(next(module.parameters()).device))
-    model.__dict__["_vattn_before"] = model.config._attn_implementation, hooks, frequencies
-    replaced = bool(replaced_modules(model))
-    _register()
-    replace_forwards(model, attend)
-    if merge_projections:
-        merged_linears.merge_projections(model)
-    if own_linears:
-        take_linears(model)
-    set_attention(model, REPLACED if replaced else NAME)
-    packed = PackedModel(model, rope_length)
-    if num_blocks is not None or memory is not None:
-        packed.allocate(num_blocks=num_blocks, memory=memory)
     return packed
 
 
@@ -292,10 +291,11 @@ def disable(model: nn.Module) -> None:
     """Take a model off vattn: its attention, masks and cache are transformers' again, its paged cache is dropped.
 
     Args:
-        model: what `enable` was called with, or what it returned. A model that is not enabled stays as it is.
+        model: what `enable` was called with, or what it returned. One that is not on vattn, or not any more, stays as
+            it is.
 
     Raises:
-        ConfigError: no module.
+        ConfigError: no module, or one that `enable` does not take, such as a part of a model.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -304,6 +304,12 @@ def disable(model: nn.Module) -> None:
     inner: Any = model.model if isinstance(model, PackedModel) else model
     before = inner.__dict__.pop("_vattn_before", None)
     if before is None:
+        if not isinstance(inner, transformers.PreTrainedModel) or not _has_head(inner):
+            raise ConfigError(
+                f"disable() of {type(inner).__name__}, a model that is not on vattn",
+                "what enable was called with, or what it returned",
+                "pass the whole model",
+            )
         return
     restore_forwards(inner)
     merged_linears.separate_projections(inner)
@@ -492,9 +498,15 @@ def _check_model(model: Any) -> None:
         )
     if "_vattn_before" in model.__dict__:
         raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
-    if not callable(getattr(model, "prepare_inputs_for_generation", None)) or model.get_output_embeddings() is None:
+    if not _has_head(model):
         raise ConfigError(
             f"enable() of {type(model).__name__}",
             "a causal language model with its head",
             "load it with transformers.AutoModelForCausalLM",
         )
+
+
+def _has_head(model: Any) -> bool:
+    """Return whether a model of transformers is a causal language model with its head."""
+    generates = callable(getattr(model, "prepare_inputs_for_generation", None))
+    return generates and model.get_output_embeddings() is not None
