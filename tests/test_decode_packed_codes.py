@@ -15,7 +15,7 @@ from triton import knobs
 from tests.ptx_emulation import run_ptx
 from vattn.kv_formats.packing import pack_codes
 from vattn.kv_formats.turboquant import CENTROIDS
-from vattn.ops.triton import decode_packed_codes
+from vattn.ops.triton import decode_packed_codes, decode_packed_short
 from vattn.ops.triton.decode_packed_codes import unpack
 
 ASSEMBLY = {"int8": "UNPACK_INT8", "int4": "UNPACK_NIBBLES", "codebook": "UNPACK_CODEBOOK"}
@@ -64,7 +64,7 @@ def test_centroids_of_three_bits() -> None:
     words = rows.view(np.uint32)
     first = np.broadcast_to(np.array([-32 * i % 3 for i in range(12)], np.uint32), (4000, 12))
     inputs = {"$6": words[:, :12].ravel(), "$7": words[:, 1:13].ravel(), "$8": first.ravel()}
-    registers = run_ptx(decode_packed_codes.UNPACK_SHORT_CODEBOOK.value, inputs)
+    registers = run_ptx(decode_packed_short.UNPACK_SHORT_CODEBOOK.value, inputs)
     got = np.stack([registers[f"${j}"] for j in range(6)], 1).view(np.float16).reshape(4000, 12, 12)
     expected = torch.tensor(CENTROIDS[3])[codes].half().numpy()
     found = 0
@@ -82,7 +82,7 @@ def test_integers_of_three_bits() -> None:
     halves = rows.view(np.uint16).astype(np.uint32)[:, :24]
     pairs = halves[0::2] | (halves[1::2] << np.uint32(16))
     first = np.broadcast_to(np.array([-16 * i % 3 for i in range(24)], np.uint32), pairs.shape)
-    registers = run_ptx(decode_packed_codes.UNPACK_SHORT.value, {"$6": pairs.ravel(), "$7": first.ravel()})
+    registers = run_ptx(decode_packed_short.UNPACK_SHORT.value, {"$6": pairs.ravel(), "$7": first.ravel()})
     parts = np.stack([registers[f"${j}"] for j in range(6)]).view(np.float16).reshape(6, 2000, 24, 2)
     parts = parts.transpose(0, 1, 3, 2).reshape(6, 4000, 8, 3).astype(np.float64) * 2.0**24
     parts /= np.array([1, 8, 64, 1, 8, 1]).reshape(6, 1, 1, 1)

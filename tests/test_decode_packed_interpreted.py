@@ -22,9 +22,12 @@ LENGTHS = [1, 16, 17, 300, 47, 129]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.ops.triton import decode_fast_kernels, decode_packed, decode_packed_codes, decode_packed_kernels
+    from vattn.ops.triton import decode_fast_kernels, decode_packed
+    from vattn.ops.triton import decode_packed_codes as codes
+    from vattn.ops.triton import decode_packed_kernels as kernels
+    from vattn.ops.triton import decode_packed_short as short
 
-    interpret(monkeypatch, decode_packed, decode_fast_kernels, decode_packed_codes, decode_packed_kernels)
+    interpret(monkeypatch, decode_packed, decode_fast_kernels, codes, short, kernels)
 
 
 def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:

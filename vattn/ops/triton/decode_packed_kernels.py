@@ -27,21 +27,24 @@ from vattn.ops.triton.decode_fast_kernels import (
 )
 from vattn.ops.triton.decode_packed_codes import (
     INTEGER_UNIT,
-    first_bits,
     is_integer,
-    is_short,
     join_columns,
-    join_short_columns,
-    key_unit,
-    row_width,
     scale_selectors,
-    short_centroids,
-    short_parts,
     split_query,
-    split_short_query,
     unit_of,
     unpack,
     unpack_e2m1,
+)
+from vattn.ops.triton.decode_packed_short import (
+    first_bits,
+    is_short,
+    join_short_columns,
+    key_unit,
+    load_following,
+    row_width,
+    short_centroids,
+    short_parts,
+    split_short_query,
 )
 from vattn.ops.triton.epilogue import load_scale, store_rows
 from vattn.ops.triton.mask import LN2, LOG2E
@@ -255,22 +258,6 @@ def mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP: tl
             HARMLESS: tl.constexpr = 0x3C00 if VALUE_CODEC == "uniform" else 0x3F800000
             value_words = tl.where(visible[None, :], value_words, HARMLESS)
     return scores, value_words
-
-
-@triton.jit
-def load_following(
-    codes, page, num_blocks, inside, kv_head, UNIT: tl.constexpr, WIDTH: tl.constexpr, STRIDES: tl.constexpr
-):
-    """Return the int16 of a tile's codes a unit of UNIT bits further on, `[heads, 16, WIDTH]`, and more than there are.
-
-    Those are of the next row or of the scales after the last. Boxes cannot begin between multiples of 16 bytes. STRIDES
-    of block, token and head are in bytes. Some or other for a bad block id.
-    """
-    token = (inside + tl.arange(0, TILE_TOKENS))[None, :, None]
-    block = tl.where((page >= 0) & (page < num_blocks), page, 0).to(tl.int64) * (STRIDES[0] // 2)
-    row = token * (STRIDES[1] // 2) + kv_head[:, None, None] * (STRIDES[2] // 2)
-    begin = codes.to(tl.pointer_type(tl.int16), bitcast=True) + block
-    return tl.load(begin + row + (UNIT // 16 + tl.arange(0, WIDTH))[None, None, :])
 
 
 @triton.jit
