@@ -173,5 +173,10 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
         disable(model)
     both = logits[0].keys() & logits[1].keys()
     assert len(both) > len(PROMPTS), "prefills, and decodes as long as the tokens are the same"
-    for ours, theirs in ((logits[1][ids], logits[0][ids]) for ids in both):
-        assert ours.isfinite().all() and relative_l2(ours.float(), theirs.float()) < (0.1 if fmt else 0.03)
+    assert all(logits[1][ids].isfinite().all() for ids in both)
+    errors = [float(relative_l2(logits[1][ids].float(), logits[0][ids].float())) for ids in both]
+    # Sums in another order round a few outputs elsewhere, and FP8 codes behind them flip: with 0.3 % of the outputs of
+    # all linears moved by one unit of bf16, this model's own logits move by 0.06 in the mean and 0.14 at most; in bf16
+    # by 0.01 and 0.02. A wrong product moves them by about 1.
+    worst, mean = (0.2, 0.1) if fmt else (0.03, 0.03)
+    assert max(errors) < worst and sum(errors) / len(errors) < mean, errors
