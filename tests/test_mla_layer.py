@@ -509,7 +509,7 @@ def test_messages_say_what_to_do() -> None:
         make_layer(blocks=0, cache_dtype="fp8", quant_config=vattn.QuantConfig(k_scale=[0.02] * 4))
     layer = make_layer()
     step, given = make_builder(layer).build([5], [5], TABLES[:1]), inputs(5)
-    with pytest.raises(DtypeError, match=r"q is int32.*Try: pass queries of torch\.float32\.$"):
+    with pytest.raises(DtypeError, match=r"q is int32.*Try: pass queries of torch\.float32; a cache can be bound for "):
         layer(given[0].int(), *given[1:], metadata=step)
     with pytest.raises(ArgumentsError, match=r"MLAConfig without qk_nope_head_dim, .*kv_cache_dtype"):
         vattn.MLAConfig(num_heads=4)

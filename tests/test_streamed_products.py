@@ -12,10 +12,11 @@ from vattn.ops.linear import E4M3
 
 pytest.importorskip("triton.experimental.gluon")
 
-from vattn.ops.gluon import few_rows
+from vattn.ops.gluon import compat, few_rows
 from vattn.ops.gluon.few_rows_launch import PANEL_BYTES, Ring
 
 FUNCTIONS = {name: getattr(few_rows, name).fn for name in ("produce", "consume", "streamed_kernel")}
+FUNCTIONS["take_over"] = compat.take_over.fn
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])
@@ -45,7 +46,7 @@ def test_own_code(rows: int, features: int, columns: int, programs: int, ring: R
             boxes(args.weight, ring.features, "weights"), boxes(args.input, height, "inputs"),
             *(None if scale is None else Pointer(scale) for scale in (args.input_scale, args.weight_scale)),
             Pointer(output), rows, features, columns, ring.stages, args.input.dtype is E4M3, codes == "row",
-            codes == "row", True, ring.panels,
+            codes == "row", ring.panels,
         )  # fmt: skip
         steps = len(range(index, tiles, programs)) * -(-columns // (ring.panels * width))
         assert program.steps.count("weights") == program.steps.count("inputs") == steps
