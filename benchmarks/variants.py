@@ -302,17 +302,15 @@ def _decode_questions() -> Iterator[Question]:
 
 def _draft_questions() -> Iterator[Question]:
     """Yield speculative steps of groups that fill tiles unevenly, and of fewer tiles than multiprocessors."""
-    work = WORKS["speculative 64x4k, 4"]
-    fewer = Work("speculative 52x4k, 4", ((4, 4096),) * 52)
-    for name, works, changes in (
-        ("qwen2.5-32b", (work,), {"uneven_groups": "padded"}), ("qwen2.5-7b", (work,), {"uneven_groups": "padded"}),
-        ("llama3-70b-tp8", (work, fewer), {"few_drafts": "packed"}),
-    ):  # fmt: skip
-        label = ", ".join(f"{key} {value}" for key, value in changes.items())
-        one, two = by_variant(label, **changes), by_variant(f"{label}, FP8 query", True, **changes)
-        for one_work in works:
-            yield Question("drafts", LAYERS[name], one_work, "bf16", (DEFAULT, one), 1.0, ("fa3",))
-            yield Question("drafts", LAYERS[name], one_work, "fp8", (DEFAULT, DEFAULT_FP8, one, two), 1.2, ("fa3",))
+    work, layer = WORKS["speculative 64x4k, 4"], LAYERS["llama3-70b-tp8"]
+    for name in ("qwen2.5-32b", "qwen2.5-7b"):
+        yield Question("uneven drafts", LAYERS[name], work, "bf16", (DEFAULT,), 1.0, ("fa3",))
+        yield Question("uneven drafts", LAYERS[name], work, "fp8", (DEFAULT, DEFAULT_FP8), 1.2, ("fa3",))
+    for tokens, requests in ((4, 40), (4, 48), (4, 32), (4, 100), (4, 131), (3, 40), (8, 40), (2, 64), (4, 66)):
+        few = Work(f"speculative {requests}x4k, {tokens}", ((tokens, 4096),) * requests)
+        general, packed = by_variant("general", few_drafts="general"), by_cut("packed", groups=1, pack=-1)
+        yield Question("few drafts", layer, few, "bf16", (DEFAULT, general, packed), 1.0, ())
+        yield Question("few drafts", layer, few, "fp8", (DEFAULT, general, packed), 1.0, ())
 
 
 def questions() -> Iterator[Question]:

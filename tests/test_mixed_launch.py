@@ -77,22 +77,19 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
     assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
 
 
-def test_drafts_of_uneven_groups_may_leave_rows_unused() -> None:
+def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
     from vattn.ops.gluon import mixed_launch, prefill_launch
 
     device = torch.device("cpu")
     for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
         config = make_config(**{**LLAMA, "num_heads": heads})
-        apart = mixed_launch.cut_of(config, 64 * tokens, 64)
-        assert apart.pack == prefill_launch.packs(config)
-        with variants.using(uneven_groups="padded"):
-            cut = mixed_launch.cut_of(config, 64 * tokens, 64)
-            assert (cut.groups, cut.pack) == (1, pack)
-            assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
-            # Prompts and requests of other lengths are cut as before.
-            assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
-            room = prefill_launch.plan_rows(config, 64 * tokens, 64, cut)
-            assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
+        cut = mixed_launch.cut_of(config, 64 * tokens, 64)
+        assert (cut.groups, cut.pack) == (1, pack)
+        assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
+        room = prefill_launch.plan_rows(config, 64 * tokens, 64, cut)
+        assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
+        # Prompts and requests of other lengths have a tile for each head.
+        assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
 
 
 def test_few_drafts_may_go_to_the_prefill_kernel() -> None:

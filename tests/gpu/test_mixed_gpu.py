@@ -196,28 +196,26 @@ def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2
 
 
-DRAFTS: dict[str, tuple[int, int, dict[str, str]]] = {
-    "groups of 5": (40, 8, {"uneven_groups": "padded"}),
-    "groups of 7": (28, 4, {"uneven_groups": "padded"}),
-    "one KV head": (8, 1, {"few_drafts": "packed"}),
-}
-"""Query and KV heads, and the variants under which four drafts of them are packed."""
+DRAFTS = {"groups of 5": (40, 8), "groups of 7": (28, 4), "one KV head": (8, 1)}
+"""Query and KV heads of which drafts take eight rows of a tile each."""
 
 
 @pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
 @pytest.mark.parametrize("case", DRAFTS)
-def test_drafts_of_variants(case: str, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_few_tiles_and_uneven_groups(
+    case: str, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vattn.backends import selector
     from vattn.ops.gluon import prefill_launch
 
-    heads, kv_heads, changes = DRAFTS[case]
+    heads, kv_heads = DRAFTS[case]
     cuts = []
     launch = prefill_launch.launch
     monkeypatch.setattr(prefill_launch, "launch", lambda *args: (cuts.append(args[5]), launch(*args)))
     backend = selector.get_backend("TRITON_ATTN")
     # As many rows as four a request, also where these are not dealt out evenly.
     for requests in ([(4, 700 + 37 * i) for i in range(64)], [(1, 90), (7, 1003), (0, 5), (8, 2049)] * 16):
-        with variants.using(**changes):
+        with variants.using(few_drafts="packed"):
             batch = prefill_batch(
                 requests, num_heads=heads, num_kv_heads=kv_heads, backend="TRITON_ATTN", lse=False, **products
             )

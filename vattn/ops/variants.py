@@ -15,7 +15,6 @@ from vattn.errors import UnknownOptionError
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
-    "uneven_groups": ("apart", "padded"),
     "few_drafts": ("general", "packed"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
@@ -27,6 +26,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "words"),
     "short_codes": ("general", "packed"),
     "graph_edges": ("captured", "early"),
+    "weights_ahead": ("none", "branch"),
     "few_requests": ("measured", "split", "clusters"),
     "rope_launch": ("after", "wait", "both"),
 }
@@ -41,8 +41,6 @@ class Variants:
         speculative: steps of equally many rows a request, more than the decode kernel takes and at most 64 with their
             group of heads: "general", the general kernel; "packed", Hopper's prefill kernel with the heads of a group
             as rows of one tile.
-        uneven_groups: groups of 3, 5 or 7 heads, say, in "packed" speculative steps: "apart", a tile for each head;
-            "padded", heads as rows of one tile of which the last of each token stay unused.
         few_drafts: speculative steps whose tiles are fewer than multiprocessors, but not fewer than three eighths of
             them: "general", the general kernel; "packed", what `speculative` says.
         mixed: other steps of several rows a request on average: "general"; "packed"; "two", requests of few rows by the
@@ -66,6 +64,8 @@ class Variants:
             which must not be one that writes them.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
+        weights_ahead: whether captured graphs ask for the weights of the next product of few rows while small kernels
+            run: "none"; "branch", on a branch for which nothing waits.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
@@ -76,7 +76,6 @@ class Variants:
     """
 
     speculative: str = "packed"
-    uneven_groups: str = "apart"
     few_drafts: str = "general"
     mixed: str = "overlapped"
     mixed_below: int = 256
@@ -86,6 +85,7 @@ class Variants:
     latent_sparse: str = "gluon"
     few_rows: str = "streamed"
     graph_edges: str = "early"
+    weights_ahead: str = "none"
     packed_store: str = "words"
     short_codes: str = "general"
     few_requests: str = "measured"

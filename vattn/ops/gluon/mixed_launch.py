@@ -58,12 +58,15 @@ def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> b
 
 
 def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
-    """Return how the prefill kernel's rows are cut: one warpgroup where a request's rows do not fill it."""
+    """Return how the prefill kernel's rows are cut: one warpgroup where a request's rows do not fill it.
+
+    Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
+    """
     if not is_speculative(config, num_tokens, num_reqs):
         return Cut(2, packs(config))
     pack = padded_pack(config)
     fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
-    return Cut(1, pack if fits and current().uneven_groups == "padded" else packs(config))
+    return Cut(1, pack if fits else packs(config))
 
 
 def short_rows(config: AttentionConfig) -> int:
