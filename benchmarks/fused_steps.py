@@ -32,6 +32,9 @@ from vattn.ops.variants import using
 E4M3 = torch.float8_e4m3fn
 BLOCK = 16
 
+ATTENTION = ("decode_kernel", "decode_cluster_kernel")
+"""Names of the first attention kernel of a layer."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -293,7 +296,7 @@ class Bench:
         step = self.step(variant.runner, batch)
         self.run(variant.runner, batch)
         kernels = profile_kernels(self._replay(variant.runner, step, *self._inputs(step)))
-        return kernels, kernels_of_layer(kernels, "decode_kernel", self.sizes.layers)
+        return kernels, kernels_of_layer(kernels, ATTENTION, self.sizes.layers)
 
 
 def run_batches(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -406,7 +409,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 HOW = (
     "CUDA-graph replays of both variants in turn; medians. Passes on and off compile the same model; kernels are those "
-    "between one attention kernel and the next, by torch.profiler."
+    "between one attention kernel and the next, by torch.profiler; their times are medians over the layers of one step."
 )
 
 

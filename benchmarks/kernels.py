@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,14 +34,20 @@ def profile_kernels(function: Callable[[], object]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def kernels_of_layer(kernels: Sequence[Kernel], mark: str, layers: int) -> list[Kernel]:
-    """Return the kernels of a layer in the middle: from one whose name holds `mark` up to the next such one.
+def kernels_of_layer(kernels: Sequence[Kernel], marks: Sequence[str], layers: int) -> list[Kernel]:
+    """Return the kernels of a layer: from one whose name holds one of `marks` up to the next such one.
+
+    They are those of a layer in the middle; times are medians over all layers with the same kernels.
 
     Raises:
         ValueError: there is not one such kernel for each layer.
     """
-    places = [index for index, kernel in enumerate(kernels) if mark in kernel.name]
+    places = [index for index, kernel in enumerate(kernels) if any(mark in kernel.name for mark in marks)]
     if len(places) != layers or layers < 2:
-        raise ValueError(f"{len(places)} kernels named {mark} in {layers} layers")
-    middle = (layers - 1) // 2
-    return list(kernels[places[middle] : places[middle + 1]])
+        raise ValueError(f"{len(places)} kernels named {' or '.join(marks)} in {layers} layers")
+    parts = [kernels[start:end] for start, end in itertools.pairwise(places)]
+    middle = parts[(layers - 1) // 2]
+    names = [kernel.name for kernel in middle]
+    alike = [part for part in parts if [kernel.name for kernel in part] == names]
+    medians = [statistics.median(kernel.us for kernel in same) for same in zip(*alike, strict=True)]
+    return [replace(kernel, us=us) for kernel, us in zip(middle, medians, strict=True)]
