@@ -174,23 +174,30 @@ def test_replays_in_a_graph_with_other_lengths(way: str) -> None:
         assert torch.equal(copied.view(torch.uint8), args.output.view(torch.uint8))
 
 
-def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def attend_as_planned(requests: list[tuple[int, int]], **changes: Any) -> Any:
+    """Attend through the op, with a schedule of its own plan."""
     from vattn.backends import selector
+
+    batch = prefill_batch(requests, backend="TRITON_ATTN", lse=False, **changes)
+    args = batch.args
+    backend = selector.get_backend("TRITON_ATTN")
+    shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
+    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
+    torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+    torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+    torch.cuda.synchronize()
+    return batch
+
+
+def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.gluon import mixed_launch
 
     calls = []
     attend = mixed_launch.attend
     monkeypatch.setattr(mixed_launch, "attend", lambda *args: (calls.append(args), attend(*args)))
-    backend = selector.get_backend("TRITON_ATTN")
     for requests, changes in (([(8, 900)] * 40, {"speculative": "packed"}), (MIXED * 12, {"mixed": "overlapped"})):
         with variants.using(**changes):
-            batch = prefill_batch(requests, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", lse=False)
-            args = batch.args
-            shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-            schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
-            torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-            torch.ops.vattn.attention(*args._replace(plan=[schedule]))
-            torch.cuda.synchronize()
+            batch = attend_as_planned(requests, num_heads=32, num_kv_heads=8)
             expected, _ = batch.expected()
             assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
     assert len(calls) == 2
@@ -205,26 +212,16 @@ DRAFTS = {"groups of 5": (40, 8), "groups of 7": (28, 4), "one KV head": (8, 1)}
 def test_drafts_of_few_tiles_and_uneven_groups(
     case: str, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vattn.backends import selector
     from vattn.ops.gluon import prefill_launch
 
     heads, kv_heads = DRAFTS[case]
     cuts = []
     launch = prefill_launch.launch
     monkeypatch.setattr(prefill_launch, "launch", lambda *args: (cuts.append(args[5]), launch(*args)))
-    backend = selector.get_backend("TRITON_ATTN")
     # As many rows as four a request, also where these are not dealt out evenly.
     for requests in ([(4, 700 + 37 * i) for i in range(64)], [(1, 90), (7, 1003), (0, 5), (8, 2049)] * 16):
         with variants.using(few_drafts="packed"):
-            batch = prefill_batch(
-                requests, num_heads=heads, num_kv_heads=kv_heads, backend="TRITON_ATTN", lse=False, **products
-            )
-            args = batch.args
-            shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-            schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
-            torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-            torch.ops.vattn.attention(*args._replace(plan=[schedule]))
-            torch.cuda.synchronize()
+            batch = attend_as_planned(requests, num_heads=heads, num_kv_heads=kv_heads, **products)
         expected, _ = batch.expected()
         error = float((batch.output() - expected).norm() / expected.norm())
         assert error < (2.0**-4 if batch.config.takes_fp8_query else 2.0**-7)
