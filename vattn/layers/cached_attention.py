@@ -16,13 +16,11 @@ from vattn.config import AttentionConfig
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
-    DtypeError,
-    GradientError,
     MetadataError,
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.formats import MODEL_DTYPES
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.bound_cache import BoundCache
@@ -30,8 +28,8 @@ from vattn.layers.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
 from vattn.layers.parallel_request import all_heads, attend_parts, check_step_ranks, partial_arguments
-from vattn.layers.request import other_queries
 from vattn.layers.shared_prefix import attend_with_prefix, prefix_parts, suffix_config
+from vattn.layers.step_checks import check_block_size, check_bound_dtype, check_no_gradients, check_tokens, given_step
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -128,13 +126,7 @@ class CachedAttention(BoundCache):
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
         if self.kv_cache_group is not None:
             return self.kv_cache_group.part(metadata, context.current)
-        metadata = context.current if metadata is None else metadata
-        if metadata is not None and not isinstance(metadata, AttentionMetadata):
-            raise MetadataError(
-                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
-                "AttentionMetadata, or None for a profiling call",
-                "pass what builder.build returned, or its .common where it has one",
-            )
+        metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(
                 f"metadata with groups in layer {self.prefix!r}, whose cache has none",
@@ -159,14 +151,7 @@ class CachedAttention(BoundCache):
                 "a bound cache whenever metadata is given",
                 "call vattn.allocate_kv_cache(model, num_blocks=...) first",
             )
-        came = dtype_name(query.dtype)
-        if came != self.config.dtype:
-            again = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
-            raise DtypeError(
-                f"query is {came} in layer {self.prefix!r}",
-                f"{self.config.dtype}, the dtype its cache was bound for",
-                again if came in MODEL_DTYPES else other_queries(self.config.dtype),
-            )
+        check_bound_dtype(self, "query", query, self.config.dtype)
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         """Return what this layer reads of a step."""
@@ -246,19 +231,8 @@ class CachedAttention(BoundCache):
                     "the cache that both were bound to",
                     "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
                 )
-        inputs = (query, key, value, *self._learned())
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            raise GradientError(
-                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
-                "inference only; attention has no backward",
-                "call the model under torch.no_grad() or torch.inference_mode()",
-            )
-        if step.block_size not in (0, self.config.block_size):
-            raise MetadataError(
-                f"metadata for blocks of {step.block_size} tokens in layer {self.prefix!r}",
-                f"blocks of {self.config.block_size} tokens",
-                "give the builder layers=model, or the block_size of CacheConfig",
-            )
+        check_no_gradients(self, (query, key, value, *self._learned()))
+        check_block_size(self, step.block_size, self.config.block_size)
 
     def _learned(self) -> tuple[Tensor | None, ...]:
         """Return the layer's own tensors that could ask for a gradient."""
@@ -272,15 +246,11 @@ class CachedAttention(BoundCache):
                 "the same tokens for query, key and value",
                 "check what was projected",
             )
-        if query.shape[0] != step.query_slots.shape[0]:
-            fix = "build the step for the tokens of this call"
-            if self.fast_prefill:
-                fix = "pass vattn.kept_rows of the queries, or of what they are projected from"
-            raise ShapeError(
-                f"query has {query.shape[0]} tokens in layer {self.prefix!r}",
-                f"{step.query_slots.shape[0]}, the tokens of the metadata, padding included",
-                fix,
-            )
+        rows, tokens = {"query": query.shape[0]}, step.query_slots.shape[0]
+        if self.fast_prefill:
+            check_tokens(self, rows, tokens, "pass vattn.kept_rows of the queries, or of what they are projected from")
+        else:
+            check_tokens(self, rows, tokens)
 
     def _arguments(
         self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn import context
 from vattn.config import AttentionType, CacheConfig
-from vattn.errors import ConfigError, MetadataError, ScaleError, ShapeError, UnsupportedRequestError
+from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 from vattn.keywords import refuse_unknown_inputs, required_arguments
 from vattn.layers.layer_step import LayerResult, split_heads
@@ -29,6 +28,7 @@ from vattn.layers.request import (
     scale_kind,
 )
 from vattn.layers.scales import QuantConfig, make_scale
+from vattn.layers.step_checks import check_tokens, given_step
 from vattn.metadata import AttentionMetadata
 from vattn.quantization import encode_kv, encode_query
 from vattn.skip_layers import skip_names
@@ -217,14 +217,7 @@ class EncoderOnlyAttention(PackedAttention):
         """
         if unknown:
             refuse_unknown_inputs(self, unknown)
-        if metadata is None:
-            metadata = context.current
-        if metadata is not None and not isinstance(metadata, AttentionMetadata):
-            raise MetadataError(
-                f"metadata of type {type(metadata).__name__} in layer {self.prefix!r}",
-                "AttentionMetadata, or None for a profiling call",
-                "pass what builder.build returned, or its .common where it has one",
-            )
+        metadata = given_step(self, metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         key = split_heads("key", key, self.num_kv_heads, self.head_size)
         value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
@@ -245,13 +238,7 @@ class EncoderOnlyAttention(PackedAttention):
         return result.returned()
 
     def _check_step(self, query: Tensor, metadata: AttentionMetadata) -> None:
-        tokens = metadata.slot_mapping.shape[0]
-        if query.shape[0] != tokens:
-            raise ShapeError(
-                f"query has {query.shape[0]} tokens in layer {self.prefix!r}",
-                f"{tokens}, the tokens of the metadata, padding included",
-                "build the step for the tokens of this call",
-            )
+        check_tokens(self, {"query": query.shape[0]}, metadata.slot_mapping.shape[0])
         extras = {
             "causal flags": isinstance(metadata.causal, Tensor),
             "tree_bias": metadata.tree_bias is not None,

@@ -11,8 +11,6 @@ from vattn.errors import (
     CacheNotBoundError,
     ConfigError,
     DtypeError,
-    GradientError,
-    MetadataError,
     ShapeError,
     UnsupportedRequestError,
 )
@@ -20,6 +18,7 @@ from vattn.formats import dtype_name
 from vattn.host_integers import read_count
 from vattn.keywords import known_keywords, refuse_unknown_inputs
 from vattn.layers.latent_request import plain_step
+from vattn.layers.step_checks import check_block_size, check_no_gradients, check_tokens
 from vattn.metadata import AttentionMetadata
 from vattn.ops.mla_indexer import (
     SCALE_BYTES,
@@ -191,21 +190,8 @@ class LightningIndexer(nn.Module):
 
     def _check_step(self, query: Tensor, weights: Tensor, metadata: AttentionMetadata) -> None:
         """Refuse rows and blocks that are not the step's. Eager calls only."""
-        if query.shape[0] != metadata.slot_mapping.shape[0]:
-            raise ShapeError(
-                f"query has {query.shape[0]} tokens in {_NAME}",
-                f"{metadata.slot_mapping.shape[0]}, the tokens of the metadata, padding included",
-                "build the step for the tokens of this call",
-            )
-        if metadata.block_size not in (0, self.block_size):
-            raise MetadataError(
-                f"metadata for blocks of {metadata.block_size} tokens in {_NAME}",
-                f"blocks of {self.block_size} tokens",
-                "make the indexer with the block_size of the layer's CacheConfig",
-            )
-        if torch.is_grad_enabled() and (query.requires_grad or weights.requires_grad):
-            raise GradientError(
-                f"{_NAME} got an input that requires a gradient while grad mode is on",
-                "inference only; choosing positions has no backward",
-                "call it under torch.no_grad() or torch.inference_mode()",
-            )
+        check_tokens(self, {"query": query.shape[0]}, metadata.slot_mapping.shape[0])
+        fix = "make the indexer with the block_size of the layer's CacheConfig"
+        check_block_size(self, metadata.block_size, self.block_size, fix)
+        fix = "call it under torch.no_grad() or torch.inference_mode()"
+        check_no_gradients(self, (query, weights), "choosing positions has no backward", fix)

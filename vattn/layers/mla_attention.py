@@ -16,11 +16,7 @@ from vattn.errors import (
     CacheError,
     CacheNotBoundError,
     ConfigError,
-    DtypeError,
-    GradientError,
-    MetadataError,
     ScaleError,
-    ShapeError,
     UnsupportedRequestError,
 )
 from vattn.formats import MODEL_DTYPES, dtype_name
@@ -52,8 +48,9 @@ from vattn.layers.parallel_request import (
     partial_arguments,
     partial_request,
 )
-from vattn.layers.request import check_configs, check_extra, named_arguments, other_queries
+from vattn.layers.request import check_configs, check_extra, named_arguments
 from vattn.layers.scales import QuantConfig, make_scale
+from vattn.layers.step_checks import check_block_size, check_bound_dtype, check_no_gradients, check_tokens
 from vattn.metadata import AttentionMetadata
 from vattn.mla_config import DECODE_THRESHOLD, MLAConfig
 from vattn.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
@@ -498,14 +495,7 @@ class MLAAttention(OwnBuffers):
                 "weights that are read",
                 "load them, then call layer.process_weights_after_loading()",
             )
-        came = dtype_name(q.dtype)
-        if came != self.config.dtype:
-            again = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
-            raise DtypeError(
-                f"q is {came} in layer {self.prefix!r}",
-                f"{self.config.dtype}, the dtype its cache was bound for",
-                again if came in MODEL_DTYPES else other_queries(self.config.dtype),
-            )
+        check_bound_dtype(self, "q", q, self.config.dtype)
 
     def _check_step(
         self, q: Tensor, kv_c: Tensor, k_pe: Tensor, metadata: AttentionMetadata, arguments: tuple[Any, ...]
@@ -514,25 +504,9 @@ class MLAAttention(OwnBuffers):
         config, cache = self.config, self.kv_cache
         assert isinstance(config, MLAConfig) and cache is not None
         rows = {"q": q.shape[0], "kv_c_normed": kv_c.shape[0], "k_pe": k_pe.shape[0]}
-        wrong = {name: count for name, count in rows.items() if count != metadata.slot_mapping.shape[0]}
-        if wrong:
-            raise ShapeError(
-                f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in layer {self.prefix!r}",
-                f"{metadata.slot_mapping.shape[0]}, the tokens of the metadata, padding included",
-                "build the step for the tokens of this call",
-            )
-        if metadata.block_size not in (0, config.block_size):
-            raise MetadataError(
-                f"metadata for blocks of {metadata.block_size} tokens in layer {self.prefix!r}",
-                f"blocks of {config.block_size} tokens",
-                "give the builder layers=model, or the block_size of CacheConfig",
-            )
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv_c, k_pe)):
-            raise GradientError(
-                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
-                "inference only; attention has no backward",
-                "call the model under torch.no_grad() or torch.inference_mode()",
-            )
+        check_tokens(self, rows, metadata.slot_mapping.shape[0])
+        check_block_size(self, metadata.block_size, config.block_size)
+        check_no_gradients(self, (q, kv_c, k_pe))
         if self._weights_read != weights_version(self._kv_b_proj[0]):
             raise ConfigError(
                 f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from vattn.backends import selector
 from vattn.config import AttentionConfig
-from vattn.errors import ConfigError, DtypeError, GradientError, ShapeError
+from vattn.errors import ConfigError, DtypeError, ShapeError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
 from vattn.layers.own_buffers import OwnBuffers
+from vattn.layers.step_checks import check_no_gradients
 from vattn.ops import checks
 from vattn.ops.arguments import VarlenAttentionArgs
 
@@ -125,12 +126,7 @@ class PackedAttention(OwnBuffers):
 
     def _check_call(self, args: tuple[Any, ...], inputs: Sequence[Tensor | None]) -> None:
         """Refuse what the op would refuse, before any state of the layer changes. Eager calls only."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            raise GradientError(
-                f"layer {self.prefix!r} got an input that requires a gradient while grad mode is on",
-                "inference only; attention has no backward",
-                "call the model under torch.no_grad() or torch.inference_mode()",
-            )
+        check_no_gradients(self, inputs)
         packed = VarlenAttentionArgs(*args)
         config = AttentionConfig.parse(packed.config)
         selector.choose(config, packed.query.device)

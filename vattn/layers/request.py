@@ -19,7 +19,7 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.formats import dtype_name
 from vattn.keywords import refuse_unknown
 from vattn.layers.scales import QuantConfig, ScaleSource, make_scale
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
@@ -52,11 +52,6 @@ _SHARED_FIELDS = (
     "context_interleave",
 )
 """What two layers must have in common to read the same cache bytes."""
-
-
-def other_queries(dtype: str) -> str:
-    """Say what to do about a query of a dtype that no cache can be bound for; `dtype`: that of the bound cache."""
-    return f"pass queries of torch.{dtype}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
 
 
 def named_arguments(layer: type) -> list[str]:

@@ -1,0 +1,82 @@
+"""What a call of any layer refuses about its step and its inputs, told in the same words by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn import context
+from vattn.errors import DtypeError, GradientError, MetadataError, ShapeError
+from vattn.formats import MODEL_DTYPES, dtype_name
+from vattn.metadata import AttentionMetadata
+
+
+def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
+    """Return the metadata of the call, else of the forward context; `None`: a profiling call."""
+    metadata = context.current if metadata is None else metadata
+    if metadata is not None and not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__} in {_called(layer)}",
+            "AttentionMetadata, or None for a profiling call",
+            "pass what builder.build returned, or its .common where it has one",
+        )
+    return metadata
+
+
+def check_tokens(
+    layer: Any, rows: Mapping[str, int], tokens: int, fix: str = "build the step for the tokens of this call"
+) -> None:
+    """Refuse inputs of other row counts than the step's.
+
+    Args:
+        rows: of each input, by its name.
+        tokens: of the step.
+    """
+    wrong = {name: count for name, count in rows.items() if count != tokens}
+    if wrong:
+        raise ShapeError(
+            f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in {_called(layer)}",
+            f"{tokens}, the tokens of the metadata, padding included",
+            fix,
+        )
+
+
+def check_block_size(
+    layer: Any, told: int, own: int, fix: str = "give the builder layers=model, or the block_size of CacheConfig"
+) -> None:
+    """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
+    if told not in (0, own):
+        raise MetadataError(f"metadata for blocks of {told} tokens in {_called(layer)}", f"blocks of {own} tokens", fix)
+
+
+def check_no_gradients(
+    layer: Any,
+    inputs: Iterable[Tensor | None],
+    what: str = "attention has no backward",
+    fix: str = "call the model under torch.no_grad() or torch.inference_mode()",
+) -> None:
+    """Refuse inputs that want a gradient, while there could be one."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        raise GradientError(
+            f"{_called(layer)} got an input that requires a gradient while grad mode is on",
+            f"inference only; {what}",
+            fix,
+        )
+
+
+def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
+    """Refuse queries of another dtype than the cache was bound for; `name`: of the argument."""
+    came = dtype_name(query.dtype)
+    if came != dtype:
+        fix = f"pass queries of torch.{dtype}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
+        if came in MODEL_DTYPES:
+            fix = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
+        raise DtypeError(f"{name} is {came} in {_called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
+
+
+def _called(layer: Any) -> str:
+    """Return what errors call a layer: by its prefix, if its class has one."""
+    return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__
