@@ -122,18 +122,19 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     Raises:
         ConfigError: no token ids, or one beyond the model's vocabulary.
     """
+    asked = given is not None
     if given is None:
         inner = getattr(model, "model", model)
         given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
         given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
     elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
-    else:
-        given = [check_count("stop_token_ids", token, 0) for token in given]
-        never = never_chosen(given, getattr(model, "vocab_size", None))
-        if never is not None:
-            raise ConfigError(*never)
-    return frozenset(check_count("stop_token_ids", token, 0) for token in given)
+    ids = [check_count("stop_token_ids", token, 0) for token in given]
+    # Models may name end tokens of their own that their vocabulary does not have.
+    never = never_chosen(ids, getattr(model, "vocab_size", None)) if asked else None
+    if never is not None:
+        raise ConfigError(*never)
+    return frozenset(ids)
 
 
 def make_builder(

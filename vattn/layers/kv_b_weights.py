@@ -158,9 +158,9 @@ def _dequantised(weight: Tensor, scale: Tensor, block: Any) -> Tensor:
             f"{LOAD_FIRST}; check the checkpoint's scales",
         )
     if scale.numel() == 1:
-        return weight.float() * scale.float().view(1)
+        return weight.float() * wide_scale.view(1)
     if scale.shape in ((weight.shape[0],), (weight.shape[0], 1)):
-        return weight.float() * scale.float().view(-1, 1)
+        return weight.float() * wide_scale.view(-1, 1)
     high, wide = _block_size(block)
     blocks = -(-weight.shape[0] // high), -(-weight.shape[1] // wide)
     if tuple(scale.shape) != blocks:
