@@ -133,6 +133,45 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     assert relative_l2(want.float(), run(x, "none").float()) < (0.3 if codes else 0.03)
 
 
+@pytest.mark.parametrize("rows", [2, 32])
+@pytest.mark.parametrize("codes", ["", "tensor"])
+def test_read_ahead(rows: int, codes: str) -> None:
+    """Branches behind products change nothing that comes out, whatever runs beside them."""
+    from vattn.ops.read_ahead import ReadAhead
+
+    torch.manual_seed(1)
+    dtype = torch.float8_e4m3fn if codes else torch.bfloat16
+    scale = torch.full((1,), 1 / 32, device="cuda") if codes else None
+    ones = torch.ones(1, device="cuda") if codes else None
+    weights = [torch.randn(size, 2048, device="cuda") / 45 for size in (2048, 16384, 2048, 2048)]
+    weights = [(w * 32).to(dtype) if codes else w.to(dtype) for w in weights]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights * 3:
+            x = torch.ops.vattn.linear(x.to(dtype), weight, ones, scale, "bfloat16")[:, :2048]
+            x = (x / x.float().square().mean(1, keepdim=True).sqrt()).to(torch.bfloat16)
+        return x
+
+    x = torch.randn(rows, 2048, device="cuda").bfloat16()
+    ahead = ReadAhead(x.device)
+    with ahead.learning():
+        want = run(x)
+    assert len(ahead.weights) == 3 * len(weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph), ahead.branching():
+        got = run(x)
+    assert (start_early(graph.raw_cuda_graph()) > 0) == (rows == 2)
+    graph.instantiate()
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), ahead.branching():
+        run(x[:1])
+        torch.ops.vattn.linear(x.to(dtype), weights[0], ones, scale, "bfloat16")
+
+
 class Seen:
     """A logits processor that keeps what it sees, by the tokens before."""
 

@@ -29,6 +29,7 @@ from vattn.ops.triton import (
     mla_cases,
     packed_update,
     planned_rows,
+    read_ahead,
     rope_cache_update,
     round_query,
     striped_rows,
@@ -94,6 +95,7 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             (advance_step, "advance_step_kernel"),
             (linear, "few_rows_kernel"),
             (linear, "two_rows_kernel"),
+            (read_ahead, "read_ahead_kernel"),
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
             (library_rows, "finish_rows_kernel"),
@@ -315,6 +317,7 @@ def _products(target: str) -> Iterator[Launch]:
             args = LinearArgs(x, weight, scale if size == 1 else None, other if size == 1 else None, dtype)
             if linear.choose(args) is not None and values.itemsize == size:
                 yield from record(f"{dtype} {rows} x {size}", target, partial(linear.few_rows_linear, args))
+    yield from record("", target, partial(read_ahead.ask_for, _meta(512, 4096), 0, 1 << 20))
 
 
 def _library_rows(target: str) -> Iterator[Launch]:
