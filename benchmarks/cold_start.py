@@ -3,8 +3,10 @@
     python benchmarks/cold_start.py --json out.json
 
 The model has the shape of Llama 3 8B and random weights, made on the device, unless `--model` names a local checkpoint.
-Each run is a process of its own, with the same folder for what Inductor and Triton compile, and for the bytecode of
-Python, which an installation usually has. The clock starts before Python does. `--small` tries the benchmark on a CPU.
+Each run is a process of its own; both of a pair have one folder for what Inductor and Triton compile. The bytecode of
+Python, which an installation usually has, is kept from pair to pair: the first run of all has neither that nor, on a
+machine that has just started, any file in memory. The clock starts before Python does. `--small` tries the benchmark on
+a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +26,29 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+def watch_compilers() -> dict[str, dict[str, float]]:
+    """Return seconds of each kernel that Triton compiles in this process, by name, as they come."""
+    kernels: dict[str, float] = {}
+    try:
+        from triton import knobs
+    except ImportError:
+        return {"kernels": kernels}
+
+    def note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        name = f"{src.name}{' from disk' if cache_hit else ''}"
+        kernels[name] = kernels.get(name, 0.0) + times.total / 1e6
+
+    knobs.compilation.listener = note
+    return {"kernels": kernels}
+
+
+def compiler_seconds() -> dict[str, float]:
+    """Return seconds of the phases of torch.compile, which lie in each other."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return {name: sum(each) for name, each in compilation_time_metrics.items()}
+
+
 def first_token(args: argparse.Namespace) -> None:
     """Serve one prompt and print how long each phase took, as JSON; in a process of its own."""
     seconds: dict[str, float] = {}
@@ -40,6 +65,7 @@ def first_token(args: argparse.Namespace) -> None:
     import vattn
 
     phase("import vattn")
+    compiled = watch_compilers()
     from benchmarks import models
     from vattn.integrations.transformers import enable
 
@@ -70,7 +96,9 @@ def first_token(args: argparse.Namespace) -> None:
         f"{cost.batch_size} x {cost.num_tokens}": cost.seconds for runner in runners for cost in runner.report.costs
     }
     taken = sum(runner.report.bytes for runner in runners)
-    print(json.dumps({"seconds": total, "phases": seconds, "graphs": graphs, "graph_bytes": taken}))
+    compiled["phases of torch.compile"] = compiler_seconds()
+    told = {"seconds": total, "phases": seconds, "graphs": graphs, "graph_bytes": taken, "compiled": compiled}
+    print(json.dumps(told))
 
 
 def profiled(args: argparse.Namespace) -> None:
@@ -82,11 +110,11 @@ def profiled(args: argparse.Namespace) -> None:
             pstats.Stats(profile, stream=file).sort_stats(order).print_stats(90)
 
 
-def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+def run(folder: str, bytecode: str) -> dict[str, Any]:
     """Start a process that serves one prompt, and return what it printed."""
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
-        "PYTHONPYCACHEPREFIX": f"{folder}/python",
+        "PYTHONPYCACHEPREFIX": bytecode,
     }  # fmt: skip
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, *sys.argv[1:], "--since", str(time.time())]
@@ -105,8 +133,8 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--profile", type=Path, help="file to write a profile of both runs to")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--repeat", type=int, default=2, help="pairs of runs, each with a folder of its own")
-    parser.add_argument("--folder", type=Path, help="for the caches, kept; without, each pair has one of its own")
+    parser.add_argument("--repeat", type=int, default=2, help="pairs of runs, each with compile caches of its own")
+    parser.add_argument("--folder", type=Path, help="for the caches, kept")
     parser.add_argument("--only", choices=["empty", "warm"], help="of each pair; whether it is so, the folder decides")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
@@ -115,12 +143,13 @@ def main() -> None:
         first_token(args) if args.profile is None else profiled(args)
         return
     runs: list[dict[str, Any]] = []
-    for _ in range(args.repeat):
-        runs.append({})
-        with tempfile.TemporaryDirectory() as fresh:
-            folder = fresh if args.folder is None else str(args.folder)
+    with tempfile.TemporaryDirectory() as kept:
+        for number in range(args.repeat):
+            runs.append({})
+            folder = str(args.folder) if args.folder is not None else f"{kept}/{number}"
+            bytecode = f"{args.folder or kept}/python"
             for cache in ("empty", "warm") if args.only is None else (args.only,):
-                runs[-1][cache] = row = run(args, folder)
+                runs[-1][cache] = row = run(folder, bytecode)
                 show(cache, row)
                 if args.json:
                     args.json.write_text(json.dumps(runs, indent=1))
@@ -137,6 +166,9 @@ def show(cache: str, row: dict[str, Any]) -> None:
     if row["graphs"]:
         each = ", ".join(f"{size}: {seconds:.2f}" for size, seconds in row["graphs"].items())
         print(f"  graphs of requests x tokens {each} s, {row['graph_bytes'] / 2**20:.0f} MiB", flush=True)
+    for name, found in row["compiled"].items():
+        longest = sorted(found.items(), key=lambda item: -item[1])[:30]
+        print(f"  {name}: {', '.join(f'{kernel} {each:.2f}' for kernel, each in longest)} s", flush=True)
 
 
 if __name__ == "__main__":
