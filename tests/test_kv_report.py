@@ -74,6 +74,8 @@ def test_standard_error() -> None:
         (["--max-bytes", "-5"], "at least 2"),
         (["--outliers", "0"], "1 to 24"),
         (["--margin", "0.5"], "from 1"),
+        (["--rope-length", "0"], "--rope-length 0"),
+        (["--rope-length", "64"], "same for every length"),
         (["--margin", "1.5", "--formats", "int8_per_token_head"], "--margin 1.5 with --formats int8_per_token_head"),
         (["--formats", "bf16"], "fp8_e4m3"),
         (["--json", "nowhere/out.json"], "--json nowhere/out.json, which cannot be written"),
@@ -85,6 +87,21 @@ def test_standard_error() -> None:
 def test_wrong_use(capsys: Any, arguments: list[str], text: str) -> None:
     assert main([*QUICK, *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_lengths_of_rope(capsys: Any, tmp_path: Path) -> None:
+    """Models whose frequencies go by lengths are measured at one, in requests that are no longer, or refused."""
+    from tests.hf_families import make_model
+    from tests.test_rope_lengths import LIMIT, MODELS
+
+    make_model("phi3", **MODELS["phi3"], vocab_size=256).save_pretrained(tmp_path)
+    (tmp_path / "heldout.txt").write_text("def f(x):\n    return x\n" * 7)
+    wanted = [*QUICK, "--model", str(tmp_path), "--formats", "fp8_e4m3"]
+    assert main(wanted) == 2
+    assert f"--rope-length {LIMIT}" in capsys.readouterr().err
+    for length in (LIMIT, 5000):
+        assert main([*wanted, "--rope-length", str(length)]) == 0
+        assert capsys.readouterr().out.count("| fp8_e4m3 |") == 3
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vattn.kv_cache import parse_bytes
 from vattn.layers import QuantConfig
 
 WINDOW, CHUNK = 1024, 128
-"""Tokens of one request, and of one step: most keys and values are read back from the cache."""
+"""Tokens of one request at most, and of one step: most keys and values are read back from the cache."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="calibrated scales, of FP8 and NVFP4 caches, are made for values so many times as large as any seen "
         "(default 1.25): codes with an exponent lose nothing by that, values beyond the largest code are cut",
     )  # fmt: skip
+    parser.add_argument(
+        "--rope-length", type=int,
+        help=f"for models whose RoPE goes by lengths (longrope, dynamic): frequencies of that length, for requests of "
+        f"{WINDOW} tokens or of as many",
+    )  # fmt: skip
     parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
     parser.add_argument("--memory", default="16GiB", help="cache memory for the column of tokens")
@@ -116,6 +121,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     if options.outliers is not None and not 1 <= options.outliers <= 24:
         raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
+    length = options.rope_length
+    if length is not None and length < 1:
+        raise ConfigError(f"--rope-length {length}", "at least 1", "give the length that the model is meant for")
     _check_output("--json", options.json)
     _check_output("--plot", options.plot)
     if options.plot:
@@ -127,19 +135,20 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     plain = dtype_name(model.dtype)
     path = options.text or options.model / "heldout.txt"
     text = _read(path, options.max_bytes)
-    windows = _windows(tokenizer.encode(text), f"text {path}")
+    most = min(WINDOW, length or WINDOW)
+    windows = _windows(tokenizer.encode(text), f"text {path}", most)
     sample, what = text[: len(text) // 4], f"the first quarter of text {path}, which scales are calibrated on"
     if options.calibration_text:
         sample = _read(options.calibration_text, options.max_bytes)
         what = f"calibration text {options.calibration_text}"
-    samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what)]
+    samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what, most)]
     variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
     kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
     bar = _Bar(len(variants) * len(kinds))
     for weights in variants:
         if weights != "as they are":
             _plant(model, options.outliers)
-        subject = _Subject(model, windows, len(text.encode()), memory, weights)
+        subject = _Subject(model, windows, len(text.encode()), memory, weights, length)
         subject.calibrate(samples, margin)
         for name, scales in kinds:
             bar.show(f"{weights}, {name}, scales {scales}")
@@ -150,8 +159,11 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 class _Subject:
     """One model and text, measured with one format after the other."""
 
-    def __init__(self, model: Any, windows: list[list[int]], num_bytes: int, memory: int, weights: str) -> None:
+    def __init__(
+        self, model: Any, windows: list[list[int]], num_bytes: int, memory: int, weights: str, rope_length: int | None
+    ) -> None:
         self.model, self.windows, self.num_bytes, self.memory, self.weights = model, windows, num_bytes, memory, weights
+        self.rope_length = rope_length
         self.blocks = 1 + -(-WINDOW // CacheConfig().block_size)
         self.plain: list[Tensor] = []
         self.plain_nats: Tensor | None = None
@@ -160,7 +172,7 @@ class _Subject:
     def calibrate(self, windows: list[list[int]], margin: float) -> None:
         from vattn.integrations.transformers import disable, enable
 
-        seen = calibrate(enable(self.model, num_blocks=self.blocks), [windows])
+        seen = calibrate(enable(self.model, num_blocks=self.blocks, rope_length=self.rope_length), [windows])
         disable(self.model)
         roomy = {
             layer: {kind: [margin * value for value in values] for kind, values in kinds.items()}
@@ -173,7 +185,10 @@ class _Subject:
 
         config = CacheConfig(cache_dtype=name)
         try:
-            packed = enable(self.model, cache_config=config, num_blocks=self.blocks, **self._scales(scales))
+            packed = enable(
+                self.model, cache_config=config, num_blocks=self.blocks, rope_length=self.rope_length,
+                **self._scales(scales),
+            )  # fmt: skip
         except VattnError as error:
             return Row(self.weights, name, scales, refused=str(error).splitlines()[0])
         try:
@@ -305,15 +320,18 @@ def _check_image(path: Path) -> None:
         raise ConfigError(f"--plot {path}", f"names that end in .{', .'.join(sorted(known))}", "name it so")
 
 
-def _windows(ids: list[int], what: str) -> list[list[int]]:
-    """Cut the ids of a text, which errors call by `what`, into requests that begin with the last token before."""
+def _windows(ids: list[int], what: str, most: int) -> list[list[int]]:
+    """Cut the ids of a text, which errors call by `what`, into requests of `most` tokens and one to be foretold.
+
+    Each begins with the last token of the one before.
+    """
     if len(ids) < 2:
         raise ConfigError(
             f"{what}: {len(ids)} of the tokenizer's tokens",
             "at least 2",
             "pass a longer text, or --calibration-text",
         )
-    return [list(ids[start : start + WINDOW + 1]) for start in range(0, len(ids) - 1, WINDOW)]
+    return [list(ids[start : start + most + 1]) for start in range(0, len(ids) - 1, most)]
 
 
 def _plant(model: Any, exponent: int) -> None:

@@ -83,6 +83,6 @@ def _refused(module: Any, kinds: dict[str | None, str]) -> UnsupportedRequestErr
         f"{type(module).__name__}, which turns the keys of a whole step by other frequencies when one of its requests "
         f"is longer than {limit} tokens (rope_type={kind!r})",
         "frequencies of one length for all requests",
-        f"enable(model, rope_length={limit}) for requests of up to {limit} tokens, with the model's own results; with "
-        "a larger one, all of them get the frequencies for that length",
+        f"enable(model, rope_length={limit}), or --rope-length {limit} of a command, for requests of up to {limit} "
+        "tokens, with the model's own results; with a larger one, all of them get the frequencies for that length",
     )
