@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import sys
 import time
@@ -69,19 +70,20 @@ def by_variant(name: str, fp8_query: bool = False, **changes: Any) -> Peer:
     return way(name, make, fp8_query)
 
 
-def by_tuning(name: str, tuning: Any, fp8_query: bool = False) -> Peer:
-    """Return the decode kernels with another tuning, the schedule made for it."""
+def by_tuning(name: str, tuning: Any, fp8_query: bool = False, at_a_time: int = 0) -> Peer:
+    """Return the decode kernels with another tuning, the schedule made for it, or by so many rows of a request."""
 
     def make(cell: Cell) -> Call:
         from vattn.ops.triton import decode_fast
 
         args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
         config, (schedule,) = AttentionConfig.parse(args.config), args.plan
-        tokens = args.query.shape[0] // args.seq_lens.shape[0]
-        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens)
+        rows = args.query.shape[0]
+        tokens = at_a_time or rows // args.seq_lens.shape[0]
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=rows)
 
         def step() -> Tensor:
-            decode_fast.decode(args, config, tuning)
+            decode_fast.decode(args, config, tuning, tokens)
             return args.output
 
         return step
@@ -109,20 +111,30 @@ def by_clusters(size: int) -> Peer:
     return way(f"clusters of {size}", make)
 
 
-def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
-    """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group."""
+def by_cut(name: str, fp8_query: bool = False, changes: dict[str, Any] | None = None, **cut: int) -> Peer:
+    """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group.
+
+    changes: of variants.
+    """
+    changes = changes or {}
 
     def make(cell: Cell) -> Call:
         from vattn.ops.gluon import prefill_launch
 
         args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
-        config, (schedule,) = AttentionConfig.parse(args.config), args.plan
+        config, device = AttentionConfig.parse(args.config), args.query.device
+        tokens, reqs = args.query.shape[0], args.seq_lens.shape[0]
         pack = prefill_launch.packs(config) if cut.get("pack") == -1 else cut.get("pack", 1)
         chosen = prefill_launch.Cut(**{**cut, "pack": pack})
-        prefill_launch.plan(args.query_start_loc, args.seq_lens, schedule, args.query.shape[0], config, chosen)
+        # The step's own schedule may have no room for smaller tiles.
+        shape = prefill_launch.plan_rows(config, tokens, reqs, chosen), prefill_launch.RECORD_WORDS
+        schedule = torch.zeros(shape, dtype=torch.int32, device=device)
+        prefill_launch.plan(args.query_start_loc, args.seq_lens, schedule, tokens, config, chosen)
 
         def step() -> Tensor:
-            prefill_launch.prefill(args, config, chosen)
+            with variants.using(**changes):
+                ctas = prefill_launch.multiprocessors(device)
+                prefill_launch.launch(args, config, schedule, args.output, ctas, chosen)
             return args.output
 
         return step
@@ -300,17 +312,56 @@ def _decode_questions() -> Iterator[Question]:
         yield Question("clusters", LLAMA, WORKS[f"decode {name}"], cache, (DEFAULT, *few), bar, ("cudnn", "xqa"))
 
 
+def _wave_questions() -> Iterator[Question]:
+    """Yield steps whose pairs of KV heads are about as many as multiprocessors, or CTAs of the kernel for FP8."""
+    from vattn.ops.triton.decode_fast import Tuning
+
+    whole = by_variant("whole", one_wave="whole")
+    skewed = Work("decode of 32 of 100 to 2k", tuple((1, 100 + 61 * i) for i in range(32)))
+    many = Work("decode of 128 of 100 to 2k", tuple((1, 100 + 61 * (i % 32)) for i in range(128)))
+    less = by_tuning("whole, 168 registers", Tuning(2, 5, 1, slots=4, overlap=True, whole=True))
+    more = by_tuning("whole, 6 stages", Tuning(2, 6, 1, slots=4, overlap=True, max_registers=128, whole=True))
+    scheduled = by_tuning("four tiles, scheduled", Tuning(2, 5, 1, slots=4, overlap=True, max_registers=128))
+    for name, bar in (("32x1k", 1.05), ("128x2k", 1.02)):
+        ways = (DEFAULT, whole, scheduled, less, more) if name == "32x1k" else (DEFAULT, whole)
+        yield Question("wave", LLAMA, WORKS[f"decode {name}"], "fp8", ways, bar, ("xqa",))
+    for work in (WORKS["decode 32x1k"], skewed):
+        yield Question("wave", LLAMA, work, "bf16", (DEFAULT, whole), 1.25, ("flashinfer", "cudnn"))
+    for work in (skewed, many):
+        yield Question("wave", LLAMA, work, "fp8", (DEFAULT, whole), 1.0, ("xqa",))
+    for requests, keys in ((25, 1024), (33, 1024), (32, 256), (32, 2048)):
+        work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
+        for cache in ("fp8", "bf16"):
+            yield Question("wave", LLAMA, work, cache, (DEFAULT, whole), 1.0, ())
+
+
 def _draft_questions() -> Iterator[Question]:
     """Yield speculative steps of groups that fill tiles unevenly, and of fewer tiles than multiprocessors."""
+    from vattn.ops.triton.decode_fast import Tuning
+
     work, layer = WORKS["speculative 64x4k, 4"], LAYERS["llama3-70b-tp8"]
     for name in ("qwen2.5-32b", "qwen2.5-7b"):
         yield Question("uneven drafts", LAYERS[name], work, "bf16", (DEFAULT,), 1.0, ("fa3",))
         yield Question("uneven drafts", LAYERS[name], work, "fp8", (DEFAULT, DEFAULT_FP8), 1.2, ("fa3",))
-    for tokens, requests in ((4, 40), (4, 48), (4, 32), (4, 100), (4, 131), (3, 40), (8, 40), (2, 64), (4, 66)):
-        few = Work(f"speculative {requests}x4k, {tokens}", ((tokens, 4096),) * requests)
-        general, packed = by_variant("general", few_drafts="general"), by_cut("packed", groups=1, pack=-1)
-        yield Question("few drafts", layer, few, "bf16", (DEFAULT, general, packed), 1.0, ())
-        yield Question("few drafts", layer, few, "fp8", (DEFAULT, general, packed), 1.0, ())
+    skewed = Work("speculative 64 of 1k to 8k, 4", tuple((4, 1024 + 113 * i) for i in range(64)))
+    general, packed = by_variant("general", few_drafts="general"), by_cut("packed", groups=1, pack=-1)
+    works = [Work(f"speculative {requests}x4k, 4", ((4, 4096),) * requests) for requests in (64, 40, 48, 100, 131)]
+    works += [Work(f"speculative {requests}x4k, {tokens}", ((tokens, 4096),) * requests) for tokens, requests in ODD]
+    for few, cache in itertools.product((works[0], skewed, *works[1:]), ("bf16", "fp8")):
+        stages = 2 if cache == "bf16" else 4
+        pairs = [
+            by_tuning("two rows at a time", Tuning(1, stages, 2, slots=4, max_registers=128), at_a_time=2),
+            by_tuning(
+                "two rows at a time, overlap",
+                Tuning(1, stages, 2, slots=4, overlap=True, max_registers=128),
+                at_a_time=2,
+            ),
+        ]
+        yield Question("few drafts", layer, few, cache, (DEFAULT, general, packed, *pairs), 1.0, ("fa3",))
+
+
+ODD = ((3, 64), (8, 64), (3, 40), (8, 40))
+"""Drafted tokens and requests."""
 
 
 def questions() -> Iterator[Question]:
@@ -318,7 +369,9 @@ def questions() -> Iterator[Question]:
     from vattn.ops.triton.decode_fast import Tuning
 
     yield from _decode_questions()
+    yield from _wave_questions()
     yield from _draft_questions()
+    yield from _row_tile_questions()
     mixed, prompt, prompts = WORKS["mixed 8x512 + 128 decodes of 4k"], WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]
     apart, packed = {"pack": 1}, {"pack": -1}
     general, on_packed = by_general_kernel("general kernel"), by_general_kernel("general kernel, packed rows", True)

@@ -14,6 +14,7 @@ from tests.support import make_config
 from vattn.backends.base import DeviceInfo
 from vattn.backends.triton_attn import run_fast_path
 from vattn.ops.gluon import mixed_launch, prefill_launch
+from vattn.ops.gluon.prefill_launch import Cut
 
 HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
@@ -89,7 +90,7 @@ def test_tensor_maps_describe_the_cache() -> None:
         config = make_config(**LLAMA, kv_cache_layout=layout, block_size=64)
         rows = torch.arange(5 * 64 * 2).view(5, 64, 2, 1) if layout == "NHD" else torch.arange(640).view(5, 2, 64, 1)
         storage = rows.expand(-1, -1, -1, 128).bfloat16().contiguous()
-        boxes = prefill_launch.cache_boxes(storage if layout == "NHD" else storage.transpose(1, 2), config)
+        boxes = prefill_launch.cache_boxes(storage if layout == "NHD" else storage.transpose(1, 2), config, Cut())
         assert boxes.block_shape == [1, 64, 64]
         assert boxes.shape == ([5, 64, 256] if layout == "NHD" else [10, 64, 128])
         seen = storage.as_strided(boxes.shape, boxes.strides)
@@ -107,14 +108,14 @@ def test_products() -> None:
     ]
     assert found == ["plain", "widened", "native"]
     wide = make_config(**{**quantised, "query_format": "fp8_e4m3", "head_size": 256})
-    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide) == 64
+    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide, Cut()) == 64
     narrow = make_config(**{**LLAMA, "head_size": 64})
     assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
 
 
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
-    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config)
+    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, Cut())
     assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
 
 

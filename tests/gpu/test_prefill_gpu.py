@@ -12,6 +12,7 @@ from tests.conformance.compare import compare, on_cpu
 from tests.fp8_products import summed_lse
 from tests.support import Batch, make_config, random_paged_batch
 from vattn.backends.base import DeviceInfo
+from vattn.ops import variants
 from vattn.ops.cache_layout import key_value_views
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +81,14 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_caches(block_size: int, layout: str, cache: str) -> None:
     check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150, **CACHES[cache]))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_row_tiles_taken_late(cache: str) -> None:
+    """More row tiles than CTAs, some of which see nothing; the order in which they are taken must not matter."""
+    for requests in (ODD, [(0, 5), (300, 100), (2000, 2000), (40, 0), (1, 9)] * 3):
+        with variants.using(next_tile="late"):
+            check(prefill_batch(requests, padding=150, **CACHES[cache]))
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
-    "latent_quotients": ("divided", "corrected"),
+    "latent_quotients": ("corrected", "limited"),
+    "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "all", "streamed"),
     "packed_store": ("plain", "words"),
@@ -28,6 +29,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "graph_edges": ("captured", "early"),
     "weights_ahead": ("none", "branch"),
     "few_requests": ("measured", "split", "clusters"),
+    "cluster_results": ("divided", "corrected"),
+    "one_wave": ("scheduled", "whole"),
+    "next_tile": ("ahead", "late"),
     "rope_launch": ("after", "wait", "both"),
 }
 """What each field may be."""
@@ -55,6 +59,12 @@ class Variants:
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
             8 KV heads.
+        next_tile: when a CTA of Hopper's prefill kernel takes its next row tile: "ahead", at the start of the one
+            before; "late", at its end, so that the longest that are left go to who is free first.
+        one_wave: decode of short requests on Hopper whose pairs of KV heads are about as many as multiprocessors:
+            "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
+        cluster_results: how a CTA of "clusters" finishes a head: "divided", part by part, NVFP4 by divisions;
+            "corrected", all parts on their way at once, NVFP4 by products that are corrected to the same bytes.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
             before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
             RoPE's runs, over caches with which only decode in clusters makes use of that.
@@ -70,8 +80,11 @@ class Variants:
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
-        latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients: "divided", by
-            the division, which branches for each value; "corrected", by products that are corrected to the same bytes.
+        latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients, by products
+            that are corrected to the same bytes: "corrected", where these are finite; "limited", of products that are
+            made finite before.
+        latent_queries: when that kernel loads the queries of a row tile: "behind", when the tile before has been
+            multiplied; "early", when its last keys have been, and behind the first keys.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
     """
 
@@ -81,7 +94,8 @@ class Variants:
     mixed_below: int = 256
     latent_fp8: str = "measured"
     latent_prefill: str = "measured"
-    latent_quotients: str = "divided"
+    latent_quotients: str = "corrected"
+    latent_queries: str = "behind"
     latent_sparse: str = "gluon"
     few_rows: str = "streamed"
     graph_edges: str = "early"
@@ -89,6 +103,9 @@ class Variants:
     packed_store: str = "words"
     short_codes: str = "general"
     few_requests: str = "measured"
+    cluster_results: str = "divided"
+    one_wave: str = "scheduled"
+    next_tile: str = "ahead"
     rope_launch: str = "after"
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.ops import hopper
+from vattn.ops import hopper, variants
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.gluon import few_rows_cases, prefill_launch
@@ -130,6 +130,7 @@ def all_launches() -> Iterator[Launch]:
             for groups in sorted({prefill_launch.warpgroups(config, rows) for rows in (64, 8192)}):
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
+    yield from _late_row_tiles()
     yield from few_rows_cases.launches()
 
 
@@ -157,6 +158,25 @@ def _other_cuts() -> Iterator[Launch]:
                     yield prefill_launch_of(config, cut)
             if cache and head_size == 64 and triton.__version__.startswith("3.6."):
                 yield prefill_launch_of(config, Cut(3))
+
+
+def _late_row_tiles() -> Iterator[Launch]:
+    """Yield row tiles that are taken late, and cuts for narrow windows of heads of 64."""
+    for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES[::2]):
+        config = AttentionConfig(
+            32, 8, head_size, head_size, head_size**-0.5, "bfloat16", block_size=16,
+            **{"kv_cache_dtype": "bfloat16", **cache, **features},
+        )  # fmt: skip
+        if prefill_launch.refusals(config, HOPPER):
+            continue
+        cuts = [prefill_launch.cut_of(config, 64, 1)]
+        if head_size == 64 and prefill_launch.products_of(config) != "widened":
+            cuts += [Cut(1, 4, keys=64, residents=ctas) for ctas in (1, 2, 3)] + [Cut(2, 4, keys=64)]
+            cuts.append(Cut(1, 4, residents=2))
+        for cut in dict.fromkeys((*cuts, Cut(1, 4))):
+            with variants.using(next_tile="late"):
+                launch = prefill_launch_of(config, cut)
+            yield Launch(f"late {launch.name}", launch.target, launch.kernel, launch.arguments, launch.options)
 
 
 def source_of(launch: Launch) -> ASTSource:

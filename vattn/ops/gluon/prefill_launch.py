@@ -36,6 +36,7 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
+from vattn.ops.variants import current
 
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
@@ -48,6 +49,9 @@ FEATURES = frozenset(
 )
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
+
+REGISTERS = 65536
+"""Of a multiprocessor."""
 
 LONG_REQUEST = 2048
 """Query rows per request, on average, from which larger tiles pay."""
@@ -65,12 +69,17 @@ class Cut:
         pack: 1, or the query heads of a KV head, which are rows of one tile then, rounded up to a divisor of 64.
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
+        keys: tokens of a key tile, 0 for as many as `key_tile` says.
+        residents: CTAs that share a multiprocessor: more than one for heads of 64 alone, and not
+            where a 16-bit query meets an FP8 cache.
     """
 
     groups: int = 2
     pack: int = 1
     converters: int = 0
     turn: int = 0
+    keys: int = 0
+    residents: int = 1
 
     @property
     def tokens(self) -> int:
@@ -154,10 +163,11 @@ def plan(
         least_rows: requests of fewer rows are left out.
     """
     num_reqs = seq_lens.shape[0]
-    rows = (cut or cut_of(config, num_tokens, num_reqs)).tokens
+    cut = cut or cut_of(config, num_tokens, num_reqs)
+    rows = cut.tokens
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
-        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config), CHUNK=128,
+        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config, cut), CHUNK=128,
         REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
     )  # fmt: skip
 
@@ -243,9 +253,9 @@ def launch(
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     row_tiles = max_row_tiles(query.shape[0], args.seq_lens.shape[0], cut.tokens)
     items = row_tiles * (config.num_heads // min(cut.pack, config.group_size))
-    prefill_kernel[(min(ctas, items),)](
-        query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config),
-        value_boxes=cache_boxes(value, config),
+    prefill_kernel[(min(ctas * cut.residents, items),)](
+        query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config, cut),
+        value_boxes=cache_boxes(value, config, cut),
         output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
@@ -262,8 +272,10 @@ def products_of(config: AttentionConfig) -> str:
     return "native" if config.takes_fp8_query else "widened"
 
 
-def key_tile(config: AttentionConfig) -> int:
+def key_tile(config: AttentionConfig, cut: Cut) -> int:
     """Return keys of a tile: registers hold fewer scores beside a wide result."""
+    if cut.keys:
+        return cut.keys
     return 64 if config.head_size == 256 else 128
 
 
@@ -287,7 +299,7 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         KV_GROUP=2 if config.num_kv_heads % 2 == 0 else 1,
         D=config.head_size,
         PACK=cut.pack,
-        KEYS=key_tile(config),
+        KEYS=key_tile(config, cut),
         BLOCK_SIZE=config.block_size,
         HND=config.kv_cache_layout == "HND",
         WINDOW=config.sliding_window or 0,
@@ -301,6 +313,9 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],
+        # Three warpgroups leave no registers for it, and their many row tiles need it least.
+        LATE=current().next_tile == "late" and cut.groups < 3,
+        RESIDENTS=cut.residents,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
     )
@@ -309,11 +324,15 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
 def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
     """Return options of the compiler: eight warps have more registers between them than the assembler gives a thread.
 
-    It would drop the limit, and with it the hand-over of registers between partitions.
+    It would drop the limit, and with it the hand-over of registers between partitions. CTAs that share a multiprocessor
+    share its registers.
     """
     cache = products_of(config)
     converters = 0 if cache == "plain" else cut.converters or converter_warps(config, cut)
     warps = 4 * cut.groups + converters + 1
+    if cut.residents > 1:
+        threads = 32 * triton.cdiv(warps, 4) * 4 * cut.residents
+        return {"num_warps": 4, "maxnreg": REGISTERS // threads // 8 * 8}
     return {"num_warps": 4} | ({"maxnreg": 240} if warps <= 8 else {})
 
 
@@ -338,6 +357,8 @@ def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:
     if cut.groups == 1 and config.head_size == 128:
         # Few rows a tile are bound by loads, and their queries take less room.
         return {"plain": (3, 1), "native": (4, 3), "widened": (2, 2)}[cache]
+    if cut.residents > 1:
+        return 3, 2
     return 4 if narrow else 3 if cache == "native" else 2, 2 if narrow or cache == "native" else 1
 
 
@@ -357,10 +378,10 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)
 
 
-def cache_boxes(cache: Tensor, config: AttentionConfig) -> TensorDescriptor:
+def cache_boxes(cache: Tensor, config: AttentionConfig, cut: Cut) -> TensorDescriptor:
     """Return a tensor map over keys or values `[blocks, block_size, K, D]` whose box is a panel of a block's tokens."""
     blocks, block_size, heads, width = cache.shape
-    box = [1, min(block_size, key_tile(config)), min(width, 128 // cache.itemsize)]
+    box = [1, min(block_size, key_tile(config, cut)), min(width, 128 // cache.itemsize)]
     if config.kv_cache_layout == "HND":
         shape, strides = [blocks * heads, block_size, width], [cache.stride(2), cache.stride(1), 1]
     else:

@@ -94,6 +94,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     BOXES: gl.constexpr = KEYS // BOX
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
     TILE_BYTES: gl.constexpr = KEYS * D * key_boxes.dtype.primitive_bitwidth // 8
+    LATE: gl.constexpr = SHAPE.LATE
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     item = gl.program_id(0)
     turn = 0
@@ -106,7 +107,11 @@ def produce(arguments, SHAPE: gl.constexpr):
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)
         if rows > 0:
-            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            if LATE:
+                if first >= end:
+                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            else:
+                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
@@ -129,6 +134,9 @@ def produce(arguments, SHAPE: gl.constexpr):
                     left = read_word(fields.index(3), 1) - WINDOW + 1
                 for back in range(end - first):
                     key_tile = end - 1 - back
+                    if LATE:
+                        if key_tile == first:
+                            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     stage = step % KEY_STAGES
                     missing = find_blocks(
                         table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE
