@@ -364,6 +364,36 @@ ODD = ((3, 64), (8, 64), (3, 40), (8, 40))
 """Drafted tokens and requests."""
 
 
+def _row_tile_questions() -> Iterator[Question]:
+    """Yield prompts of few row tiles a multiprocessor, and windows narrower than key tiles."""
+    late, packed = {"next_tile": "late"}, {"pack": -1}
+    small, layer = {"groups": 1, "pack": -1}, LAYERS["llama3-8b-tp8"]
+    lengths = {"8k": 8192, "4k": 4096, "2k": 2048}
+    for name, length in lengths.items():
+        work = Work(f"prefill 1x{name}", ((length, length),))
+        ways = (by_variant("late", **late), by_cut("one warpgroup, late", changes=late, **small))
+        yield Question("row tiles", layer, work, "bf16", (DEFAULT, *ways), 1.0, ("fa3",))
+    eight, few = Work("prefill 1x8k", ((8192, 8192),)), Work("prefill 1x2k", ((2048, 2048),))
+    side_by_side = by_cut("heads side by side, late, FP8 query", True, late, **packed)
+    ways = (DEFAULT_FP8, by_variant("late, FP8 query", True, **late), side_by_side)
+    yield Question("row tiles", layer, eight, "fp8", ways, 1.0, ("fa3",))
+    for one_layer, work in (
+        (LAYERS["llama3-70b-tp8"], eight), (LLAMA, few), (LLAMA, eight), (LLAMA, WORKS["prefill 16x1k"]),
+        (LLAMA, WORKS["chunk 4x512 of 8k"]), (LLAMA, WORKS["prefill mixed 1 to 8k"]),
+    ):  # fmt: skip
+        ways = (DEFAULT, by_variant("late", **late))
+        yield Question("row tiles", one_layer, work, "bf16", ways, 1.0, ("fa3",))
+    narrow = [(1, 64, 3), (1, 64, 2), (1, 64, 1), (1, 128, 2), (2, 64, 1), (2, 128, 1)]
+    for cache, fp8_query in (("bf16", False), ("fp8", True)):
+        default = (DEFAULT_FP8 if fp8_query else DEFAULT,)
+        cuts = [
+            by_cut(f"{groups} x 64 rows, {keys} keys, {residents} CTAs{', FP8 query' if fp8_query else ''}", fp8_query,
+                   late, pack=-1, groups=groups, keys=keys, residents=residents)
+            for groups, keys, residents in narrow
+        ]  # fmt: skip
+        yield Question("narrow", LAYERS["gpt-oss-20b-window"], eight, cache, (*default, *cuts), 1.0, ("fa3",))
+
+
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
     from vattn.ops.triton.decode_fast import Tuning

@@ -123,6 +123,57 @@ def test_more_requests_than_ctas() -> None:
     check(decode_batch(lengths, num_heads=4, num_kv_heads=2, head_size=64, sinks=True), plan=True)
 
 
+WHOLE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 300, "kv_cache_layout": "HND"},
+    "groups of 16": {"num_heads": 128, "sinks": True},
+    "heads of 64": {"head_size": 64, "block_size": 32},
+}
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("name", WHOLE)
+def test_requests_that_stay_whole(name: str, slots: int, cache: dict[str, Any]) -> None:
+    from vattn.ops.triton.decode_fast import Tuning
+
+    layer = {"num_heads": 32, "num_kv_heads": 8, **WHOLE[name], **cache}
+    stages = 5 if cache else 512 // (2 * layer.get("head_size", 128))
+    tuning = Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True) if slots else None
+    tuning = tuning or Tuning(2, 3, 4, whole=True)
+    check(decode_batch([*RAGGED, 1999, 0], **layer), tuning)
+    check(decode_batch([*RAGGED, 900], padding=3, **layer), tuning)
+    check(decode_batch([40, 700, 0, 90, 2], query_lens=[3, 1, 0, 0, 1], **layer), tuning)
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_group128", "nvfp4"])
+def test_outputs_of_requests_that_stay_whole(name: str, cache: dict[str, Any]) -> None:
+    """Every replay gives the same bytes, about those of splits."""
+    from vattn.ops import variants
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch(
+        [400 + 19 * i for i in range(30)], padding=2, num_heads=32, num_kv_heads=8, output_format=name, **cache
+    )
+    with variants.using(one_wave="whole"):
+        tuning = decode_fast.whole_tuning(batch.args, batch.config)
+        assert tuning is not None and tuning.slots == 4
+        decode_fast.decode(batch.args, batch.config)
+        torch.cuda.synchronize()
+        codes, graph = batch.args.output.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                decode_fast.decode(batch.args, batch.config)
+    for _ in range(20):
+        batch.args.output.view(torch.uint8).fill_(0x77)
+        graph.replay()
+        assert torch.equal(codes.view(torch.uint8), batch.args.output.view(torch.uint8))
+    decode_fast.decode(batch.args, batch.config, dataclasses.replace(tuning, whole=False))
+    if name == "fp8_static":  # Lengths differ, so the schedule splits some: sums in another order.
+        assert (codes.view(torch.uint8) != batch.args.output.view(torch.uint8)).float().mean() < 0.02
+
+
 GROUPED = ["fp8_group128", "fp8_group64_pow2_col", "nvfp4"]
 
 
@@ -240,6 +291,22 @@ def test_speculative_steps(tokens: int, changes: dict[str, Any], cache: dict[str
 def test_speculative_features(feature: str, cache: dict[str, Any]) -> None:
     if FEATURES[feature].get("head_size") != 256:
         check(speculative_batch([4] * len(LENGTHS), LENGTHS, 4, 1, **FEATURES[feature], **cache))
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("query_lens", [[4] * 20, [1, 9, 0, 5, 4, 2, 7] * 3], ids=["even", "uneven"])
+def test_fewer_rows_at_a_time_than_a_request_has(query_lens: list[int], cache: dict[str, Any]) -> None:
+    from vattn.ops.triton import decode_fast
+
+    lengths = [n + (397 * i) % 3001 for i, n in enumerate(query_lens)]
+    batch = speculative_batch(query_lens, lengths, 4, 1, num_heads=8, num_kv_heads=1, **cache)
+    tuning = decode_fast.Tuning(1, 4 if cache else 2, 2, slots=4, max_registers=128)
+    decode_fast.decode(batch.args, batch.config, tuning, 2)
+    torch.cuda.synchronize()
+    output, lse = batch.expected()
+    finite = lse.isfinite()
+    assert relative_l2(batch.output(), output) < TOLERANCE["bfloat16"]
+    assert ((batch.args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])

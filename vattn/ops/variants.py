@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "few_rows": ("none", "values", "all", "streamed"),
     "packed_store": ("plain", "words"),
     "short_codes": ("general", "packed"),
+    "e2m1": ("masked", "carried"),
     "graph_edges": ("captured", "early"),
     "weights_ahead": ("none", "branch"),
     "few_requests": ("measured", "split", "clusters"),
@@ -55,6 +56,8 @@ class Variants:
             a time, which is for NVFP4 and keys in a codebook.
         short_codes: decode over caches with codes of three bits, of heads of 128, on Hopper: "general", the general
             kernel; "packed", the packed formats' own.
+        e2m1: how decode over NVFP4 caches puts codes in their places: "masked", by logic alone; "carried", by additions
+            that carry their signs.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
@@ -102,6 +105,7 @@ class Variants:
     weights_ahead: str = "none"
     packed_store: str = "words"
     short_codes: str = "general"
+    e2m1: str = "masked"
     few_requests: str = "measured"
     cluster_results: str = "divided"
     one_wave: str = "scheduled"

@@ -95,6 +95,25 @@ def load_item(schedule, cta, item, ctas):
 
 
 @gluon.jit
+def load_request(query_start_loc, seq_lens, cta, ctas, end_tile):
+    """Return what `load_item` does where CTA c has the whole of request c, and row c of the padding if there is one."""
+    is_padding = cta >= ctas
+    request = gl.where(is_padding, cta - ctas, cta)
+    first_row = gl.load(query_start_loc + request)
+    num_rows = gl.load(query_start_loc + request + 1) - first_row
+    seq_len = gl.load(seq_lens + request)
+    padding_row = gl.load(query_start_loc + ctas) + request
+    # There are as many rows as requests.
+    next_item = gl.where((cta < ctas) & (padding_row < ctas), cta + ctas, -1)
+    none = request * 0
+    return (
+        gl.where(is_padding, -1, request), gl.where(is_padding, padding_row, first_row),
+        gl.where(is_padding, 1, num_rows), gl.where(is_padding, 0, seq_len), none, none + end_tile, none - 1,
+        next_item, next_item,
+    )  # fmt: skip
+
+
+@gluon.jit
 def row_tiles(
     row_of_request, num_rows, seq_len, item_begin, item_end, table_tiles, TOKENS: gl.constexpr, WINDOW: gl.constexpr
 ):
@@ -107,6 +126,16 @@ def row_tiles(
 
 
 @gluon.jit
+def prefetch_row(row, width):
+    """Ask for the first 256 block ids of a request, 32 bytes a thread."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [row + gl.minimum(8 * lane, gl.maximum(width - 1, 0))],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_tile(key_boxes, value_boxes, page, head0, inside, key_ready, value_ready, keys, values, SLOT: gl.constexpr):
     load_box(key_boxes, [page, head0, inside, 0], key_ready, keys.slice(SLOT, 1, dim=0))
     load_box(value_boxes, [page, head0, inside, 0], value_ready, values.slice(SLOT, 1, dim=0))
@@ -114,9 +143,10 @@ def load_tile(key_boxes, value_boxes, page, head0, inside, key_ready, value_read
 
 @gluon.jit
 def produce(
-    key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready, value_ready,
-    released, HEAD_GROUPS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TOKENS: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, table_stride, table_width, keys, values,
+    key_ready, value_ready, released, HEAD_GROUPS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring of stages with the tiles of this CTA's items, SLOTS tiles a stage."""
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
@@ -130,7 +160,15 @@ def produce(
     ctas = gl.num_programs(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(schedule, cta, item, ctas)
+        if schedule is not None:
+            request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(schedule, cta, item, ctas)
+        else:
+            if item < ctas:
+                # Its length and its block ids come to the multiprocessor side by side.
+                prefetch_row(block_table + item.to(gl.int64) * table_stride, table_width)
+            request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_request(
+                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK
+            )
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows, TOKENS):
             _, _, first, last = row_tiles(
@@ -278,9 +316,10 @@ def load_query(query, query_rows, columns, mask, step, LOAD: gl.constexpr, FP8: 
 
 @gluon.jit
 def consume(
-    query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale, k_scale, v_scale,
-    sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride, group_stride, table_stride,
-    table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready, released, maxima, sums, accs,
+    query, block_table, schedule, query_start_loc, seq_lens, output, block_scale, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready, value_ready,
+    released, maxima, sums, accs,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, WINDOW: gl.constexpr,
     FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
@@ -367,9 +406,14 @@ def consume(
     ctas = gl.num_programs(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
-            schedule, cta, item, ctas
-        )
+        if schedule is not None:
+            request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
+                schedule, cta, item, ctas
+            )
+        else:
+            request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_request(
+                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK
+            )
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows, TOKENS):
             row = first_row + row_of_request
@@ -457,7 +501,7 @@ def consume(
                 result_b = gl.sum(accs.load(MERGE) * weight, 0)
             mask_m = (head_m < NUM_KV_HEADS) & (row_m < TOKENS * GROUP) & (token_m < rows_left)
             mask = mask_m.expand_dims(1) & (pair_m < WIDTH)
-            if slot >= 0:
+            if partial_output is not None and slot >= 0:
                 place = (slot.to(gl.int64) * TOKENS + token_m) * NUM_HEADS + head_of_row
                 stats = partial_stats + place * 2
                 gl.store(stats, row_maximum, mask=mask_m)
@@ -497,9 +541,9 @@ def consume(
 
 @gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
-    query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
-    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
-    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    query, key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, output, block_scale, lse,
+    partial_output, partial_stats, q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
+    output_stride, scale_stride, group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
     QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
@@ -507,6 +551,9 @@ def decode_kernel(
     STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
+
+    Without a schedule and room for partial results it attends as many rows as requests, by their starts and lengths,
+    a CTA a request and HEADS heads; grid: requests x groups of heads. Otherwise it is given no starts and no lengths.
 
     SLOTS tiles of HEADS heads make a stage, `num_warps` is their product. TOKENS rows of a request are attended at a
     time, at most 16 with their group of heads. OVERLAP: launched while the kernel before may still run, so wait for it
@@ -536,16 +583,17 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                query, block_table, schedule, output, block_scale, lse, partial_output, partial_stats, q_scale,
-                k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
-                group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap, keys, values, key_ready,
-                value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS, HEAD_SIZE, BLOCK_SIZE,
-                TOKENS, ROWS, WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL, DTYPE, OUTPUT, GROUPS,
-                SLOTS, STAGES, OVERLAP, num_warps,
+                query, block_table, schedule, query_start_loc, seq_lens, output, block_scale, lse, partial_output,
+                partial_stats, q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
+                output_stride, scale_stride, group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+                keys, values, key_ready, value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS,
+                HEAD_SIZE, BLOCK_SIZE, TOKENS, ROWS, WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL,
+                DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP, num_warps,
             )),
             (produce, (
-                key_boxes, value_boxes, block_table, schedule, table_stride, table_width, keys, values, key_ready,
-                value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, TOKENS, WINDOW, SLOTS, STAGES, OVERLAP,
+                key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, table_stride, table_width,
+                keys, values, key_ready, value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, TOKENS, WINDOW,
+                SLOTS, STAGES, OVERLAP,
             )),
         ],
         [1],

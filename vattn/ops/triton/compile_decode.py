@@ -33,7 +33,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast, decode_packed, launch
 from vattn.ops.triton.epilogue import groups_fit_heads
-from vattn.ops.variants import using
+from vattn.ops.variants import ALLOWED, using
 
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
@@ -141,11 +141,15 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             decode_packed.decode(args, config)
             return found
         decode_fast.decode(args, config)
+        if tokens == 1:
+            for tuning in whole_tunings(args, config):
+                decode_fast.decode(args, config, tuning)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
             written = config if finished else config.with_plain_output()
-            for size in (8, 16):
-                arguments = decode_cluster_launch.kernel_arguments(args, written, output, size)
+            for size, results in itertools.product((8, 16), ALLOWED["cluster_results"]):
+                with using(cluster_results=results):
+                    arguments = decode_cluster_launch.kernel_arguments(args, written, output, size)
                 found.append((decode_cluster_launch.decode_cluster_kernel, arguments))
         if num_reqs > 4 and tokens == mixed_launch.short_rows(config):
             # A step that the prefill kernel shares, and that starts before that one has ended.
@@ -158,6 +162,19 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
                 output = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
             decode_fast.launch(args, config, schedule, output, tuning, sizes, tokens)
     return found
+
+
+def whole_tunings(args: AttentionArgs, config: AttentionConfig) -> Iterator[decode_fast.Tuning]:
+    """Yield the tunings of requests that stay whole: with one CTA a multiprocessor, and with several."""
+    ctas = args.seq_lens.shape[0] * config.num_kv_heads // 2
+    for most in (ctas, ctas // 4):
+        with (
+            mock.patch.object(decode_fast, "_multiprocessors", lambda device, most=most: most),
+            using(one_wave="whole"),
+        ):
+            tuning = decode_fast.whole_tuning(args, config)
+        if tuning is not None:
+            yield tuning
 
 
 def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

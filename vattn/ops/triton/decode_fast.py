@@ -8,7 +8,7 @@ request of more is walked by one CTA, some rows after the others (slow, but righ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -47,6 +47,9 @@ MAX_GROUP_SIZE = 16
 FEW_REQUESTS = 4
 """Up to so many, programs of the reduction share a head."""
 
+LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 3 / 4, 2048
+"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
+
 DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
 FEATURES = frozenset(
@@ -69,6 +72,7 @@ class Tuning:
         overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
             one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
+        whole: for one row a request: a CTA for each request and its heads, without a schedule or a reduction.
     """
 
     heads: int
@@ -77,6 +81,7 @@ class Tuning:
     slots: int = 0
     overlap: bool | Literal["end"] = False
     max_registers: int | None = None
+    whole: bool = False
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
@@ -99,6 +104,27 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
         return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
+
+
+def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
+    """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
+
+    One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel behind it.
+    How evenly it does is not known here; block tables without room for long requests bound that.
+    """
+    num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
+    fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES and room <= MOST_WHOLE_TOKENS
+    if current().one_wave == "scheduled" or not fits or args.query.shape[0] != num_reqs:
+        return None
+    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
+    plain = config.kv_cache_dtype not in QUANTISED_CACHES
+    waves = num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device)
+    if LEAST_WHOLE_WAVE <= waves <= 1:
+        return Tuning(2, 512 // row_bytes if plain else 5, 1, slots=4, overlap=True, max_registers=128, whole=True)
+    tuning = choose_tuning(config, num_reqs)
+    if tuning.slots == 0 and LEAST_WHOLE_WAVE <= waves / tuning.ctas <= 1:
+        return replace(tuning, whole=True)
+    return None
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -166,20 +192,23 @@ class Sizing:
     max_items: int
 
 
-def chunks_of(num_reqs: int, tokens: int) -> int:
-    """Return the most chunks of `tokens` rows that so many requests have between them, that many rows each on average.
+def chunks_of(num_reqs: int, tokens: int, num_tokens: int = 0) -> int:
+    """Return the most chunks of `tokens` rows that so many requests have between them, by default as many on average.
 
     With one row at a time requests stay whole.
     """
-    return num_reqs if tokens == 1 else 2 * num_reqs
+    return num_reqs if tokens == 1 else (num_tokens or tokens * num_reqs) // tokens + num_reqs
 
 
-def sizing(config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device, tokens: int = 1) -> Sizing:
-    """Return the sizes for a batch of this many requests."""
+def sizing(
+    config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device, tokens: int = 1, num_tokens: int = 0
+) -> Sizing:
+    """Return the sizes for a batch of this many requests, of `tokens` rows on average unless there are `num_tokens`."""
     groups = -(-config.num_kv_heads // tuning.heads)
     most = most_ctas(config, device)
     ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
-    return Sizing(ctas, -(-num_reqs // ctas), chunks_of(num_reqs, tokens) + WAVE_CHOICES.value * most)
+    waves = -(-(num_tokens // tokens or num_reqs) // ctas)
+    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens) + WAVE_CHOICES.value * most)
 
 
 @lru_cache(maxsize=64)
@@ -230,19 +259,21 @@ def plan(
     tuning: Tuning | None = None,
     tokens: int = 1,
     short_only: bool = False,
+    num_tokens: int = 0,
 ) -> None:
     """Fill the schedule of a decode step on the device.
 
     Args:
         tokens: rows of a request that are attended at a time.
         short_only: leave requests of more rows, and padding, to another kernel.
+        num_tokens: rows of all requests, if they are not `tokens` each on average.
     """
     num_reqs = seq_lens.shape[0]
     tuning = tuning or choose_tuning(config, num_reqs, tokens)
-    sizes = sizing(config, num_reqs, tuning, seq_lens.device, 1 if short_only else tokens)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device, 1 if short_only else tokens, num_tokens)
     chunks = None
     if tokens > 1 or short_only:
-        most = num_reqs if short_only else chunks_of(num_reqs, tokens)
+        most = num_reqs if short_only else chunks_of(num_reqs, tokens, num_tokens)
         chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
@@ -251,23 +282,27 @@ def plan(
     )  # fmt: skip
 
 
-def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
-    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` instead of what shapes would choose."""
-    num_reqs, device = args.seq_lens.shape[0], args.query.device
-    tokens = args.query.shape[0] // num_reqs
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None, tokens: int = 0) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took.
+
+    Args:
+        tuning, tokens: instead of what shapes would choose, and of as many rows of a request at a time.
+    """
+    num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
+    tokens = tokens or num_tokens // num_reqs
     if tuning is None and current().few_requests != "split":
         from vattn.ops.gluon import decode_cluster_launch
 
         if decode_cluster_launch.takes(args, config):
             decode_cluster_launch.decode(args, config)
             return
-    tuning = tuning or choose_tuning(config, num_reqs, tokens)
-    sizes = sizing(config, num_reqs, tuning, device, tokens)
-    shape = plan_shape(config, args.query.shape[0], num_reqs, device)
+    tuning = tuning or whole_tuning(args, config) or choose_tuning(config, num_reqs, tokens)
+    sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
+    shape = plan_shape(config, num_tokens, num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
-    if schedule is None:
+    if schedule is None and not tuning.whole:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens)
+        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=num_tokens)
     fmt = OUTPUT_FORMATS[config.output_format]
     output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
     if not finished:
@@ -322,7 +357,7 @@ def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, toke
 def launch(
     args: AttentionArgs,
     config: AttentionConfig,
-    schedule: Tensor,
+    schedule: Tensor | None,
     output: Tensor,
     tuning: Tuning,
     sizes: Sizing,
@@ -331,10 +366,15 @@ def launch(
     """Launch the main kernel and the reduction; `output` is the final one, or another in the model dtype.
 
     Args:
+        schedule: unused where requests stay whole.
         tokens: rows of a request that are attended at a time.
     """
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     finished = output is args.output
+    if tuning.whole:
+        common = _common_arguments(args, config if finished else config.with_plain_output(), output)
+        _launch_decode(args, config, tuning, sizes, None, None, None, tokens, common)
+        return
     partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
     written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
@@ -418,21 +458,25 @@ def _launch_decode(
     config: AttentionConfig,
     tuning: Tuning,
     sizes: Sizing,
-    schedule: Tensor,
-    partial_output: Tensor,
-    partial_stats: Tensor,
+    schedule: Tensor | None,
+    partial_output: Tensor | None,
+    partial_stats: Tensor | None,
     tokens: int,
     common: dict[str, Any],
 ) -> None:
-    kernel, warps = decode_kernel, tuning.heads
+    kernel, warps, grid = decode_kernel, tuning.heads, grid_of(config, tuning, sizes)
+    starts, lengths = None, None
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
         warps *= tuning.slots
-    kernel[grid_of(config, tuning, sizes)](
-        query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
-        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
-        launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
+    if tuning.whole:
+        schedule, starts, lengths = None, args.query_start_loc, args.seq_lens
+        grid = (args.seq_lens.shape[0] * -(-config.num_kv_heads // tuning.heads),)
+    kernel[grid](
+        query=args.query, schedule=schedule, query_start_loc=starts, seq_lens=lengths, partial_output=partial_output,
+        partial_stats=partial_stats, query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
+        num_warps=warps, launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
         **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
     )  # fmt: skip
 
