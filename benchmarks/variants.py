@@ -329,10 +329,9 @@ def _wave_questions() -> Iterator[Question]:
         yield Question("wave", LLAMA, work, "bf16", (DEFAULT, whole), 1.25, ("flashinfer", "cudnn"))
     for work in (skewed, many):
         yield Question("wave", LLAMA, work, "fp8", (DEFAULT, whole), 1.0, ("xqa",))
-    for requests, keys in ((25, 1024), (33, 1024), (32, 256), (32, 2048)):
+    for requests, keys, cache in ((25, 1024, "fp8"), (32, 2048, "bf16"), (32, 2048, "fp8"), (32, 256, "fp8")):
         work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
-        for cache in ("fp8", "bf16"):
-            yield Question("wave", LLAMA, work, cache, (DEFAULT, whole), 1.0, ())
+        yield Question("wave", LLAMA, work, cache, (DEFAULT, whole), 1.0, ())
 
 
 def _draft_questions() -> Iterator[Question]:
@@ -345,7 +344,7 @@ def _draft_questions() -> Iterator[Question]:
         yield Question("uneven drafts", LAYERS[name], work, "fp8", (DEFAULT, DEFAULT_FP8), 1.2, ("fa3",))
     skewed = Work("speculative 64 of 1k to 8k, 4", tuple((4, 1024 + 113 * i) for i in range(64)))
     general, packed = by_variant("general", few_drafts="general"), by_cut("packed", groups=1, pack=-1)
-    works = [Work(f"speculative {requests}x4k, 4", ((4, 4096),) * requests) for requests in (64, 40, 48, 100, 131)]
+    works = [Work(f"speculative {requests}x4k, 4", ((4, 4096),) * requests) for requests in (64, 44, 100)]
     works += [Work(f"speculative {requests}x4k, {tokens}", ((tokens, 4096),) * requests) for tokens, requests in ODD]
     for few, cache in itertools.product((works[0], skewed, *works[1:]), ("bf16", "fp8")):
         stages = 2 if cache == "bf16" else 4
@@ -360,7 +359,7 @@ def _draft_questions() -> Iterator[Question]:
         yield Question("few drafts", layer, few, cache, (DEFAULT, general, packed, *pairs), 1.0, ("fa3",))
 
 
-ODD = ((3, 64), (8, 64), (3, 40), (8, 40))
+ODD = ((3, 64), (8, 64))
 """Drafted tokens and requests."""
 
 
@@ -383,6 +382,8 @@ def _row_tile_questions() -> Iterator[Question]:
     ):  # fmt: skip
         ways = (DEFAULT, by_variant("late", **late))
         yield Question("row tiles", one_layer, work, "bf16", ways, 1.0, ("fa3",))
+    wide_query = by_cut("two warpgroups", groups=2, pack=1)
+    yield Question("row tiles", LAYERS["gpt-oss-20b"], eight, "fp8", (DEFAULT, wide_query), 1.0, ())
     narrow = [(1, 64, 3), (1, 64, 2), (1, 64, 1), (1, 128, 2), (2, 64, 1), (2, 128, 1)]
     for cache, fp8_query in (("bf16", False), ("fp8", True)):
         default = (DEFAULT_FP8 if fp8_query else DEFAULT,)
