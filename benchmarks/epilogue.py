@@ -44,7 +44,7 @@ FORMATS: dict[str, tuple[str, str]] = {
 }
 DECODE = [(1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 4096), (128, 2048), (256, 1024)]
 PREFILL = ["1 x 8k", "16 x 1k", "chunk 4 x 512 of 8k"]
-WAYS = {"split": {"few_requests": "split"}}
+WAYS = {"split": {"few_requests": "split"}, "corrected": {"cluster_results": "corrected"}}
 """Of one request, beside what runs now."""
 
 SMALL_DECODE, SMALL_PREFILL = [(1, 1024), (32, 1024)], ["1 x 8k"]
@@ -144,7 +144,9 @@ def codes_differing(plain: Inputs, quantised: Inputs) -> float:
     return float((args.output.view(torch.uint8) != expected.view(torch.uint8)).float().mean())
 
 
-def run_cell(name: str, cells: list[Inputs], call: Callable[[Inputs], Callable[[], object]]) -> dict[str, Any]:
+def run_cell(
+    name: str, cells: list[Inputs], call: Callable[[Inputs], Callable[[], object]], replays: int
+) -> dict[str, Any]:
     """Check and time all formats on one cell."""
     row: dict[str, Any] = {"cell": name, "formats": {}}
     timers = {"none": Timer([call(inputs) for inputs in cells])}
@@ -157,7 +159,7 @@ def run_cell(name: str, cells: list[Inputs], call: Callable[[Inputs], Callable[[
         except Exception as error:  # a format that fails is reported, the rest goes on
             entry["failed"] = repr(error)[:300]
             print(f"{name} {label} failed: {error!r}"[:600], file=sys.stderr)
-    times = interleave(timers)
+    times = interleave(timers, replays)
     row["us"] = round(times.pop("none"), 2)
     for label, us in times.items():
         row["formats"][label].update(us=round(us, 2), ratio=round(us / row["us"], 4))
@@ -202,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results; a table goes beside them as .md")
     parser.add_argument("--small", action="store_true", help="few cells")
+    parser.add_argument("--replays", type=int, default=101, help="of every format, in turn; the median counts")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     args = parser.parse_args()
     result: dict[str, Any] = {
@@ -209,7 +212,7 @@ def main() -> None:
         "triton": triton.__version__, "rows": [],
     }  # fmt: skip
     for name, make, call in (cell for cell in cells(args.small) if args.only in cell[0]):
-        row = run_cell(name, make(), call)
+        row = run_cell(name, make(), call, args.replays)
         result["rows"].append(row)
         print(row["cell"], row["us"], {k: v.get("ratio", "failed") for k, v in row["formats"].items()}, flush=True)
         if args.json:

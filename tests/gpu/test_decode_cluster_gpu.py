@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from tests.gpu.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, decode_batch
 from tests.support import Batch, poisoned_empty, relative_l2
+from vattn.formats import MODEL_DTYPES
+from vattn.ops.cache_layout import key_value_views
 from vattn.ops.variants import using
 from vattn.quantization import quantise_output
 
@@ -24,6 +27,12 @@ LENGTHS = [[1], [63], [1000], [5000, 0], [17, 4100], [1, 15, 16], [129, 2, 900, 
 def hopper() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("clusters of CTAs need an sm_90 GPU")
+
+
+@pytest.fixture(autouse=True, params=["divided", "corrected"])
+def results(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(cluster_results=request.param):
+        yield request.param
 
 
 def run(batch: Batch) -> None:
@@ -104,18 +113,52 @@ def test_quantised_output(name: str, arithmetic: str, head_size: int, cache: dic
     batch = decode_batch(
         [700, 0, 90], head_size=head_size, output_format=name, output_arithmetic=arithmetic, **LLAMA, **cache
     )
+    check_codes(batch)
+
+
+def check_codes(batch: Batch) -> None:
+    """Check that codes and scales are those of the kernel's own plain output."""
     run(batch)
     plain = batch.config.replace(output_format="none", output_arithmetic="divide")
-    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
+    output = torch.empty(batch.args.query.shape, dtype=MODEL_DTYPES[plain.dtype], device="cuda")
     args = batch.args._replace(output=output, output_block_scale=None, config=plain.encode())
     run(dataclasses.replace(batch, args=args, config=plain))
     scales = batch.args.output_block_scale
     expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype).cuda()
     expected_scales = None if scales is None else torch.empty_like(scales)
-    quantise_output(output, name, expected, expected_scales, batch.args.output_scale, arithmetic)
-    assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
+    quantise_output(
+        output, batch.config.output_format, expected, expected_scales, batch.args.output_scale,
+        batch.config.output_arithmetic,
+    )  # fmt: skip
+    is_fp8 = batch.args.output.dtype == torch.float8_e4m3fn
+    codes, wanted = (x.float().nan_to_num(500.0) if is_fp8 else x for x in (batch.args.output, expected))
+    assert torch.equal(codes, wanted)
     if scales is not None:
-        assert torch.equal(scales.float(), expected_scales.float())
+        assert torch.equal(scales.float().nan_to_num(), expected_scales.float().nan_to_num())
+
+
+OF_EVERY_SIZE = [
+    ("nvfp4", 1.0), ("nvfp4", 3e-3), ("nvfp4", 2.0**-30), ("nvfp4", 2.0**60), ("fp8_group64", 1.0),
+    ("fp8_static", 0.02),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("name", "scale"), OF_EVERY_SIZE, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_of_every_size(dtype: str, name: str, head_size: int, scale: float) -> None:
+    """Zeros, results that are ties under scales which are powers of two, tiny ones, large ones, infinities and NaN."""
+    batch = decode_batch(
+        [700, 1, 90], head_size=head_size, output_format=name, output_arithmetic="divide", dtype=dtype, **LLAMA
+    )
+    values = key_value_views(batch.args.kv_cache, batch.config)[1]
+    sizes = [0.0, 1.0, 1e-6, 3e4, float("inf"), float("nan"), 2.0**-12, 1e-3]
+    for head, size in enumerate(sizes):
+        values[:, :, head] *= size
+    steps = torch.arange(head_size, device="cuda") % 27 - 13
+    values[:, :, 6] = (steps * 2.0**-2).to(values.dtype)
+    scales = None if batch.args.output_scale is None else torch.full_like(batch.args.output_scale, scale)
+    check_codes(dataclasses.replace(batch, args=batch.args._replace(output_scale=scales)))
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])

@@ -37,6 +37,7 @@ SEND = gl.constexpr(
 )
 ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;")
 WAIT = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
+WAIT_FOR_PARTS = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;")
 THREAD = gl.constexpr("mov.u32 $0, %tid.x;")
 RECEIVE_TWO = gl.constexpr(
     """
@@ -86,31 +87,40 @@ def wait_at_cluster_barrier():
 
 
 @gluon.jit
-def receive_two(place, is_mine):
+def wait_for_parts(inbox):
+    """Wait for the cluster and return the inbox's address: what is loaded from there is loaded afterwards."""
+    return gl.inline_asm_elementwise(WAIT_FOR_PARTS, "=r,r", [inbox], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def receive_two(place, is_mine, PURE: gl.constexpr):
     return gl.inline_asm_elementwise(
-        RECEIVE_TWO, "=f,=f,r,r", [place, is_mine], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+        RECEIVE_TWO, "=f,=f,r,r", [place, is_mine], dtype=(gl.float32, gl.float32), is_pure=PURE, pack=1
     )
 
 
 @gluon.jit
-def receive_four(place, is_mine):
+def receive_four(place, is_mine, PURE: gl.constexpr):
     return gl.inline_asm_elementwise(
         RECEIVE_FOUR, "=f,=f,=f,=f,r,r", [place, is_mine],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=PURE, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def add_part(x0, x1, x2, x3, total, place, part_maximum, part_total, maximum, is_mine, VECTOR: gl.constexpr):
+def add_part(
+    x0, x1, x2, x3, total, place, part_maximum, part_total, maximum, is_mine, VECTOR: gl.constexpr,
+    PURE: gl.constexpr,
+):  # fmt: skip
     """Add a part to VECTOR columns and to the total."""
     weight = gl.exp2(part_maximum - maximum)
     total += part_total * weight
     if VECTOR == 4:
-        y0, y1, y2, y3 = receive_four(place, is_mine)
+        y0, y1, y2, y3 = receive_four(place, is_mine, PURE)
         x2 += y2 * weight
         x3 += y3 * weight
     else:
-        y0, y1 = receive_two(place, is_mine)
+        y0, y1 = receive_two(place, is_mine, PURE)
     x0 += y0 * weight
     x1 += y1 * weight
     return x0, x1, x2, x3, total
@@ -119,9 +129,12 @@ def add_part(x0, x1, x2, x3, total, place, part_maximum, part_total, maximum, is
 @gluon.jit
 def receive(
     inbox, sink, value_factor, CLUSTER: gl.constexpr, HEAD_SIZE: gl.constexpr, VECTOR: gl.constexpr,
-    LANES: gl.constexpr,
+    LANES: gl.constexpr, PURE: gl.constexpr,
 ):  # fmt: skip
-    """Merge the parts that arrived: the head's result `[HEAD_SIZE]`, its maximum and its total."""
+    """Merge the parts that arrived: a thread's first VECTOR columns of four, the head's maximum and its total.
+
+    PURE: the compiler may put the loads in an order of its own and leave out those of what it has.
+    """
     THREADS: gl.constexpr = HEAD_SIZE // VECTOR
     ROW: gl.constexpr = HEAD_SIZE * 4
     lane = gl.arange(0, THREADS, layout=LANES)
@@ -131,7 +144,7 @@ def receive(
     sums = maxima + CLUSTER * 4
     maximum = gl.maximum(gl.zeros_like(lane).to(gl.float32) + sink, LOWEST_MAXIMUM)
     for part in gl.static_range(0, CLUSTER, 4):
-        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine)
+        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine, PURE)
         maximum = gl.maximum(maximum, gl.maximum(gl.maximum(m0, m1), gl.maximum(m2, m3)))
     total = gl.exp2(sink - maximum)
     x0 = gl.zeros_like(maximum)
@@ -140,19 +153,15 @@ def receive(
     x3 = x0
     place = inbox + lane * (4 * VECTOR)
     for part in gl.static_range(0, CLUSTER, 4):
-        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine)
-        l0, l1, l2, l3 = receive_four(sums + part * 4, is_mine)
+        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine, PURE)
+        l0, l1, l2, l3 = receive_four(sums + part * 4, is_mine, PURE)
         at = place + part * ROW
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at, m0, l0, maximum, is_mine, VECTOR)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + ROW, m1, l1, maximum, is_mine, VECTOR)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 2 * ROW, m2, l2, maximum, is_mine, VECTOR)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 3 * ROW, m3, l3, maximum, is_mine, VECTOR)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at, m0, l0, maximum, is_mine, VECTOR, PURE)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + ROW, m1, l1, maximum, is_mine, VECTOR, PURE)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 2 * ROW, m2, l2, maximum, is_mine, VECTOR, PURE)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 3 * ROW, m3, l3, maximum, is_mine, VECTOR, PURE)
     norm = value_factor / gl.where(total == 0.0, 1.0, total)
-    if VECTOR == 4:
-        x = gl.join(gl.join(x0 * norm, x2 * norm), gl.join(x1 * norm, x3 * norm))
-    else:
-        x = gl.join(x0 * norm, x1 * norm)
-    return x.reshape([HEAD_SIZE]), maximum, total
+    return x0 * norm, x1 * norm, x2 * norm, x3 * norm, maximum, total
 
 
 @gluon.jit

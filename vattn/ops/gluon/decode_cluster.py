@@ -23,7 +23,9 @@ from vattn.ops.gluon.cluster_inbox import (
     send,
     store_head_groups,
     wait_at_cluster_barrier,
+    wait_for_parts,
 )
+from vattn.ops.gluon.cluster_output import side_by_side, store_columns
 from vattn.ops.gluon.compat import as_tiles, block_barrier, copy_rows, let_next_kernel_start, wait_for_previous_kernel
 from vattn.ops.gluon.decode import keep_rows, load_query, multiply_values, take_scores, tile_scores
 from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_result
@@ -97,7 +99,7 @@ def decode_cluster_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
     SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
-    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CORRECTED: gl.constexpr,
 ):  # fmt: skip
     """Attend as many rows as requests; grid: rows x KV heads x CLUSTER, launched in clusters of CLUSTER.
 
@@ -280,9 +282,14 @@ def decode_cluster_kernel(
         result_b = gl.sum(parts_b.load(MERGE) * weight, 0)
         send(result_b, place + 4, owner, is_head)
     arrive_at_cluster_barrier()
-    wait_at_cluster_barrier()
+    if CORRECTED:
+        inbox = wait_for_parts(inbox)
+    else:
+        wait_at_cluster_barrier()
     if rank < GROUP:
-        x, row_maximum, row_total = receive(inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES)
+        x0, x1, x2, x3, row_maximum, row_total = receive(
+            inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES, CORRECTED
+        )
         if lse is not None:
             lane = gl.arange(0, HEAD_SIZE // VECTOR, layout=LANES)
             log = LN2 * (row_maximum + gl.log2(row_total))
@@ -290,7 +297,15 @@ def decode_cluster_kernel(
         start = output + row.to(gl.int64) * output_stride
         if GROUPS[0] > 0:
             scales = block_scale + row.to(gl.int64) * scale_stride
-            store_head_groups(start, scales, x, head, given_scale, group_stride, HEAD_SIZE, MODEL, GROUPS)
+            if CORRECTED:
+                store_columns(
+                    start, scales, x0, x1, x2, x3, head, given_scale, group_stride, HEAD_SIZE, VECTOR, LANES, MODEL,
+                    GROUPS,
+                )  # fmt: skip
+            else:
+                x = side_by_side(x0, x1, x2, x3, VECTOR)
+                store_head_groups(start, scales, x, head, given_scale, group_stride, HEAD_SIZE, MODEL, GROUPS)
         else:
+            x = side_by_side(x0, x1, x2, x3, VECTOR)
             column = gl.arange(0, HEAD_SIZE, layout=x.type.layout)
             store_result(start + head * HEAD_SIZE + column, x, column >= 0, given_scale, MODEL, OUTPUT)
