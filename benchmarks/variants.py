@@ -366,6 +366,17 @@ ODD = ((3, 64), (8, 64))
 def _row_tile_questions() -> Iterator[Question]:
     """Yield prompts of few row tiles a multiprocessor, and windows narrower than key tiles."""
     late, packed = {"next_tile": "late"}, {"pack": -1}
+    narrow = [(1, 64, 3), (1, 64, 2), (1, 64, 1), (1, 128, 2), (2, 64, 1), (2, 128, 1)]
+    for cache, fp8_query in (("bf16", False), ("fp8", True)):
+        default = (DEFAULT_FP8 if fp8_query else DEFAULT,)
+        cuts = [
+            by_cut(f"{groups} x 64 rows, {keys} keys, {residents} CTAs{', FP8 query' if fp8_query else ''}", fp8_query,
+                   late, pack=-1, groups=groups, keys=keys, residents=residents)
+            for groups, keys, residents in narrow
+        ]  # fmt: skip
+        yield Question(
+            "narrow", LAYERS["gpt-oss-20b-window"], WORKS["prefill 1x8k"], cache, (*default, *cuts), 1.0, ("fa3",)
+        )
     small, layer = {"groups": 1, "pack": -1}, LAYERS["llama3-8b-tp8"]
     lengths = {"8k": 8192, "4k": 4096, "2k": 2048}
     for name, length in lengths.items():
@@ -384,15 +395,6 @@ def _row_tile_questions() -> Iterator[Question]:
         yield Question("row tiles", one_layer, work, "bf16", ways, 1.0, ("fa3",))
     wide_query = by_cut("two warpgroups", groups=2, pack=1)
     yield Question("row tiles", LAYERS["gpt-oss-20b"], eight, "fp8", (DEFAULT, wide_query), 1.0, ())
-    narrow = [(1, 64, 3), (1, 64, 2), (1, 64, 1), (1, 128, 2), (2, 64, 1), (2, 128, 1)]
-    for cache, fp8_query in (("bf16", False), ("fp8", True)):
-        default = (DEFAULT_FP8 if fp8_query else DEFAULT,)
-        cuts = [
-            by_cut(f"{groups} x 64 rows, {keys} keys, {residents} CTAs{', FP8 query' if fp8_query else ''}", fp8_query,
-                   late, pack=-1, groups=groups, keys=keys, residents=residents)
-            for groups, keys, residents in narrow
-        ]  # fmt: skip
-        yield Question("narrow", LAYERS["gpt-oss-20b-window"], eight, cache, (*default, *cuts), 1.0, ("fa3",))
 
 
 def questions() -> Iterator[Question]:

@@ -248,10 +248,9 @@ NARROW: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("late", ["ahead", "late"])
 @pytest.mark.parametrize("products", [{}, NATIVE], ids=["plain", "native"])
 @pytest.mark.parametrize("case", NARROW)
-def test_cuts_of_narrow_windows(case: str, products: dict[str, Any], late: str) -> None:
+def test_cuts_of_narrow_windows(case: str, products: dict[str, Any]) -> None:
     """Heads of 64 side by side; CTAs that share a multiprocessor; key tiles of 64."""
     from vattn.ops.gluon import prefill_launch
 
@@ -260,7 +259,7 @@ def test_cuts_of_narrow_windows(case: str, products: dict[str, Any], late: str) 
         for requests in (ODD, SHORT):
             batch = prefill_batch(requests, padding=70, sinks=heads != 8, **changes, **products)
             cut = prefill_launch.Cut(pack=prefill_launch.packs(batch.config), **NARROW[case])
-            with variants.using(next_tile=late):
+            with variants.using(next_tile="late"):
                 prefill_launch.prefill(batch.args, batch.config, cut)
             torch.cuda.synchronize()
             compare_rows(batch)
