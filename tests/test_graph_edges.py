@@ -14,9 +14,11 @@ from vattn.graph_edges import BEGUN, Edge, start_early
 KERNELS = {
     1: "triton_poi_fused",
     2: "streamed_kernel",
-    3: "streamed_kernel_0d1d",
+    3: "streamed_kernel",
     4: "attention",
     5: "rope_update_kernel",
+    6: "my_streamed_kernel",
+    8: "streamed_kernel_2",
 }
 """Kernel nodes; others are no kernels."""
 
@@ -62,6 +64,7 @@ class Driver:
 
 def test_edges_into_kernels_that_wait() -> None:
     kept = [(4, 1, 1, 1), (1, 4, 1, 1), (1, 2, 0, 0), (9, 3, 0, 0), (1, 9, 0, 0), (2, 3, BEGUN, 1), (1, 5, 0, 0)]
+    kept += [(1, 6, 1, 1), (1, 8, 1, 1)]  # Names that only hold one of theirs.
     driver = Driver([*kept, (1, 2, 1, 1), (4, 3, 1, 1), (4, 5, 1, 1)])
     assert start_early(7, driver) == 3
     assert sorted(driver.edges) == sorted([*kept, (1, 2, BEGUN, 1), (4, 3, BEGUN, 1), (4, 5, BEGUN, 1)])

@@ -71,7 +71,7 @@ def start_early(graph: int, driver: Any = None) -> int:
     for source, target, edge in zip(sources, targets, edges, strict=True):
         if (edge.type, edge.from_port) != (PROGRAMMATIC, PROGRAMMATIC):
             continue
-        if not any(name in _kernel_name(driver, target) for name in EARLY_KERNELS):
+        if _kernel_name(driver, target) not in EARLY_KERNELS:
             continue
         ends = (ctypes.byref(ctypes.c_void_p(source)), ctypes.byref(ctypes.c_void_p(target)))
         later = Edge(BEGUN, edge.to_port, PROGRAMMATIC)

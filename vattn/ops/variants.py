@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_quotients": ("corrected", "limited"),
     "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
-    "few_rows": ("none", "values", "all", "streamed"),
+    "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
     "short_codes": ("general", "packed"),
     "e2m1": ("masked", "carried"),
@@ -72,9 +72,9 @@ class Variants:
             before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
             RoPE's runs, over caches with which only decode in clusters makes use of that.
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
-            values and more than two rows; "all", of one or two rows and of e4m3 codes too; "streamed", as "values", and
-            up to eight rows of either by a kernel whose weights are on their way while the kernel before still runs,
-            which must not be one that writes them.
+            values and more than two rows; "streamed", as "values", and up to eight rows of values or e4m3 codes by a
+            kernel whose weights are on their way while the kernel before still runs, which must not be one that writes
+            them.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
         weights_ahead: whether captured graphs ask for the weights of the next product of few rows while small kernels

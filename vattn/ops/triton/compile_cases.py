@@ -19,7 +19,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 from vattn.ops.advance_step import AdvanceArgs
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.linear import E4M3, LinearArgs
+from vattn.ops.linear import LinearArgs
 from vattn.ops.triton import (
     advance_step,
     launch,
@@ -94,7 +94,6 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             *mla_cases.KERNELS,
             (advance_step, "advance_step_kernel"),
             (linear, "few_rows_kernel"),
-            (linear, "two_rows_kernel"),
             (read_ahead, "read_ahead_kernel"),
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
@@ -309,14 +308,11 @@ def _products(target: str) -> Iterator[Launch]:
     """Every cut, on the target whose GPUs run the kernel."""
     if target != "sm_90":
         return
-    for rows, features, size, dtype in itertools.product((2, 16, 32), (512, linear.HEAD), (1, 2), MODEL_DTYPES):
-        for by_row in (False, True)[: 3 - size]:
-            values = E4M3 if size == 1 else MODEL_DTYPES[dtype]
-            x, weight = _meta(rows, 4096, dtype=values), _meta(features, 4096, dtype=values)
-            scale, other = (_meta(rows, 1), _meta(features)) if by_row else (_meta(1), _meta(1))
-            args = LinearArgs(x, weight, scale if size == 1 else None, other if size == 1 else None, dtype)
-            if linear.choose(args) is not None and values.itemsize == size:
-                yield from record(f"{dtype} {rows} x {size}", target, partial(linear.few_rows_linear, args))
+    for rows, features, dtype in itertools.product((16, 32), (512, linear.HEAD), MODEL_DTYPES):
+        if dtype != "float32":
+            x, weight = (_meta(count, 4096, dtype=MODEL_DTYPES[dtype]) for count in (rows, features))
+            args = LinearArgs(x, weight, None, None, dtype)
+            yield from record(f"{dtype} {rows}", target, partial(linear.few_rows_linear, args))
     yield from record("", target, partial(read_ahead.ask_for, _meta(512, 4096), 0, 1 << 20))
 
 
