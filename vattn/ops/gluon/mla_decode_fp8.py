@@ -112,16 +112,16 @@ def clear_codes(codes, begin, LAYOUT: gl.constexpr):
 @gluon.jit
 def produce(
     boxes, rope_boxes, work, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of each group of rows."""
     _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         _, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
         for _group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             blocks = block_ids(table, first, last_block, BLOCK_SIZE)
@@ -221,7 +221,7 @@ def multiply_widened(
 def consume(
     arguments, PART: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
-    NATIVE: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    NATIVE: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend every second tile of this program's items; part 0 places the queries and writes what both have found."""
     (
@@ -249,10 +249,10 @@ def consume(
     # Tiles that the program has had before this item: their number says which stage a tile is in.
     before = 0
     turn = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             if PART == 0:
@@ -374,7 +374,7 @@ def mla_decode_fp8_kernel(
     q_scale, k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr,
-    GATHER: gl.constexpr, FULL: gl.constexpr, num_warps: gl.constexpr,
+    GATHER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows of e4m3 codes that stand for `k_scale` times as much.
 
@@ -420,11 +420,11 @@ def mla_decode_fp8_kernel(
             [
                 (consume, (
                     consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
-                    FULL, LAYOUT,
+                    LAYOUT,
                 )),
                 (consume, (
                     consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
-                    FULL, LAYOUT,
+                    LAYOUT,
                 )),
                 (gather_codes, (
                     cache, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, STAGES, LAYOUT,
@@ -438,15 +438,15 @@ def mla_decode_fp8_kernel(
             [
                 (consume, (
                     consumer, 0, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
-                    FULL, LAYOUT,
+                    LAYOUT,
                 )),
                 (consume, (
                     consumer, 1, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, STAGES, NATIVE, GATHER,
-                    FULL, LAYOUT,
+                    LAYOUT,
                 )),
                 (produce, (
                     boxes, rope_boxes, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
-                    STAGES, FULL, LAYOUT,
+                    STAGES, LAYOUT,
                 )),
             ],
             [4, 1],

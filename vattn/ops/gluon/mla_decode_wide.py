@@ -30,9 +30,7 @@ from vattn.ops.gluon.mla_items import (
     clear_padding,
     clear_rows,
     first_item,
-    item_rows,
     load_blocks,
-    load_item,
     load_queries,
     open_item,
     panels,
@@ -50,29 +48,26 @@ HIDDEN = gl.constexpr(-1e6)
 def produce(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles; barriers 3 s, 3 s + 1 and 3 s + 2 are of stage s."""
     _, _, _, schedule, _, num_blocks, _, _ = work
     stage = 0
     phase = 1
     query_phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            if FULL:
-                # On their way while the queries' copies are started.
-                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
+            # On their way while the queries' copies are started.
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             load_queries(
                 query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
                 ROWS, True,
             )  # fmt: skip
             query_phase ^= 1
-            if not FULL:
-                blocks = block_ids(table, first, last_block, BLOCK_SIZE)
             for tile in range(first, last):
                 following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 room = latents.index(stage)
@@ -196,7 +191,7 @@ def may_send(slot, rows, group, first, last):
 @gluon.jit
 def attend_left(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     (
@@ -216,10 +211,10 @@ def attend_left(
     phase = 0
     query_phase = 0
     weights_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, FULL
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
         )
         end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
         all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
@@ -320,27 +315,25 @@ def attend_left(
 @gluon.jit
 def attend_right(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the right half of the results."""
     (
-        query_start_loc, seq_lens, schedule, output, output_boxes, partial, partial_boxes, num_tokens, table_width,
-        latents, weights_room, factors, ready, free, weights_ready, weights_free, factors_ready,
+        work, output, output_boxes, partial, partial_boxes, latents, weights_room, factors, ready, free, weights_ready,
+        weights_free, factors_ready,
     ) = arguments  # fmt: skip
+    schedule = work[3]
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
     stage = 0
     phase = 0
     weights_phase = 0
     factors_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, FULL)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
     while item >= 0:
-        request, begin, end, slot, following = load_item(schedule, item)
-        row0, rows, _, keys, first, last = item_rows(
-            query_start_loc, seq_lens, schedule, item, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE,
-            SPLIT_QUERY, FULL,
-        )  # fmt: skip
-        item = following
+        row0, rows, _, keys, first, last, slot, item, _, _ = open_item(
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
+        )
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
             norm = gl.zeros([ROWS], gl.float32, RESULT_ROWS)
@@ -383,8 +376,7 @@ def mla_decode_wide_kernel(
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FULL: gl.constexpr,
-    num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode.mla_decode_kernel`, with 64 rows of a request at a time.
 
@@ -416,17 +408,17 @@ def mla_decode_wide_kernel(
         ropes, weights_room, factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
     )  # fmt: skip
     right = (
-        query_start_loc, seq_lens, schedule, output, output_boxes, partial, partial_boxes, num_tokens, table_width,
-        latents, weights_room, factors, ready, free, weights_ready, weights_free, factors_ready,
+        work, output, output_boxes, partial, partial_boxes, latents, weights_room, factors, ready, free, weights_ready,
+        weights_free, factors_ready,
     )  # fmt: skip
     if GATHER:
         gl.warp_specialize(
             [
                 (attend_left, (
-                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (attend_right, (
-                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (gather, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
@@ -440,14 +432,14 @@ def mla_decode_wide_kernel(
         gl.warp_specialize(
             [
                 (attend_left, (
-                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
+                    left, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (attend_right, (
-                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FULL, LAYOUT,
+                    right, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (produce, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
-                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, FULL, LAYOUT,
+                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
                 )),
             ],
             [4, 1],

@@ -68,7 +68,7 @@ def load_request(query_start_loc, seq_lens, schedule, request, item, FULL: gl.co
 
 @gluon.jit
 def item_rows(
-    query_start_loc, seq_lens, schedule, item, request, first, last, num_tokens, table_width, HEADS: gl.constexpr,
+    query_start_loc, seq_lens, schedule, item, request, first, last, table_width, HEADS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr = False,
 ):  # fmt: skip
     """Return of an item: first row, rows, length of the request, keys that the cache has of it, first and end tile.
@@ -93,11 +93,11 @@ def open_item(
     `work`: query_start_loc, seq_lens, block_table, schedule, tokens of the query, blocks of the cache, stride and width
     of the table. FULL: see `vattn.ops.triton.mla_schedule`.
     """
-    query_start_loc, seq_lens, block_table, schedule, num_tokens, _, table_stride, table_width = work
+    query_start_loc, seq_lens, block_table, schedule, _, _, table_stride, table_width = work
     request, begin, end, slot, following = load_item(schedule, item)
     row0, rows, seq_len, keys, first, last = item_rows(
-        query_start_loc, seq_lens, schedule, item, request, begin, end, num_tokens, table_width, HEADS, BLOCK_SIZE,
-        SPLIT_QUERY, FULL,
+        query_start_loc, seq_lens, schedule, item, request, begin, end, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY,
+        FULL,
     )  # fmt: skip
     table = block_table + request.to(gl.int64) * table_stride
     last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)

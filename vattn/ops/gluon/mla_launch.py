@@ -288,14 +288,13 @@ def _launch(
             NATIVE=native,
             cache=None,
             GATHER=False,
-            FULL=True,
             **boxes,
             **common,
         )
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        mla_decode_wide_kernel[grid](cache=None, GATHER=False, FULL=True, **boxes, **common)
+        mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)

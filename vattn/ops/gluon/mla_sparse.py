@@ -87,8 +87,8 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
         "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
         "table_width": slots.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads, "GROUPS": groups,
-        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "GATHER": True, "FULL": False,
-        "num_warps": 4, "launch_pdl": True,
+        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "GATHER": True, "num_warps": 4,
+        "launch_pdl": True,
     }  # fmt: skip
     grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
     if from_codes:

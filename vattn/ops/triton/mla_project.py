@@ -62,7 +62,7 @@ def mla_project_kernel(
     x, weight, query_start_loc, complete, maxima, output, output_block_scale, output_scale, num_tokens, num_reqs,
     stride_xt, stride_xh, stride_ot, stride_oh, stride_br, stride_bg,
     K: tl.constexpr, K_STEP: tl.constexpr, W_HEAD: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr,
-    N: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, LONGEST: tl.constexpr,
+    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, LONGEST: tl.constexpr,
     PASS: tl.constexpr, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr, MODEL: tl.constexpr, KIND: tl.constexpr,
     GROUPS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NATIVE_FP8: tl.constexpr, OVERLAP: tl.constexpr,
     QUICK: tl.constexpr,
@@ -202,7 +202,7 @@ def launch_projection(
         mla_project_kernel[grid](
             x, weight, args.query_start_loc, complete, maxima, num_tokens=tokens, num_reqs=args.seq_lens.shape[0],
             stride_xt=x.stride(0), stride_xh=x.stride(1), K=inner, K_STEP=tiles.k_step,
-            W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2), N=heads,
+            W_HEAD=weight.stride(0), W_ROW=weight.stride(1), W_COLUMN=weight.stride(2),
             COLUMNS=tiles.columns, BLOCK_M=tiles.block_m, LONGEST=longest, PASS=name, PARTS=parts,
             PARTS_TILE=next_power_of_two(parts), OVERLAP=overlap, QUICK=hopper, **target, **constants, **options,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
