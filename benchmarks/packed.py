@@ -3,17 +3,17 @@
     python benchmarks/packed.py --json packed.json
     python benchmarks/packed.py --formats int4_per_token_head --what decode
     python benchmarks/packed.py --formats turboquant_4bit_nc,nvfp4 --what lone    # the cut in use, CTAs of one warp
-    python benchmarks/packed.py --formats turboquant_3bit_nc --what decode --short packed    # codes of three bits
 
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
-the FP8 cache alone, median of 5. The first cut of a format is the one in use: `TUNINGS` of
+the FP8 cache alone, median of `--rounds`. The first cut of a format is the one in use: `TUNINGS` of
 `vattn.ops.triton.decode_packed`, `UPDATE_CUTS` of `vattn.ops.triton.packed_update`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -33,10 +33,10 @@ from benchmarks.timing import Timer
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
 from vattn.ops import reference
-from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.variants import ALLOWED, Variants, using
+from vattn.ops.variants import ALLOWED, using
 
 CUTS = tuple(
     Tuning(*cut, **more)
@@ -59,12 +59,17 @@ def name_of(tuning: Tuning) -> str:
     return " ".join(f"{field} {value}" for field, value in asdict(tuning).items() if value)
 
 
-LONE = tuple(Tuning(1, stages, 16, max_registers=128) for stages in (3, 4, 5))
-"""Those of one warp a CTA, in which barriers cost nothing."""
+LONE = (
+    Tuning(1, 3, 16, max_registers=128), Tuning(1, 3, 16, slots=2, max_registers=128),
+    Tuning(1, 3, 12, slots=2, max_registers=168), Tuning(2, 3, 6, max_registers=168),
+    Tuning(2, 3, 6, slots=2, max_registers=168),
+)  # fmt: skip
+"""Those of one warp a CTA, in which barriers cost nothing, and the same with two."""
 
 
 SHORT_CUTS = (
     Tuning(1, 3, 8), Tuning(1, 4, 8), Tuning(2, 3, 4), Tuning(1, 3, 12, max_registers=168), Tuning(1, 3, 8, slots=2),
+    Tuning(1, 2, 8, slots=2), Tuning(1, 3, 10, slots=2, max_registers=200),
 )  # fmt: skip
 """Those of codes of three bits, which need many registers."""
 
@@ -79,24 +84,32 @@ def decode_steps(
     two = args._replace(
         query=query[:2], query_start_loc=args.query_start_loc[:3], seq_lens=args.seq_lens[:2], block_table=table[:2]
     )
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    if not fmt.packed or not decode_packed.accepts(args, config):
+        return steps
     expected, _ = reference.paged_attention(two, config)
-    short = any(part.bits == 3 for part in KV_FORMATS[config.kv_cache_dtype].parts)
-    accepted = KV_FORMATS[config.kv_cache_dtype].packed and decode_packed.accepts(args, config)
-    cuts = SHORT_CUTS if short else LONE if lone else (*CUTS, *LONE)
-    for tuning in cuts if accepted else ():
-        shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
+    shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
+    cuts = SHORT_CUTS if any(part.bits == 3 for part in fmt.parts) else LONE if lone else (*CUTS, *LONE)
+    ways = ALLOWED["e2m1"] if fmt.name == "nvfp4" else ("",)
+    for tuning, way in itertools.product(cuts, ways):
+        label = f"{way} {name_of(tuning)}".strip()
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
         own = args._replace(plan=[schedule], output=torch.full_like(args.output, float("nan")))
+
+        def call(own: AttentionArgs = own, tuning: Tuning = tuning, way: str = way) -> None:
+            with using(e2m1=way) if way else contextlib.nullcontext():
+                decode_packed.decode(own, config, tuning)
+
         try:
-            decode_packed.decode(own, config, tuning)
+            call()
             error = float((own.output[:2] - expected).norm() / expected.norm())
             if not error < 5e-3:
                 raise ValueError(f"relative error {error:.1e}")
         except Exception as problem:  # a cut that fails is reported, the rest goes on
-            print(f"{config.kv_cache_dtype}, {name_of(tuning)}: {problem!r}"[:300], file=sys.stderr)
+            print(f"{config.kv_cache_dtype}, {label}: {problem!r}"[:300], file=sys.stderr)
             continue
-        steps[name_of(tuning)] = lambda own=own, tuning=tuning: decode_packed.decode(own, config, tuning)
+        steps[label] = call
     return steps
 
 
@@ -128,17 +141,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--formats", default="", help="comma separated; default: every packed one")
     parser.add_argument("--what", choices=("both", "decode", "lone", "store"), default="both")
-    parser.add_argument(
-        "--short", choices=ALLOWED["short_codes"], default=Variants().short_codes, help="codes of 3 bits"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="of replays, of which the median counts")
     parser.add_argument("--compile", action="store_true", help="compile and compare all cuts, time none")
     options = parser.parse_args()
-    with using(short_codes=options.short):
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Do what `main` says."""
     names = options.formats.split(",") if options.formats else [n for n, fmt in KV_FORMATS.items() if fmt.packed]
     key, value = (torch.randn(FULL.tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     base = Filled(BASELINE, key, value, FULL)
@@ -161,7 +166,7 @@ def measure(options: argparse.Namespace) -> None:
             calls |= decode_steps(cache, num_reqs, seq_len, query, table, options.what == "lone")
             cells[f"{num_reqs} x {seq_len}"] = {label: Timer([call]) for label, call in calls.items()}
         for cell, timers in cells.items() if not options.compile else ():
-            times = beside_baseline(timers, 5)
+            times = beside_baseline(timers, options.rounds)
             result["us"].setdefault(name, {})[cell] = times
             for label, (us, base_us) in sorted(times.items(), key=lambda item: item[1][0] / item[1][1]):
                 print(f"{name} | {cell} | {label}: {us:.1f} us, {us / base_us:.3f}", flush=True)

@@ -17,7 +17,7 @@ PACKED = [
 """KV formats that the fast decode path for packed formats runs."""
 
 SHORT = ["turboquant_k3v4_nc", "turboquant_3bit_nc"]
-"""Those that it runs under the variant `short_codes="packed"` too, heads of 128 alone."""
+"""Those of three bits, which it runs with heads of 128 alone."""
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_code: ModuleType) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import torch
 
 Registers = dict[str, np.ndarray]
 
@@ -44,6 +45,12 @@ def _floats(x: np.ndarray) -> np.ndarray:
     return x.view(np.float32)
 
 
+def convert_e4m3(pair: np.ndarray) -> np.ndarray:
+    """`cvt.rn.f16x2.e4m3x2`: two bytes as two fp16."""
+    codes = torch.from_numpy((pair & np.uint32(0xFFFF)).astype(np.uint16).view(np.uint8).copy())
+    return codes.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
+
+
 OPERATIONS = {
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
@@ -53,6 +60,9 @@ OPERATIONS = {
     "shf.r.wrap.b32": funnel,
     "add.u32": np.add,
     "mad.lo.s32": lambda a, b, c: a * b + c,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.rn.f16x2": lambda a, b: (a.view(np.float16) * b.view(np.float16)).view(np.uint32),
+    "cvt.rn.f16x2.e4m3x2": convert_e4m3,
     "add.rn.f32": lambda a, b: (_floats(a) + _floats(b)).view(np.uint32),
     "mul.rn.f32": lambda a, b: (_floats(a) * _floats(b)).view(np.uint32),
     "setp.lt.f32": lambda a, b: _floats(a) < _floats(b),
@@ -75,6 +85,14 @@ def run_ptx(ptx: str, inputs: Registers) -> Registers:
         instruction, _, rest = line.strip().partition(" ")
         names = [name.strip() for name in rest.split(",")]
         if not instruction or instruction.startswith("."):
+            continue
+        if "{" in rest:
+            halves = [name.strip() for name in re.search(r"{(.*)}", rest)[1].split(",")]
+            if rest.startswith("{"):
+                word = value(names[-1])
+                registers |= {halves[0]: word & np.uint32(0xFFFF), halves[1]: word >> np.uint32(16)}
+            else:
+                registers[names[0]] = value(halves[0]) | (value(halves[1]) << np.uint32(16))
             continue
         target, operands = names[0], [value(n) for n in names[1:] if not n.startswith("%")]
         if instruction.startswith("mov"):

@@ -15,7 +15,7 @@ from triton import knobs
 from tests.ptx_emulation import run_ptx
 from vattn.kv_formats.packing import pack_codes
 from vattn.kv_formats.turboquant import CENTROIDS
-from vattn.ops.triton import decode_packed_codes, decode_packed_short
+from vattn.ops.triton import decode_packed_codes, decode_packed_e2m1, decode_packed_short
 from vattn.ops.triton.decode_packed_codes import unpack
 
 ASSEMBLY = {"int8": "UNPACK_INT8", "int4": "UNPACK_NIBBLES", "codebook": "UNPACK_CODEBOOK"}
@@ -50,6 +50,34 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
         columns = expected.view(4, -1, 2).permute(1, 2, 0).reshape(-1, 4, 2).permute(1, 0, 2)
         expected = columns.reshape(4, -1)
     assert torch.equal(got.reshape(count, -1), expected)
+
+
+@pytest.mark.parametrize("of_keys", [True, False])
+def test_e2m1_codes_times_scales(of_keys: bool) -> None:
+    """Every pair of int16 under scales that are each a byte, to the bit; NaN is NaN and zeros keep their signs."""
+    drawn = np.random.default_rng(5)
+    codes = drawn.integers(0, 1 << 16, (1 << 15, 4), dtype=np.uint32)
+    codes[:, 0] = np.arange(1 << 15) * 2 + (np.arange(1 << 15) & 1)
+    bytes_ = drawn.integers(0, 256, (1 << 15, 2, 4), dtype=np.uint32)
+    words = (bytes_ << (8 * np.arange(4, dtype=np.uint32))).sum(-1).astype(np.uint32)
+    group = drawn.integers(0, 2, 1 << 15).astype(np.uint32)
+    inputs = {"$8": codes[:, 0] | codes[:, 1] << np.uint32(16), "$9": codes[:, 2] | codes[:, 3] << np.uint32(16)}
+    inputs |= {f"${10 + i}": words[:, 0 if of_keys else i % 2].copy() for i in range(4)}
+    inputs |= {f"${14 + i}": (group + 2 * (i // 2)).astype(np.uint32) * 0x11 + 0x40 for i in range(4)}
+    ptx = decode_packed_e2m1.CARRIED_KEYS if of_keys else decode_packed_e2m1.CARRIED_VALUES
+    registers = run_ptx(ptx.value, inputs)
+    rows = np.arange(1 << 15)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for i in range(4):
+        byte = bytes_[rows, 0 if of_keys else i % 2, group + 2 * (i // 2)].astype(np.uint8)
+        scale = torch.from_numpy(byte).view(torch.float8_e4m3fn).double().numpy()
+        for j in range(4):
+            code = codes[:, i] >> np.uint32(4 * j) & np.uint32(15)
+            expected = np.where(code & 8, -1.0, 1.0) * values[code & 7] * scale * 2.0**-14
+            got = registers[f"${2 * j + i // 2}"].view(np.float16).reshape(-1, 2)[:, i % 2]
+            assert np.array_equal(got.astype(np.float64), expected, equal_nan=True)
+            known = ~np.isnan(expected)
+            assert np.array_equal(np.signbit(got)[known], np.signbit(expected)[known])
 
 
 def short_rows() -> tuple[torch.Tensor, np.ndarray]:

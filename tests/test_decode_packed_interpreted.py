@@ -9,7 +9,6 @@ import pytest
 from tests.decode_support import PACKED, SHORT, interpret
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.formats import KV_FORMATS
-from vattn.ops.variants import using
 
 pytest.importorskip("triton")
 
@@ -92,11 +91,9 @@ def test_which_formats_go_the_fast_way() -> None:
     for name in packed:
         kind = "tensor" if KV_FORMATS[name].quantised else "none"
         config = make_config(head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=name, kv_scale=kind)
-        assert (not decode_packed.refusals(config, hopper)) == (name in PACKED)
-        with using(short_codes="packed"):
-            assert (not decode_packed.refusals(config, hopper)) == (name in PACKED + SHORT)
-            narrow = config.replace(head_size=64, head_size_v=64)
-            assert (not decode_packed.refusals(narrow, hopper)) == (name in PACKED)
+        assert (not decode_packed.refusals(config, hopper)) == (name in PACKED + SHORT)
+        narrow = config.replace(head_size=64, head_size_v=64)
+        assert (not decode_packed.refusals(narrow, hopper)) == (name in PACKED)
 
 
 def test_a_key_that_is_nan() -> None:

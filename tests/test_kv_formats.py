@@ -525,6 +525,21 @@ def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatc
     assert lines == ["fp8_e4m3", *PACKED] and "\n- XQA, fp8_e4m3: " in shown and "\n- XQA, nvfp4: " in shown
 
 
+def test_what_cuts_are_timed_beside() -> None:
+    """The cache of per-tensor FP8 has no cuts to time; its step is the one in use."""
+    pytest.importorskip("triton")
+    from benchmarks import kv_formats, packed
+
+    layer, device = kv_formats.TINY.shape, kv_formats.TINY.device
+    key, value = (torch.randn(kv_formats.TINY.tokens, layer.kv_heads, layer.head_size, device=device) for _ in "kv")
+    cache = kv_formats.Filled(kv_formats.BASELINE, key.bfloat16(), value.bfloat16(), kv_formats.TINY)
+    query = torch.randn(2, layer.heads, layer.head_size, dtype=torch.bfloat16)
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    steps = packed.decode_steps(cache, 2, 96, query, table)
+    assert list(steps) == ["in use"]
+    steps["in use"]()
+
+
 EVERY = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
 
 

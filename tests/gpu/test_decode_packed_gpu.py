@@ -73,14 +73,26 @@ def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_fast, decode_packed
 
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
-    with using(short_codes="packed"):
-        check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2)
-        check(fmt, [9001], dtype="float16")
-        check(fmt, [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21, num_kv_heads=3,
-              dtype="float16", **masks)  # fmt: skip
-        for heads, slots in ((2, 0), (1, 2)):
-            monkeypatch.setitem(decode_packed.TUNINGS, fmt, decode_fast.Tuning(heads, 3, 8 / heads, slots=slots))
-            check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
+    check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2)
+    check(fmt, [9001], dtype="float16")
+    check(fmt, [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21, num_kv_heads=3,
+          dtype="float16", **masks)  # fmt: skip
+    for heads, slots in ((2, 0), (1, 0)):
+        monkeypatch.setitem(decode_packed.TUNINGS, fmt, decode_fast.Tuning(heads, 3, 8 / heads, slots=slots))
+        check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_e2m1_by_additions(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.triton import decode_fast, decode_packed
+
+    masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True, "kv_scale": "head"}
+    with using(e2m1="carried"):
+        for heads, slots in ((2, 0), (1, 0), (1, 2)):
+            monkeypatch.setitem(decode_packed.TUNINGS, "nvfp4", decode_fast.Tuning(heads, 3, 8 / heads, slots=slots))
+            check("nvfp4", [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
+            check("nvfp4", [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21,
+                  num_kv_heads=3, dtype="float16", head_size=size, **masks)  # fmt: skip
 
 
 def test_small_and_large_queries_keep_their_digits() -> None:
@@ -118,6 +130,17 @@ def test_masks(fmt: str) -> None:
           dtype="float16", **masks)  # fmt: skip
 
 
+@pytest.mark.parametrize("fmt", PACKED)
+def test_masks_in_ctas_of_one_warp(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With log-sum-exps, at the depth that large batches have."""
+    from vattn.ops.triton import decode_fast, decode_packed
+
+    tuning = decode_fast.Tuning(1, 3, 16, max_registers=128)
+    monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
+    test_masks(fmt)
+    check(fmt, [5, 900, 64, 2500], sliding_window=133, sinks=True)
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [40, 1, 7]])
 @pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
 def test_heads_of_512_in_the_general_kernel(fmt: str, query_lens: list[int]) -> None:
@@ -137,7 +160,6 @@ def test_one_long_request_is_split(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp8_per_token_head", "turboquant_4bit_nc", *SHORT])
-@using(short_codes="packed")
 def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     config = make_config(
         num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=fmt,

@@ -104,7 +104,7 @@ class Variants:
     graph_edges: str = "early"
     weights_ahead: str = "none"
     packed_store: str = "words"
-    short_codes: str = "general"
+    short_codes: str = "packed"
     e2m1: str = "masked"
     few_requests: str = "measured"
     cluster_results: str = "divided"

@@ -42,11 +42,11 @@ TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
     "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
     "nvfp4": Tuning(2, 4, 6, max_registers=168),
-    "turboquant_k3v4_nc": Tuning(1, 3, 8),
-    "turboquant_3bit_nc": Tuning(1, 3, 8),
+    "turboquant_k3v4_nc": Tuning(1, 3, 8, slots=2),
+    "turboquant_3bit_nc": Tuning(1, 3, 8, slots=2),
 }
 """How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200 in
-`benchmarks/packed.py`. Codes of three bits were not timed."""
+`benchmarks/packed.py`."""
 
 MANY_TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
@@ -170,8 +170,8 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
-        "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
-        "PAIR": tuning.slots == 2,
+        "ASSEMBLY": 2 if current().e2m1 == "carried" else True, "SOFT_CAP": config.logits_soft_cap is not None,
+        "STAGES": tuning.stages, "PAIR": tuning.slots == 2,
     }  # fmt: skip
     width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):

@@ -1,0 +1,95 @@
+"""How the fast decode path for packed KV formats turns e2m1 codes into fp16 by additions; see `decode_packed_codes`.
+
+Where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa, a code is `code * 2^-14`. A code
+that is moved there in one piece has its sign three bits too low: ones that are added to those bits carry it up, and are
+cleared again with the rest by one mask. Moving and adding are one multiplication and addition for both halves of a
+register, which other units do than logic and permutes; of those half as many are issued a clock as of all instructions.
+Two registers share what they need of their scales, which are converted two at a time.
+
+Instructions of one register of eight codes: 15 for keys and 15.5 for values, 7.5 of them logic, permutes and shifts,
+beside the conversions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.ops.triton.decode_packed_codes import unpack_e2m1
+
+
+def _carried_ptx(of_keys: bool) -> str:
+    """Return the assembly for two registers: words of their four int16 are $10 to $13, selectors $14 to $17."""
+    lines = [
+        ".reg .b32 even, odd, scale, pick, other, zero, by512, by32, by2, first, second;",
+        ".reg .b16 low, high;",
+        # Zero, but nothing that the compiler knows: multiplications that it sees through become shifts.
+        "mov.u32 zero, %lanemask_lt;",
+        "and.b32 zero, zero, 0x80000000;",
+        "or.b32 by512, zero, 512;",
+        "or.b32 by32, zero, 32;",
+        "or.b32 by2, zero, 2;",
+    ]
+    if of_keys:
+        # All four are of one token, and both of a register of one group.
+        lines += [
+            "and.b32 pick, $14, 3;",
+            "and.b32 other, $16, 3;",
+            "shl.b32 other, other, 4;",
+            "or.b32 pick, pick, other;",
+            "prmt.b32 scale, $10, $10, pick;",
+            "mov.b32 {low, high}, scale;",
+            "cvt.rn.f16x2.e4m3x2 scale, low;",
+            "mov.b32 {low, high}, scale;",
+            "mov.b32 first, {low, low};",
+            "mov.b32 second, {high, high};",
+        ]
+    else:
+        # Both of a register are of one group, and both registers of the same two tokens.
+        lines += [
+            "shl.b32 pick, $16, 8;",
+            "or.b32 pick, pick, $14;",
+            "prmt.b32 scale, $10, $11, pick;",
+            "mov.b32 {low, high}, scale;",
+            "cvt.rn.f16x2.e4m3x2 first, low;",
+            "cvt.rn.f16x2.e4m3x2 second, high;",
+        ]
+    for place, scale in ((0, "first"), (1, "second")):
+        a, b, c, d = (f"${2 * result + place}" for result in range(4))
+        lines += [
+            f"and.b32 even, ${8 + place}, 0x0F0F0F0F;",
+            f"and.b32 odd, ${8 + place}, 0xF0F0F0F0;",
+            f"mad.lo.u32 {a}, even, by512, 0x70007000;",
+            f"mad.lo.u32 {b}, odd, by32, 0x70007000;",
+            f"mad.lo.u32 {c}, even, by2, 0x70007000;",
+            "shr.u32 odd, odd, 3;",
+            f"add.u32 {d}, odd, 0x70007000;",
+        ]
+        lines += [f"and.b32 {x}, {x}, 0x8E008E00;" for x in (a, b, c, d)]
+        lines += [f"mul.rn.f16x2 {x}, {x}, {scale};" for x in (a, b, c, d)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+CARRIED_KEYS = tl.constexpr(_carried_ptx(True))
+CARRIED_VALUES = tl.constexpr(_carried_ptx(False))
+"""PTX: e2m1 codes of two registers times their scales."""
+
+
+@triton.jit
+def unpack_scaled(codes, words, selectors, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Do as `unpack_e2m1`; ASSEMBLY 2 says by additions, which wants more of operands of products than that.
+
+    Four int16 that a thread has in a row are of one token for keys. For values they are of two tokens in turn, the
+    first two of one group of columns and the others of another.
+    """
+    if ASSEMBLY == 2:
+        SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], codes.shape[2] // 16, 16]
+        word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
+        selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
+        return tl.inline_asm_elementwise(
+            CARRIED_KEYS if OF_KEYS else CARRIED_VALUES,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [codes, word, selector],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return unpack_e2m1(codes, words, selectors, ASSEMBLY)
