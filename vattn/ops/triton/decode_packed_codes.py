@@ -21,6 +21,7 @@ centroids 16 for 8, e2m1 and its scales 17 for 8. Codes of three bits are in `de
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -64,10 +65,9 @@ UNPACK_NIBBLES = tl.constexpr(
 """PTX: codes of four bits, every other one 16 times as large."""
 
 
-def _codebook_ptx() -> str:
-    # `code ^ code >> 1` is the same in its three lowest bits for a code and its mirror image, `15 - code`.
-    positive = {(code ^ code >> 1) & 7: CENTROIDS[4][code] for code in range(8, 16)}
-    halves = [struct.unpack("<H", struct.pack("<e", positive[place]))[0] for place in range(8)]
+def centroid_tables(levels: Sequence[float]) -> list[str]:
+    """Return PTX of the low and high bytes of eight fp16 numbers, in registers that permutes read; it needs `zero`."""
+    halves = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
     low, high = ([(half >> shift) & 255 for half in halves] for shift in (0, 8))
     tables = [
         sum(byte << (8 * place) for place, byte in enumerate(table[first : first + 4]))
@@ -75,14 +75,23 @@ def _codebook_ptx() -> str:
         for first in (0, 4)
     ]
     names = ("low_a", "low_b", "high_a", "high_b")
-    lines = [".reg .b32 " + ", ".join((*names, "zero", "codes", "moved", "place", "l", "h", "sign")) + ";"]
-    lines += [f"mov.b32 {name}, {value:#010x};" for name, value in zip(names, tables, strict=True)]
-    lines += [
+    return [
+        f".reg .b32 {', '.join(names)};",
+        *(f"mov.b32 {name}, {value:#010x};" for name, value in zip(names, tables, strict=True)),
         # Zero, but nothing that the compiler knows: tables that it takes for constants are copied ahead of every use.
         "mov.u32 zero, %lanemask_lt;",
         "and.b32 zero, zero, 0x80000000;",
         "or.b32 low_a, low_a, zero;",
         "or.b32 high_a, high_a, zero;",
+    ]
+
+
+def _codebook_ptx() -> str:
+    # `code ^ code >> 1` is the same in its three lowest bits for a code and its mirror image, `15 - code`.
+    positive = {(code ^ code >> 1) & 7: CENTROIDS[4][code] for code in range(8, 16)}
+    lines = [".reg .b32 zero, codes, moved, place, l, h, sign;"]
+    lines += centroid_tables([positive[place] for place in range(8)])
+    lines += [
         "mov.b32 codes, $4;",
         "shr.u32 place, codes, 1;",
         # (codes ^ place) & 0x77777777

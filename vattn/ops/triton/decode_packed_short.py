@@ -12,34 +12,19 @@ centroids 27, integers 9.
 
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
 from vattn.kv_formats.turboquant import CENTROIDS
 from vattn.ops.triton.decode_fast_kernels import TILE_TOKENS
-from vattn.ops.triton.decode_packed_codes import INTEGER_UNIT
+from vattn.ops.triton.decode_packed_codes import INTEGER_UNIT, centroid_tables
 from vattn.ops.triton.packed import level
 
 
 def _short_codebook_ptx() -> str:
-    halves = [struct.unpack("<H", struct.pack("<e", level))[0] for level in CENTROIDS[3]]
-    low, high = ([(half >> shift) & 255 for half in halves] for shift in (0, 8))
-    tables = [
-        sum(byte << (8 * place) for place, byte in enumerate(table[first : first + 4]))
-        for table in (low, high)
-        for first in (0, 4)
-    ]
-    names = ("low_a", "low_b", "high_a", "high_b")
-    lines = [".reg .b32 " + ", ".join((*names, "zero", "begin", "next", "place", "rest", "moved", "l", "h")) + ";"]
-    lines += [f"mov.b32 {name}, {value:#010x};" for name, value in zip(names, tables, strict=True)]
+    lines = [".reg .b32 zero, begin, next, place, rest, moved, l, h;"]
+    lines += centroid_tables(CENTROIDS[3])
     lines += [
-        # As for codes of four bits.
-        "mov.u32 zero, %lanemask_lt;",
-        "and.b32 zero, zero, 0x80000000;",
-        "or.b32 low_a, low_a, zero;",
-        "or.b32 high_a, high_a, zero;",
         "mov.b32 begin, $6;",
         "mov.b32 next, $7;",
         "shf.r.wrap.b32 place, begin, next, $8;",

@@ -274,7 +274,13 @@ def nvfp4_rows(groups, absmax, given, NATIVE: tl.constexpr):
 def store_groups(values, stored, codes, scales, rows, PART: tl.constexpr):
     """Store codes `[rows, groups, columns]` and a byte of scale for each group."""
     store_codes(codes, tl.reshape(values, [values.shape[0], PART[1]]), rows, PART)
-    column = tl.arange(0, values.shape[1])[None, :]
+    store_group_scales(stored, scales, rows, PART)
+
+
+@triton.jit
+def store_group_scales(stored, scales, rows, PART: tl.constexpr):
+    """Store a byte of scale for each group."""
+    column = tl.arange(0, stored.shape[1])[None, :]
     tl.store(scales + column, stored, mask=rows & (column < PART[0] // PART[6]))
 
 
@@ -370,6 +376,15 @@ def squared_level(four, two, one, BITS: tl.constexpr):
 
 
 @triton.jit
+def stored_length(length, squares, PART: tl.constexpr):
+    """Return the stored lengths of rows, fp16, by the squares of their centroids; NaN for rows that are not finite."""
+    longer = tl.sqrt_rn(pairwise_sum(squares))
+    stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
+    stored = tl.where((length < INFINITY) & (stored < INFINITY), to_fp16(stored), float("nan"))
+    return stored.to(tl.float16)
+
+
+@triton.jit
 def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     """`vattn.kv_formats.turboquant.Codebook`."""
     BITS: tl.constexpr = PART[2]
@@ -394,11 +409,9 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
     squares = squared_level(four, two, one, BITS)
     if PART[0] < PART[1]:
         squares = tl.where(tl.arange(0, PART[1])[None, :] < PART[0], squares, 0.0)
-    longer = tl.sqrt_rn(pairwise_sum(squares))
-    stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
-    stored = tl.where(known & (stored < INFINITY), to_fp16(stored), float("nan"))
+    stored = stored_length(length, squares, PART)
     store_codes(codes, values, rows, PART)
-    tl.store(scales, stored.to(tl.float16), mask=rows)
+    tl.store(scales, stored, mask=rows)
 
 
 @triton.jit
@@ -409,8 +422,8 @@ def load_codebook(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr)
 
 
 @triton.jit
-def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.kv_formats.turboquant.Uniform`."""
+def uniform_rows(x, PART: tl.constexpr):
+    """Return the lowest values of rows, fp16 and the same in fp32, their steps in fp16, and which rows are finite."""
     STEPS: tl.constexpr = (1 << PART[2]) - 1
     if PART[0] == PART[1]:
         lowest, highest = extremes(x)
@@ -425,6 +438,22 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     origin = least.to(tl.float32)
     reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0) + 0.0
     step = tl.minimum(tl.div_rn(reach, tl.full(reach.shape, STEPS, tl.float32)), FP16_MAX).to(tl.float16)
+    return least, origin, step, known
+
+
+@triton.jit
+def store_uniform_scales(scales, least, step, known, rows):
+    """Store steps and lowest values, NaN where rows are not finite."""
+    nan = tl.full(step.shape, float("nan"), tl.float16)
+    tl.store(scales, tl.where(known, step, nan), mask=rows)
+    tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
+
+
+@triton.jit
+def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """`vattn.kv_formats.turboquant.Uniform`."""
+    STEPS: tl.constexpr = (1 << PART[2]) - 1
+    least, origin, step, known = uniform_rows(x, PART)
     # A step of zero has codes of zero.
     is_kept = known & (step > 0.0)
     ratio = tl.maximum(divide_rows(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0), NATIVE), 0.0)
@@ -433,9 +462,7 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     if PART[2] == 3:
         values = values & 7
     store_codes(codes, values, rows, PART)
-    nan = tl.full(step.shape, float("nan"), tl.float16)
-    tl.store(scales, tl.where(known, step, nan), mask=rows)
-    tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
+    store_uniform_scales(scales, least, step, known, rows)
 
 
 @triton.jit

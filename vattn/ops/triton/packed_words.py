@@ -18,14 +18,15 @@ from vattn.ops.triton.packed import (
     BOUNDARIES_3,
     BOUNDARIES_4,
     FLOOR,
-    FP16_MAX,
     INFINITY,
     MAGIC,
     MIN_LENGTH,
     _squares,
-    extremes,
     nvfp4_rows,
-    to_fp16,
+    store_group_scales,
+    store_uniform_scales,
+    stored_length,
+    uniform_rows,
 )
 from vattn.ops.triton.rotation import pairwise_sum, rotate
 
@@ -248,11 +249,9 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
     words, squares = place_words(rotate(x, PART[3], False), length, PART[2])
     if PART[0] < PART[1]:
         squares = tl.where(tl.arange(0, PART[1] // 8)[None, :] < PART[0] // 8, squares, 0.0)
-    longer = tl.sqrt_rn(pairwise_sum(squares))
-    stored = tl.div_rn(length * (PART[0] ** 0.5), longer)
-    stored = tl.where((length < INFINITY) & (stored < INFINITY), to_fp16(stored), float("nan"))
+    stored = stored_length(length, squares, PART)
     store_words(codes, words, rows, PART)
-    tl.store(scales, stored.to(tl.float16), mask=rows)
+    tl.store(scales, stored, mask=rows)
 
 
 @triton.jit
@@ -269,19 +268,7 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     BITS: tl.constexpr = PART[2]
     STEPS: tl.constexpr = (1 << BITS) - 1
     RAISED: tl.constexpr = RAISED_4 if BITS == 4 else RAISED_3
-    if PART[0] == PART[1]:
-        lowest, highest = extremes(x)
-    else:
-        # Columns of padding repeat the first one.
-        inside = tl.arange(0, PART[1])[None, :] < PART[0]
-        first = tl.sum(tl.where(tl.arange(0, PART[1])[None, :] == 0, x, 0.0), axis=1)[:, None]
-        lowest, highest = extremes(tl.where(inside, x, first))
-    known = (lowest > -INFINITY) & (highest < INFINITY)
-    # Adding zero takes the sign of a zero away, here and below.
-    least = to_fp16(tl.where(known, lowest, 0.0) + 0.0)
-    origin = least.to(tl.float32)
-    reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0) + 0.0
-    step = tl.minimum(tl.div_rn(reach, tl.full(reach.shape, STEPS, tl.float32)), FP16_MAX).to(tl.float16)
+    least, origin, step, known = uniform_rows(x, PART)
     # A step of zero has codes of zero.
     is_kept = known & (step > 0.0)
     ratio = tl.maximum(divide(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0)), 0.0)
@@ -290,9 +277,7 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     # Its bits grow with the number, up to those of infinity.
     places = tl.minimum(raised.to(tl.int32, bitcast=True), tl.where(is_kept, STEPS, 0) + MAGIC)
     store_words(codes, join_codes(places, BITS) - RAISED, rows, PART)
-    nan = tl.full(step.shape, float("nan"), tl.float16)
-    tl.store(scales, tl.where(known, step, nan), mask=rows)
-    tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
+    store_uniform_scales(scales, least, step, known, rows)
 
 
 @triton.jit
@@ -346,8 +331,7 @@ def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.co
         raw, values = nvfp4_rows(groups, absmax, given, True)
         stored = raw.to(tl.int32)
     store_words(codes, join_codes(tl.reshape(values, [x.shape[0], PART[1]]), 4), rows, PART)
-    column = tl.arange(0, stored.shape[1])[None, :]
-    tl.store(scales + column, stored.to(tl.uint8), mask=rows & (column < PART[0] // PART[6]))
+    store_group_scales(stored.to(tl.uint8), scales, rows, PART)
 
 
 WORD_STORES: dict[str, Any] = {"codebook": store_codebook, "uniform": store_uniform, "nvfp4": store_nvfp4}
