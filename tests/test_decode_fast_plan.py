@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from tests.support import make_config
+from vattn.ops.variants import using
 
 triton = pytest.importorskip("triton")
 
@@ -21,24 +26,24 @@ def make_plan(
     unit: int = 1,
     requests: int = 32,
     tokens: int = 1,
-    short_only: bool = False,
+    longest: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
     from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
 
     num_reqs = len(seq_lens)
     waves = -(-num_reqs // ctas)
-    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if tokens == 1 else 2 * num_reqs + WAVE_CHOICES.value * ctas
+    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if tokens == 1 else 3 * num_reqs + WAVE_CHOICES.value * ctas
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    schedule = torch.full((1 + max_items + 2 * num_reqs, 8), -99, dtype=torch.int32)
-    chunks = torch.full((2 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or short_only else None
+    schedule = torch.full((1 + max_items + 3 * num_reqs, 8), -99, dtype=torch.int32)
+    chunks = torch.full((3 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or longest else None
     plan_kernel[(1,)](
         starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks, num_reqs, ctas, waves, max_items,
-        TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=window, UNIT=unit, REQUESTS=requests,
+        TOKENS=tokens, LONGEST=longest, WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
     active, num_splits = schedule[0, :2].tolist()
-    assert 0 < active <= ctas or not any(n > 0 and (n <= tokens or not short_only) for n in query_lens)
-    assert schedule[0, 2] == (2**31 - 1 if short_only else sum(query_lens))
+    assert 0 < active <= ctas or not any(n > 0 and (n <= longest or not longest) for n in query_lens)
+    assert schedule[0, 2] == (2**31 - 1 if longest else sum(query_lens))
     records = schedule[1 : 1 + max_items].tolist()
     return walk(records, active), schedule[1 + max_items :][:num_splits, :4].tolist()
 
@@ -176,34 +181,77 @@ def test_several_rows_at_a_time(tokens: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_long_requests_are_left_to_another_kernel(tokens: int, window: int) -> None:
-    """Requests of up to `tokens` rows are one chunk each, each tile once; the others and padding do not occur."""
+@pytest.mark.parametrize(("tokens", "longest"), [(1, 1), (4, 4), (2, 4), (1, 3)])
+def test_long_requests_are_left_to_another_kernel(tokens: int, longest: int, window: int) -> None:
+    """Chunks of requests of up to `longest` rows have each tile once; the others and padding do not occur."""
     rng = random.Random(tokens + window)
     for _ in range(4):
         count = rng.randrange(1, 40)
-        query_lens = rng.choices((0, 1, tokens, tokens + 1, 300), k=count)
+        query_lens = rng.choices((0, 1, tokens, longest, longest + 1, 300), k=count)
         seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]
         items, splits = make_plan(
-            query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens, short_only=True
+            query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens, longest=longest
         )
         starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-        tiles: dict[int, list[tuple[int, int, int]]] = {}
+        chunks = {
+            (request, before): min(tokens, n - before)
+            for request, n in enumerate(query_lens)
+            if n <= longest
+            for before in range(0, n, tokens)
+        }
+        tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for request, first_row, rows, seq_len, begin, end, slot, _ in items:
-            assert (first_row, rows, seq_len) == (starts[request], query_lens[request], seq_lens[request])
-            tiles.setdefault(request, []).append((begin, end, slot))
-        assert sorted(tiles) == [r for r, n in enumerate(query_lens) if 0 < n <= tokens]
+            before = first_row - starts[request]
+            assert rows == chunks[request, before]
+            assert seq_len == seq_lens[request] - query_lens[request] + before + rows
+            tiles.setdefault((request, before), []).append((begin, end, slot))
+        assert sorted(tiles) == sorted(chunks)
         split_of = {row: list(range(first, first + parts)) for row, first, parts, _ in splits}
-        for request, parts in tiles.items():
+        for (request, before), parts in tiles.items():
             parts.sort()
-            reach = seq_lens[request] - query_lens[request] + 1 - window
-            assert parts[0][0] == (max(0, reach) // TILE if window else 0)
-            assert parts[-1][1] == -(-seq_lens[request] // TILE)
+            first_sees = seq_lens[request] - query_lens[request] + before + 1
+            last_sees = first_sees + chunks[request, before] - 1
+            assert parts[0][0] == (max(0, first_sees - window) // TILE if window else 0)
+            assert parts[-1][1] == -(-last_sees // TILE)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), "chunks meet"
             slots = sorted(part[2] for part in parts)
-            assert slots == split_of.pop(starts[request]) if len(parts) > 1 else slots == [-1]
+            assert slots == split_of.pop(starts[request] + before) if len(parts) > 1 else slots == [-1]
         assert not split_of
 
 
 def test_no_short_request_makes_an_empty_schedule() -> None:
-    assert make_plan([5, 0, 300], [5, 9, 400], 33, tokens=4, short_only=True) == ([], [])
+    assert make_plan([5, 0, 300], [5, 9, 400], 33, tokens=4, longest=4) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "changes", "slots"),
+    [
+        (32, 1024, {}, 4),
+        (25, 2048, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, 4),
+        (128, 2048, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, 0),
+        (33, 16, {"head_size": 64}, 4),
+        (128, 2048, {}, None),
+        (24, 1024, {}, None),
+        (34, 1024, {}, None),
+        (32, 2064, {}, None),
+        (32, 1024, {"head_size": 256}, None),
+        (32, 1024, {"num_heads": 15, "num_kv_heads": 5}, None),
+    ],
+    ids=str,
+)
+def test_one_wave_of_short_requests_may_stay_whole(
+    reqs: int, tokens: int, changes: dict[str, Any], slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vattn.ops.triton import decode_fast
+
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    config = make_config(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", **changes})
+    args: Any = SimpleNamespace(
+        query=torch.empty(reqs, 1), seq_lens=torch.empty(reqs), block_table=torch.empty(reqs, tokens // 16)
+    )
+    assert decode_fast.whole_tuning(args, config) is None
+    with using(one_wave="whole"):
+        found = decode_fast.whole_tuning(args, config)
+        assert (None if found is None else (found.slots, found.whole)) == (None if slots is None else (slots, True))
+        args.query = torch.empty(2 * reqs, 1)
+        assert decode_fast.whole_tuning(args, config) is None
