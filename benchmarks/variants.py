@@ -420,7 +420,12 @@ def questions() -> Iterator[Question]:
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)
-    yield Question("parts", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, both), 1 / 1.05, ("fa3",))
+    eight = {"mixed_rows": "eight"}
+    ways = (
+        DEFAULT, DEFAULT_FP8, by_variant("eight rows", **eight), by_variant("eight rows, FP8 query", True, **eight),
+        by_variant("eight rows, late, FP8 query", True, next_tile="late", **eight), both,
+    )  # fmt: skip
+    yield Question("parts", LLAMA, mixed, "fp8", ways, 1 / 1.05, ("fa3",))
     for layer, work in ((WINDOW, WORKS["prefill 1x32k"]), (LLAMA, SAME_PAIRS), (LLAMA, WORKS["prefill 32x1k"])):
         yield Question("window prompts", layer, work, "bf16", (DEFAULT,), 1.0, ("fa3",))
     for work in (prompt, WORKS["prefill 1x32k"], prompts, WORKS["prefill mixed 1 to 8k"], WORKS["chunk 4x512 of 8k"]):

@@ -33,7 +33,8 @@ def make_plan(
 
     num_reqs = len(seq_lens)
     waves = -(-num_reqs // ctas)
-    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if tokens == 1 else 3 * num_reqs + WAVE_CHOICES.value * ctas
+    whole = tokens == 1 and not longest
+    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if whole else 3 * num_reqs + WAVE_CHOICES.value * ctas
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     schedule = torch.full((1 + max_items + 3 * num_reqs, 8), -99, dtype=torch.int32)
     chunks = torch.full((3 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or longest else None

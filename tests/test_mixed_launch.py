@@ -6,6 +6,7 @@ schedules, the decode kernel and the launches are real.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,7 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
     from vattn.ops.triton import decode_fast
 
     config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
+    fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     for reqs in (2, 3, 64, 257, 1000):
         for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs, 300 * reqs):
             rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
@@ -132,7 +134,11 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
             needed = prefill_launch.plan_rows(config, tokens, reqs, cut)
             assert needed <= rows
             if cut.groups == 2:
-                assert decode_fast.rows_of_short_requests(config, reqs, device) + needed <= rows
+                for products, mixed_rows in itertools.product((config, fp8), variants.ALLOWED["mixed_rows"]):
+                    with variants.using(mixed_rows=mixed_rows):
+                        at_once = mixed_launch.rows_at_once(products)
+                    chunks = decode_fast.chunks_of(reqs, at_once, longest=mixed_launch.short_rows(products))
+                    assert decode_fast.rows_of_short_requests(config, chunks, device) + needed <= rows
 
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}

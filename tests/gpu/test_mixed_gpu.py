@@ -124,6 +124,23 @@ def test_two_kernels(cache: str, way: str) -> None:
             compare_rows(batch)
 
 
+@pytest.mark.parametrize("changes", [{}, {"output_format": "fp8_static"}, {"sliding_window": 333, "sinks": True}])
+@pytest.mark.parametrize("products", [FP8, NATIVE], ids=["fp8", "fp8 query"])
+def test_two_kernels_of_eight_rows(products: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Requests of more rows than the decode kernel attends at once are several chunks."""
+    from vattn.ops.gluon import mixed_launch
+
+    for heads, requests, head_size in ((8, MIXED, 128), (2, MIXED, 128), (16, SHORT, 64), (10, SHORT, 128)):
+        for padding in (0, 70):
+            batch = prefill_batch(
+                requests, num_heads=heads, head_size=head_size, padding=padding, **products, **changes
+            )
+            with variants.using(mixed_rows="eight"):
+                mixed_launch.attend(batch.args, batch.config, "overlapped")
+            torch.cuda.synchronize()
+            compare_rows(batch)
+
+
 @pytest.mark.parametrize("way", ["two", "overlapped"])
 @pytest.mark.parametrize("case", FEATURES)
 def test_features_of_two_kernels(case: str, way: str) -> None:

@@ -33,6 +33,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "cluster_results": ("divided", "corrected"),
     "one_wave": ("scheduled", "whole"),
     "next_tile": ("ahead", "late"),
+    "mixed_rows": ("sixteen", "eight"),
     "rope_launch": ("after", "wait", "both"),
 }
 """What each field may be."""
@@ -52,6 +53,8 @@ class Variants:
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
+        mixed_rows: what the decode kernel of "two" and "overlapped" steps attends at once over an FP8 cache: "sixteen"
+            rows of a request and its group of heads, or "eight".
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
         short_codes: decode over caches with codes of three bits, of heads of 128, on Hopper: "general", the general
@@ -110,6 +113,7 @@ class Variants:
     cluster_results: str = "divided"
     one_wave: str = "scheduled"
     next_tile: str = "ahead"
+    mixed_rows: str = "sixteen"
     rope_launch: str = "after"
 
     def __post_init__(self) -> None:

@@ -154,13 +154,17 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         if num_reqs > 4 and tokens == mixed_launch.short_rows(config):
             # A step that the prefill kernel shares, and that starts before that one has ended.
             tuning = mixed_launch.tuning_of(config, num_reqs, "overlapped")
-            sizes = decode_fast.sizing(config, num_reqs, tuning, query.device)
             schedule = empty(1, 8, dtype=torch.int32)
-            decode_fast.plan(args.query_start_loc, lengths, schedule, config, tuning, tokens, short_only=True)
             grouped = OUTPUT_FORMATS[config.output_format].group_size > 0
-            if grouped and not decode_fast.computes_scales(config, num_reqs, tuning, tokens):
-                output = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
-            decode_fast.launch(args, config, schedule, output, tuning, sizes, tokens)
+            with using(mixed_rows="eight"):
+                fewer = mixed_launch.rows_at_once(config)
+            for at_once in sorted({fewer, tokens}):
+                sizes = decode_fast.sizing(config, num_reqs, tuning, query.device, at_once, longest=tokens)
+                decode_fast.plan(args.query_start_loc, lengths, schedule, config, tuning, at_once, longest=tokens)
+                written = output
+                if grouped and not decode_fast.computes_scales(config, num_reqs, tuning, at_once):
+                    written = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
+                decode_fast.launch(args, config, schedule, written, tuning, sizes, at_once)
     return found
 
 

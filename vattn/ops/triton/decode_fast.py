@@ -47,6 +47,9 @@ MAX_GROUP_SIZE = 16
 FEW_REQUESTS = 4
 """Up to so many, programs of the reduction share a head."""
 
+MOST_CHUNKS = 3
+"""Of a request whose rows the decode kernel attends in a step of two kernels."""
+
 LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 3 / 4, 2048
 """Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
 
@@ -192,23 +195,34 @@ class Sizing:
     max_items: int
 
 
-def chunks_of(num_reqs: int, tokens: int, num_tokens: int = 0) -> int:
+def chunks_of(num_reqs: int, tokens: int, num_tokens: int = 0, longest: int = 0) -> int:
     """Return the most chunks of `tokens` rows that so many requests have between them, by default as many on average.
 
-    With one row at a time requests stay whole.
+    With one row at a time requests stay whole, unless there is a `longest` whose rows are cut.
     """
+    if longest:
+        return num_reqs * -(-longest // tokens)
     return num_reqs if tokens == 1 else (num_tokens or tokens * num_reqs) // tokens + num_reqs
 
 
 def sizing(
-    config: AttentionConfig, num_reqs: int, tuning: Tuning, device: torch.device, tokens: int = 1, num_tokens: int = 0
+    config: AttentionConfig,
+    num_reqs: int,
+    tuning: Tuning,
+    device: torch.device,
+    tokens: int = 1,
+    num_tokens: int = 0,
+    longest: int = 0,
 ) -> Sizing:
-    """Return the sizes for a batch of this many requests, of `tokens` rows on average unless there are `num_tokens`."""
+    """Return the sizes for a batch of this many requests, of `tokens` rows on average unless there are `num_tokens`.
+
+    Requests of more than `longest` rows, unless it is 0, are left out.
+    """
     groups = -(-config.num_kv_heads // tuning.heads)
     most = most_ctas(config, device)
     ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
     waves = -(-(num_tokens // tokens or num_reqs) // ctas)
-    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens) + WAVE_CHOICES.value * most)
+    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens, longest) + WAVE_CHOICES.value * most)
 
 
 @lru_cache(maxsize=64)
@@ -226,12 +240,12 @@ def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: 
 
 
 def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
-    return rows_of_short_requests(config, num_reqs, device) + 3 * num_reqs + 8
+    return rows_of_short_requests(config, MOST_CHUNKS * num_reqs, device) + 3 * num_reqs + 8
 
 
-def rows_of_short_requests(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
-    """Return how many rows a schedule of requests of few rows takes, one chunk each at most."""
-    return 1 + 2 * num_reqs + WAVE_CHOICES.value * most_ctas(config, device)
+def rows_of_short_requests(config: AttentionConfig, num_chunks: int, device: torch.device) -> int:
+    """Return how many rows a schedule of requests of few rows takes, that have so many chunks between them at most."""
+    return 1 + 2 * num_chunks + WAVE_CHOICES.value * most_ctas(config, device)
 
 
 def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> int:
@@ -258,26 +272,26 @@ def plan(
     config: AttentionConfig,
     tuning: Tuning | None = None,
     tokens: int = 1,
-    short_only: bool = False,
+    longest: int = 0,
     num_tokens: int = 0,
 ) -> None:
     """Fill the schedule of a decode step on the device.
 
     Args:
         tokens: rows of a request that are attended at a time.
-        short_only: leave requests of more rows, and padding, to another kernel.
+        longest: leave requests of more rows, and padding, to another kernel; 0: none.
         num_tokens: rows of all requests, if they are not `tokens` each on average.
     """
     num_reqs = seq_lens.shape[0]
     tuning = tuning or choose_tuning(config, num_reqs, tokens)
-    sizes = sizing(config, num_reqs, tuning, seq_lens.device, 1 if short_only else tokens, num_tokens)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens, num_tokens, longest)
     chunks = None
-    if tokens > 1 or short_only:
-        most = num_reqs if short_only else chunks_of(num_reqs, tokens, num_tokens)
+    if tokens > 1 or longest:
+        most = chunks_of(num_reqs, tokens, num_tokens, longest)
         chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        TOKENS=tokens, SHORT_ONLY=short_only, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 

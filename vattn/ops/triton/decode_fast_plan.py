@@ -17,8 +17,8 @@ Two ways of sharing the work are estimated, and the cheaper one is taken:
 
 Where one row is attended at a time (no `chunks`), a request of several rows is one item, since its slots would not fit,
 and a request without rows stands for a row of padding. Where several are, requests are cut into chunks of so many rows
-first, which are treated like requests, and the reduction takes care of the padding. With SHORT_ONLY requests of more
-than TOKENS rows are left out, and so is the padding: another kernel takes them.
+first, which are treated like requests, and the reduction takes care of the padding. With LONGEST, unless 0, requests of
+more rows are left out, and so is the padding: another kernel takes them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARES_COST = tl.constexpr(3.0)
 
 @triton.jit
 def cut_requests(
-    query_start_loc, seq_lens, chunks, num_reqs, TOKENS: tl.constexpr, SHORT_ONLY: tl.constexpr, REQUESTS: tl.constexpr
+    query_start_loc, seq_lens, chunks, num_reqs, TOKENS: tl.constexpr, LONGEST: tl.constexpr, REQUESTS: tl.constexpr
 ):
     """Cut requests into chunks of up to TOKENS rows, int32 `[B + T / TOKENS, 4]`: request, first row, rows, seq_len.
 
@@ -55,8 +55,8 @@ def cut_requests(
         rows = tl.maximum(tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row, 0)
         seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
         parts = (rows + TOKENS - 1) // TOKENS
-        if SHORT_ONLY:
-            parts = tl.where(rows > TOKENS, 0, parts)
+        if LONGEST:
+            parts = tl.where(rows > LONGEST, 0, parts)
         place = count + tl.cumsum(parts, 0) - parts
         for part in range(0, tl.max(parts, 0)):
             record = chunks + (place + part) * 4
@@ -153,15 +153,15 @@ def share_of(unit, total, shares):
 @triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
 def plan_kernel(
     query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
-    SHORT_ONLY: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
+    LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
     padding_row = tl.load(query_start_loc + num_reqs)
     # Where the reduction is to start with padding: behind every row if that is not its business.
-    tl.store(schedule + 2, 0x7FFFFFFF if SHORT_ONLY else padding_row)
+    tl.store(schedule + 2, 0x7FFFFFFF if LONGEST else padding_row)
     if chunks is not None:
-        num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, SHORT_ONLY, REQUESTS)
+        num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, LONGEST, REQUESTS)
     chunk, total = choose_chunk(
         query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS
     )
