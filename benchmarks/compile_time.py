@@ -3,7 +3,8 @@
     python benchmarks/compile_time.py --layers 32 --format token --repeat 3
 
 Compiles a stack of decoder layers (RMSNorm, QKV projection, attention on a paged cache, quantised output, projection)
-with Inductor, caches off, on a GPU if there is one. CPU seconds are those of the compiling process alone: the C++ or
+with Inductor, caches off, on a GPU if there is one. `--format decoder` is the stack of `fused_steps.py`, whose RoPE,
+query quantisation and cache write are fused as well. CPU seconds are those of the compiling process alone: the C++ or
 Triton compilers that Inductor starts come on top of `compile_cpu_s`.
 """
 
@@ -21,7 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import vattn
+from benchmarks import fused_steps
 from vattn.passes.pipeline import FusionPass
 
 E4M3 = torch.float8_e4m3fn
@@ -73,13 +77,30 @@ class Stack(nn.Module):
         return x
 
 
+def stack(layers: int, heads: int, width: int, form: Any, device: str) -> tuple[nn.Module, list[Tensor], Any]:
+    """Return a stack whose attention outputs are quantised, its inputs and its step."""
+    model = Stack(layers, heads, width, form).requires_grad_(False).to(device)
+    vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.bfloat16)
+    builder = vattn.AttentionMetadataBuilder(4, 64, 64, layers=model)
+    return model, [torch.randn(7, heads * width, device=device).bfloat16()], builder.build([3, 4], [3, 4], [[1], [2]])
+
+
+def decoder(layers: int, heads: int, width: int, device: str) -> tuple[nn.Module, list[Tensor], Any]:
+    """Return the decoder stack of the benchmark of steps, its inputs and its step."""
+    sizes = f"--layers {layers} --hidden {heads * width} --heads {heads} --kv-heads {heads} --head-size {width}"
+    given = f"--device {device} {sizes} --ffn {2 * heads * width} --context 20 40 --batches 3"
+    bench = fused_steps.Bench(fused_steps.arguments().parse_args(given.split()))
+    step = bench.builder.build([1] * 3, bench.lengths, bench.tables)
+    return bench.model, bench._inputs(step), step
+
+
 def measure(layers: int, heads: int, width: int, format_name: str) -> dict[str, Any]:
     """Return seconds of one cold compile and of the passes in it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Stack(layers, heads, width, FORMATS[format_name]).requires_grad_(False).to(device)
-    vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.bfloat16)
-    builder = vattn.AttentionMetadataBuilder(4, 64, 64, layers=model)
-    step = builder.build([3, 4], [3, 4], [[1], [2]])
+    if format_name == "decoder":
+        model, inputs, step = decoder(layers, heads, width, device)
+    else:
+        model, inputs, step = stack(layers, heads, width, FORMATS[format_name], device)
     spent: list[float] = []
     plain = FusionPass.__call__
 
@@ -89,11 +110,10 @@ def measure(layers: int, heads: int, width: int, format_name: str) -> dict[str, 
         spent.append(time.process_time() - start)
 
     FusionPass.__call__ = timed  # type: ignore[method-assign]
-    target = vattn.compile(model, options=vattn.options())
-    x = torch.randn(7, heads * width, device=device).bfloat16()
+    target = vattn.compile(model, options=vattn.options(rope="always"))
     start, processor = time.perf_counter(), time.process_time()
     with torch.no_grad(), vattn.forward_context(step), torch._inductor.config.patch(force_disable_caches=True):
-        target(x)
+        target(*inputs)
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     report = vattn.fusion_report()
     return {
@@ -129,7 +149,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--format", choices=FORMATS, default="static")
+    parser.add_argument("--format", choices=(*FORMATS, "decoder"), default="static")
     parser.add_argument("--repeat", type=int, default=1, help="so many processes; prints the median and all shares")
     parser.add_argument("--json", type=Path, help="write the numbers as well")
     args = parser.parse_args()
