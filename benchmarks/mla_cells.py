@@ -203,9 +203,13 @@ class Inputs:
         })  # fmt: skip
         return lambda: mla_launch.attend_latents(query, args, config), query
 
-    def prefill(self, **changes: Any) -> Step:
-        """Return the attention of equal prompts to keys and values that lie expanded in a workspace."""
+    def prefill(self, planned: bool = False, **changes: Any) -> Step:
+        """Return the attention of equal prompts to keys and values that lie expanded in a workspace.
+
+        `planned`: row tiles are listed before, not by the step.
+        """
         from vattn.ops.gluon import mla_prefill_launch
+        from vattn.ops.triton.mla_epilogue import finish_rows, kind_of
         from vattn.ops.triton.mla_prefill import longest_absorbed
         from vattn.ops.triton.tiles import Limits
 
@@ -217,10 +221,17 @@ class Inputs:
             torch.randn(cell.batch * stretch * columns, generator=self.rng, device=self.device).to(self.dtype)
             for columns in (cell.heads * width, config.qk_rope_head_dim)
         )
-        longest = longest_absorbed(config)
+        longest, rows = longest_absorbed(config), None
+        if kind_of(config) == "rows":
+            rows = torch.empty((*args.query.shape[:2], config.v_head_dim), dtype=self.dtype, device=self.device)
+        tiles = mla_prefill_launch.plan_tiles(args, longest) if planned else None
 
         def step() -> Tensor:
-            mla_prefill_launch.attend_expanded(args, config, line, expanded, ropes, None, longest, limits)
+            mla_prefill_launch.attend_expanded(
+                args, config, line, expanded, ropes, rows, longest, limits, schedule=tiles
+            )
+            if rows is not None:
+                finish_rows(rows, args, config, limits)
             return args.output
 
         return step

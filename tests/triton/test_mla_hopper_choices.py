@@ -93,7 +93,7 @@ def test_results_of_64_rows_leave_by_bulk_copies() -> None:
     assert found["output_boxes"].shape == [5 * 128, 512] and found["partial_boxes"].shape == [3 * 128, 512]
 
 
-@pytest.mark.parametrize(("heads", "together"), [(16, 8), (128, 8), (12, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("heads", "together"), [(16, 16), (128, 16), (8, 8), (12, 4), (6, 2), (3, 1)])
 def test_heads_of_prompts_side_by_side(heads: int, together: int) -> None:
     assert mla_prefill_launch.heads_together(heads) == together
 
@@ -114,10 +114,9 @@ def test_heads_of_prompts_side_by_side(heads: int, together: int) -> None:
     ],
 )
 def test_which_outputs_of_prompts_are_corrected_products(output: str, groups: Any, corrects: bool) -> None:
-    with variants.using(latent_quotients="divided"):
-        assert not mla_prefill_launch.corrects(output, groups)
-    with variants.using(latent_quotients="corrected"):
-        assert mla_prefill_launch.corrects(output, groups) == corrects
+    for number, way in enumerate(("corrected", "limited"), 1):
+        with variants.using(latent_quotients=way):
+            assert mla_prefill_launch.quotients(output, groups) == (number if corrects else 0)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +130,55 @@ def corrected(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     product = rounded(wide * reciprocal)
     better = rounded(rounded(wide - product * by) * reciprocal + product)
     return torch.where((product.abs() < 2.0**40) & (product.abs() > 2.0**-40), better, product).float()
+
+
+def limited(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """What `limited_quotients` computes, with a reciprocal that is a unit too large."""
+    infinite = divisor == torch.inf
+    near = torch.nextafter(1 / divisor, torch.full_like(divisor, torch.inf))
+    reciprocal = torch.where(infinite, 0.0, near).double()
+    by, wide = torch.where(infinite, 0.0, divisor).double(), x.double()
+    product = rounded(wide * reciprocal)
+    least = torch.where(product.isnan(), 2.0**40, product.abs().clamp(max=2.0**40))
+    product = torch.copysign(least, product)
+    excess = rounded(product * by - wide)
+    return rounded(product - excess * reciprocal).float()
+
+
+@pytest.mark.parametrize("scale", [2.0**-49, 0.013, 1.0, 3.7e9, torch.inf])
+def test_limited_products_saturate_and_keep_signs(scale: float) -> None:
+    """Infinities, zeros of either sign, NaN, and quotients far beyond what fp32 holds."""
+    x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-38, -1e-38, 1e-45, -1e-45, 5.0])
+    divisor = torch.tensor(scale)
+    codes, wanted = (q.to(torch.float8_e4m3fn) for q in (limited(x, divisor), (x / divisor).clamp(-448, 448)))
+    nan = wanted.float().isnan()
+    saturated = codes.float().isnan() & ~nan  # torch's conversion does not saturate infinities, the hardware's does
+    assert not saturated.any() or bool((limited(x, divisor)[saturated].abs() == torch.inf).all())
+    kept = ~nan & ~saturated
+    assert torch.equal(codes.view(torch.uint8)[kept], wanted.view(torch.uint8)[kept])
+    assert torch.equal(limited(x, divisor).isnan(), (x / divisor).isnan())
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    """What `encode_number` computes."""
+    magnitude = torch.fmin(x.abs(), torch.tensor(6.0)).double()
+    lines = (2 * magnitude + 12582912.0, magnitude + 12582914.0, 0.5 * magnitude + 12582916.0)
+    lowest = torch.stack([line.float() for line in lines]).amin(0).view(torch.int32) & 7
+    return lowest | ((x.view(torch.int32) >> 28) & 8)
+
+
+def test_codes_of_half_a_byte_lie_on_the_lowest_of_three_lines() -> None:
+    edges = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0])
+    up, down = (torch.nextafter(edges, torch.full_like(edges, end)) for end in (torch.inf, -torch.inf))
+    x = torch.cat((edges, up, down[1:], torch.linspace(0, 8, 4001), torch.tensor([3e38, torch.inf])))
+    x = torch.cat((x, -x))
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    away = (x.abs().clamp(max=6.0).double()[:, None] - values.double()).abs()
+    nearest = away.amin(1, keepdim=True) == away
+    # Of two that are as near the even code is taken.
+    wanted = torch.where(nearest, torch.arange(8) % 2 * 8 + torch.arange(8), 99).amin(1) % 8
+    assert torch.equal(numbers(x), wanted.int() | (torch.signbit(x).int() << 3))
+    assert numbers(torch.tensor([torch.nan])).item() == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -147,5 +195,6 @@ def test_corrected_products_are_quotients(dtype: torch.dtype) -> None:
         step = largest.clamp(min=1e-10) / 448.0
         x = torch.cat((every[every <= largest], -every[every <= largest]))
         for divisor in (step, torch.exp2(step.log2().ceil())):
-            codes, wanted = (q.to(torch.float8_e4m3fn).view(torch.uint8) for q in (corrected(x, divisor), x / divisor))
-            assert torch.equal(codes, wanted)
+            found = [q.to(torch.float8_e4m3fn).view(torch.uint8) for q in (corrected(x, divisor), x / divisor)]
+            assert torch.equal(*found)
+            assert torch.equal(limited(x, divisor).to(torch.float8_e4m3fn).view(torch.uint8), found[1])

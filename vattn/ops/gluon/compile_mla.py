@@ -152,9 +152,10 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
 
 
 def recorded_corrected(config: MLAConfig) -> list[Launch]:
-    """Return the launches of a step of prompts whose outputs are quantised by corrected products."""
-    with variants.using(latent_quotients="corrected"):
-        return recorded_prompts(config)
+    """Return the launches of a step of prompts whose outputs are quantised by products, both ways."""
+    found = recorded_prompts(config)
+    with variants.using(latent_quotients="limited", latent_queries="early"):
+        return found + recorded_prompts(config)
 
 
 def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:

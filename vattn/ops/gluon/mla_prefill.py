@@ -59,9 +59,23 @@ def missing_blocks(block, key_tile, most_keys, num_blocks, BLOCK_SIZE: gl.conste
 
 
 @gluon.jit
+def load_queries(
+    query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row, column, used,
+    NOPE: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of a row tile as soon as those before are done with."""
+    for group in gl.static_range(GROUPS):
+        mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
+        mbarrier.expect(query_full.index(group), GROUP_ROWS * (NOPE + ROPE) * 2)
+        row = first_row + group * GROUP_ROWS
+        load_box(query_boxes, [row, column], query_full.index(group), queries.index(group))
+        load_box(query_rope_boxes, [row, column + NOPE], query_full.index(group), query_ropes.index(group))
+
+
+@gluon.jit
 def produce(
     arguments, HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr,
-    VALUES: gl.constexpr, STAGES: gl.constexpr,
+    VALUES: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
@@ -86,14 +100,11 @@ def produce(
                 first_row = read_word(fields.index(1), 1)
                 head = read_word(fields.index(7), 1)
                 request = read_word(fields.index(0), 1)
-                for group in gl.static_range(GROUPS):
-                    mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
-                    mbarrier.expect(query_full.index(group), GROUP_ROWS * (NOPE + ROPE) * 2)
-                    row = first_row + group * GROUP_ROWS
-                    column = head * query_head_stride
-                    load_box(query_boxes, [row, column], query_full.index(group), queries.index(group))
-                    load_box(query_rope_boxes, [row, column + NOPE], query_full.index(group), query_ropes.index(group))
-                used += 1
+                if not EARLY:
+                    load_queries(
+                        query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
+                        head * query_head_stride, used, NOPE,
+                    )  # fmt: skip
                 table = block_table + request.to(gl.int64) * table_stride
                 origin = gl.load(line + request)
                 column = head * (NOPE + VALUES)
@@ -111,10 +122,18 @@ def produce(
                     mbarrier.expect(key_full.index(stage), KEYS * (NOPE + ROPE) * 2)
                     load_box(key_boxes, [place, column], key_full.index(stage), keys.index(stage))
                     load_box(rope_boxes, [place, 0], key_full.index(stage), ropes.index(stage))
+                    if EARLY:
+                        # Behind the first keys, whose room is there before that of the queries.
+                        if back == 0:
+                            load_queries(
+                                query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
+                                head * query_head_stride, used, NOPE,
+                            )  # fmt: skip
                     mbarrier.wait(value_empty.index(stage), free)
                     mbarrier.expect(value_full.index(stage), KEYS * VALUES * 2)
                     load_box(key_boxes, [place, column + NOPE], value_full.index(stage), values.index(stage))
                     step += 1
+                used += 1
 
 
 @gluon.jit
@@ -147,7 +166,7 @@ def store_fp4(
     rounded = gl.convert_layout(result.to(MODEL), HELD).to(gl.float32)
     values = rounded.reshape([GROUP_ROWS, COUNT, 16])
     if CORRECTED:
-        codes, stored = fp4_of(values, load_scale(output_scale), OUTPUT_GROUPS)
+        codes, stored = fp4_of(values, load_scale(output_scale), OUTPUT_GROUPS, CORRECTED == 2)
     else:
         stored, step = group_scales(group_maximum(values), load_scale(output_scale), OUTPUT_GROUPS)
     PLACE: gl.constexpr = stored.type.layout
@@ -188,7 +207,7 @@ def finish(
         else:
             store_fp8(
                 output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
-                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, CORRECTED == 2,
             )  # fmt: skip
         if lse is not None:
             row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -204,7 +223,7 @@ def finish(
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    CORRECTED: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    CORRECTED: gl.constexpr, EARLY: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -251,6 +270,9 @@ def consume(
             give_turn(NEXT)
             scores0 = warpgroup_mma_wait(num_outstanding=0, deps=(scores0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
+            if EARLY:
+                if own_end == 1:
+                    mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             scores0 = hide(scores0, position, own_end - 1, held, missing, BLOCK_SIZE, SCORES)
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
             weights0 = weights_of(scores0, maximum, scale, 0.0, False)
@@ -273,6 +295,9 @@ def consume(
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
                 key_tile = own_end - 1 - back
+                if EARLY:
+                    if key_tile == 0:
+                        mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
                 if (key_tile >= whole_from) | (missing != 0):
                     scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
@@ -280,7 +305,8 @@ def consume(
                     MODEL, LEFT,
                 )  # fmt: skip
                 step += 1
-            mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
+            if not EARLY:
+                mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
             step += 1
@@ -317,7 +343,7 @@ def mla_prefill_gluon_kernel(
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
     STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr, num_warps: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
@@ -357,12 +383,14 @@ def mla_prefill_gluon_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED, 0,
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                EARLY, 0,
             )),
             (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED, 1,
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                EARLY, 1,
             )),
-            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES)),
+            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES, EARLY)),
         ],
         [4, 1],
         [240, 24],

@@ -118,21 +118,24 @@ def attend_expanded(
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
-        CORRECTED=corrects(output, groups), num_warps=4,
+        CORRECTED=quotients(output, groups), EARLY=variants.current().latent_queries == "early", num_warps=4,
     )  # fmt: skip
+
+
+def quotients(output: str, groups: tuple[Any, ...]) -> int:
+    """Return how an output is quantised: 1 by corrected products, 2 by limited ones, 0 by what its arithmetic says."""
+    return corrects(output, groups) * (2 if variants.current().latent_quotients == "limited" else 1)
 
 
 def corrects(output: str, groups: tuple[Any, ...]) -> bool:
     """Return whether an output is quantised by corrected products: IEEE's quotients, steps not far from 1."""
     size, _, _, least, arithmetic = groups
-    if variants.current().latent_quotients == "divided":
-        return False
     return output == "fp8_divide" or (size > 0 and arithmetic == "divide" and (least < 0 or 1e-12 < least < 1e12))
 
 
 def heads_together(heads: int) -> int:
     """Return how many heads' tiles run side by side. Programs that all read the same few heads' keys were slower."""
-    return next(count for count in (8, 4, 2, 1) if heads % count == 0)
+    return next(count for count in (16, 8, 4, 2, 1) if heads % count == 0)
 
 
 def static_output(config: MLAConfig) -> str:

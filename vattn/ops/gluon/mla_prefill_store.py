@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vattn.ops.gluon.epilogue import (
+    MIN_ABSMAX,
     encode_e2m1,
     encode_e4m3,
     group_codes,
@@ -60,10 +61,57 @@ def corrected_quotients(x, divisor, reciprocal):
     return gl.where((size < 1.0995116e12) & (size > 9.094947e-13), corrected, product)
 
 
+LIMITED_QUOTIENT = gl.constexpr(
+    "{ .reg .f32 p, e; mul.rn.f32 p, $1, $3; min.xorsign.abs.f32 p, p, 0f53800000; neg.f32 e, $1; "
+    "fma.rn.f32 e, p, $2, e; neg.f32 e, e; fma.rn.f32 $0, e, $3, p; }"
+)
+"""Of $1 by $2, whose reciprocal is $3. Negation is a subtraction from zero in Gluon, which loses the sign of zeros."""
+
+
+@gluon.jit
+def limited_quotients(x, divisor, reciprocal):
+    """Return what codes of IEEE's fp32 quotients are made of; divisors above 0 and reciprocals broadcast.
+
+    Products beyond 2^40 are cut there ahead of the correction, which makes them as large or infinite again: none
+    becomes NaN. Zeros keep their sign, since the remainder is subtracted. Reciprocals may be two units off. A divisor
+    and reciprocal of 0 stand for an infinite divisor.
+    """
+    x, by = gl.broadcast(x, divisor)
+    x, times = gl.broadcast(x, reciprocal)
+    return gl.inline_asm_elementwise(
+        LIMITED_QUOTIENT, "=f,f,f,f", [x, by, times], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
+    """Return what `group_scales` returns for FP8 by IEEE's quotients, without a branch a value."""
+    if OUTPUT_GROUPS[3] < 0.0:
+        largest = gl.where(largest < MIN_ABSMAX, MIN_ABSMAX, largest)
+    product = largest * (1.0 / 448.0)
+    zero = gl.zeros_like(largest)
+    corrected = gl.fma(gl.fma(-product, zero + 448.0, largest), zero + (1.0 / 448.0), product)
+    made = gl.where(largest < float("inf"), corrected, product)
+    if OUTPUT_GROUPS[3] >= 0.0:
+        made = gl.where(made < OUTPUT_GROUPS[3], OUTPUT_GROUPS[3], made)
+    if OUTPUT_GROUPS[2]:
+        bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
+    return made
+
+
+@gluon.jit
+def divisors_of(step):
+    """Return what `limited_quotients` divides by, and its reciprocals."""
+    infinite = step == float("inf")
+    return gl.where(infinite, 0.0, step), gl.where(infinite, 0.0, 1.0 / step)
+
+
 @gluon.jit
 def store_fp8(
     output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
     HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    LIMITED: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale."""
     values = rounded(result, MODEL)
@@ -71,18 +119,31 @@ def store_fp8(
         COUNT: gl.constexpr = VALUES // OUTPUT_GROUPS[0]
         groups = values.reshape([GROUP_ROWS, COUNT, OUTPUT_GROUPS[0]])
         largest = group_maximum(groups)
-        stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
+        if LIMITED:
+            stored = fp8_scales(largest, OUTPUT_GROUPS)
+            step = stored
+        else:
+            stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
         PLACE: gl.constexpr = largest.type.layout
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
         group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
         place = (first_row + row).to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
         gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-        reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-        ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
+        if LIMITED:
+            divisor, reciprocal = divisors_of(step)
+            ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal.expand_dims(2))
+        else:
+            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
+            ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
         codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
     else:
         scale = load_scale(output_scale)
-        if is_usual(scale):
+        if LIMITED:
+            if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
+                ratio = limited_quotients(values, scale, 1.0 / scale)
+            else:
+                ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
+        elif is_usual(scale):
             ratio = corrected_quotients(values, scale, gl.div_rn(1.0, scale))
         else:
             ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
@@ -112,14 +173,42 @@ def fp4_scales(largest, scale):
 
 
 @gluon.jit
-def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr):
+def encode_number(x):
+    """Return what `encode_e2m1` returns; a NaN must be arithmetic's own, whose sign is not set.
+
+    As a function of the magnitude, codes lie on the lowest of three lines. Beside 1.5 * 2^23 the adder rounds to whole
+    numbers; what it adds is even, so that ties go to even codes.
+    """
+    magnitude = gl.minimum(gl.abs(x), 6.0)
+    below_two, below_four = magnitude * 2.0 + 12582912.0, magnitude + 12582914.0
+    lowest = gl.minimum(gl.minimum(below_two, below_four), magnitude * 0.5 + 12582916.0)
+    sign = (x.to(gl.uint32, bitcast=True) >> 28).to(gl.int32) & 8
+    return (lowest.to(gl.int32, bitcast=True) & 7) | sign
+
+
+@gluon.jit
+def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr):
     """Return NVFP4 codes of groups `[rows, groups, 16]` in int32, and the bytes of their block scales."""
     largest = group_maximum(values)
-    if is_usual(scale):
-        stored, step = fp4_scales(largest, scale)
-        reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-        codes = encode_e2m1(corrected_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
+    if LIMITED:
+        if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
+            sixth = largest * (1.0 / 6.0)
+            zero = gl.zeros_like(largest)
+            corrected = gl.fma(gl.fma(-sixth, zero + 6.0, largest), zero + (1.0 / 6.0), sixth)
+            sixth = gl.where(largest < float("inf"), corrected, sixth)
+            stored = encode_e4m3(limited_quotients(sixth, scale, 1.0 / scale))
+            step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
+            reciprocal = gl.where(step == 0.0, 0.0, 1.0 / step)
+            codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
+        else:
+            stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
+            codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
     else:
-        stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
-        codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
+        if is_usual(scale):
+            stored, step = fp4_scales(largest, scale)
+            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
+            codes = encode_e2m1(corrected_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
+        else:
+            stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
+            codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
     return codes, stored
