@@ -161,10 +161,10 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             for at_once in sorted({fewer, tokens}):
                 sizes = decode_fast.sizing(config, num_reqs, tuning, query.device, at_once, longest=tokens)
                 decode_fast.plan(args.query_start_loc, lengths, schedule, config, tuning, at_once, longest=tokens)
-                written = output
+                result = output
                 if grouped and not decode_fast.computes_scales(config, num_reqs, tuning, at_once):
-                    written = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
-                decode_fast.launch(args, config, schedule, written, tuning, sizes, at_once)
+                    result = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
+                decode_fast.launch(args, config, schedule, result, tuning, sizes, at_once)
     return found
 
 
