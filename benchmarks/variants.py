@@ -322,13 +322,15 @@ def _wave_questions() -> Iterator[Question]:
     less = by_tuning("whole, 168 registers", Tuning(2, 5, 1, slots=4, overlap=True, whole=True))
     more = by_tuning("whole, 6 stages", Tuning(2, 6, 1, slots=4, overlap=True, max_registers=128, whole=True))
     scheduled = by_tuning("four tiles, scheduled", Tuning(2, 5, 1, slots=4, overlap=True, max_registers=128))
+    behind = by_tuning("behind the main kernel", Tuning(2, 3, 4, overlap="behind"))
     for name, bar in (("32x1k", 1.05), ("128x2k", 1.02)):
         ways = (DEFAULT, whole, scheduled, less, more) if name == "32x1k" else (DEFAULT, whole)
+        ways = (*ways, behind)
         yield Question("wave", LLAMA, WORKS[f"decode {name}"], "fp8", ways, bar, ("xqa",))
     pairs = by_tuning("whole, two tiles", Tuning(2, 5, 2, slots=2, max_registers=128, whole=True))
-    yield Question("wave", LLAMA, WORKS["decode 64x4k"], "fp8", (DEFAULT, pairs), 1.05, ("xqa",))
+    yield Question("wave", LLAMA, WORKS["decode 64x4k"], "fp8", (DEFAULT, pairs, behind), 1.05, ("xqa",))
     small = by_tuning("whole", Tuning(2, 3, 4, whole=True))
-    yield Question("wave", LLAMA, WORKS["decode 256x1k"], "fp8", (DEFAULT, small), 1.05, ("xqa",))
+    yield Question("wave", LLAMA, WORKS["decode 256x1k"], "fp8", (DEFAULT, small, behind), 1.05, ("xqa",))
     for work in (WORKS["decode 32x1k"], skewed):
         yield Question("wave", LLAMA, work, "bf16", (DEFAULT, whole), 1.25, ("flashinfer", "cudnn"))
     for work in (skewed, many):

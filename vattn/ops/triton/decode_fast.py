@@ -72,7 +72,8 @@ class Tuning:
         stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
         ctas: CTAs per multiprocessor that the schedule counts on.
         slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
-        overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
+        overlap: whether the kernel is launched while the one before it may still run; "behind" (of the Triton kernel):
+            so, but not before that one's own main kernel has ended; "end": it reads nothing that this
             one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
         whole: for one row a request: a CTA for each request and its heads, without a schedule or a reduction.
@@ -82,7 +83,7 @@ class Tuning:
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool | Literal["end"] = False
+    overlap: bool | Literal["behind", "end"] = False
     max_registers: int | None = None
     whole: bool = False
 
@@ -399,7 +400,7 @@ def launch(
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
-        OVERLAP=tuning.overlap is True, num_warps=way.warps, launch_pdl=True, **common,
+        OVERLAP=tuning.overlap != "end" and tuning.overlap, num_warps=way.warps, launch_pdl=True, **common,
     )  # fmt: skip
 
 

@@ -444,8 +444,11 @@ def decode_kernel(
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
     kernel before may still run, so wait for it first, or at the end if it is "end".
     """
+    if OVERLAP == "behind":
+        # Only then, so that the reduction may read at once what the kernel before wrote.
+        tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAP and OVERLAP != "end":
+    if OVERLAP and OVERLAP != "end" and OVERLAP != "behind":
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -551,10 +554,12 @@ def reduce_kernel(
     """Combine the partial results of split requests; programs walk over (split row, head, COLUMNS of the head).
 
     Partial results are of TOKENS rows each. If these are several, rows of padding are written here as well.
-    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one.
+    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one;
+    "behind": this one was launched after that, and lets the next start when the main kernel has ended.
     """
-    tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAP:
+    if OVERLAP != "behind":
+        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP and OVERLAP != "behind":
         # What that kernel wrote (a schedule, scales) is there once the main kernel is done, and not before.
         tl.extra.cuda.gdc_wait()
     num_splits = tl.load(schedule + 1, eviction_policy=KEEP)
@@ -589,6 +594,8 @@ def reduce_kernel(
         scale = load_scale(output_scale)
         # Without overlap all this is older than the main kernel, and only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
+        if OVERLAP == "behind":
+            tl.extra.cuda.gdc_launch_dependents()
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
         total = tl.exp2(sink - maximum)
         acc = tl.zeros([COLUMNS], tl.float32)
