@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -172,6 +173,35 @@ def test_outputs_of_requests_that_stay_whole(name: str, cache: dict[str, Any]) -
     decode_fast.decode(batch.args, batch.config, dataclasses.replace(tuning, whole=False))
     if name == "fp8_static":  # Lengths differ, so the schedule splits some: sums in another order.
         assert (codes.view(torch.uint8) != batch.args.output.view(torch.uint8)).float().mean() < 0.02
+
+
+def test_launches_behind_the_reduction() -> None:
+    """Steps one after the other, each of which reads what the one before wrote."""
+    from vattn.ops.triton import decode_fast
+
+    tuning = decode_fast.Tuning(2, 3, 4, overlap="behind")
+    batch = decode_batch([*RAGGED, 4000, 2000, 0], padding=2, num_heads=32, num_kv_heads=8, **FP8)
+    check(batch, tuning)
+    args, outputs = batch.args, [torch.empty_like(batch.args.output) for _ in range(12)]
+    for graphed in (False, True):
+        for output in outputs:
+            output.fill_(float("nan"))
+        graph = torch.cuda.CUDAGraph()
+        query = args.query
+        with torch.cuda.graph(graph) if graphed else contextlib.nullcontext():
+            for output in outputs:
+                decode_fast.decode(args._replace(query=query, output=output), batch.config, tuning)
+                query = output
+        if graphed:
+            for _ in range(10):
+                graph.replay()
+        torch.cuda.synchronize()
+        query = args.query
+        for output in outputs:
+            decode_fast.decode(args._replace(query=query), batch.config, decode_fast.Tuning(2, 3, 4))
+            torch.cuda.synchronize()
+            assert torch.equal(output, args.output)
+            query = args.output.clone()
 
 
 GROUPED = ["fp8_group128", "fp8_group64_pow2_col", "nvfp4"]
