@@ -182,7 +182,7 @@ def _fa3(cell: Cell) -> Call:
     return step
 
 
-def _flashinfer(family: str) -> Callable[[Cell], Call]:
+def _flashinfer(family: str, fp8_query: bool = False) -> Callable[[Cell], Call]:
     def make(cell: Cell) -> Call:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
@@ -192,9 +192,12 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
         config = cell.config("FLASHINFER")
         if cell.layer.sinks:
             raise NotThisCellError("sinks are dropped in silence by these wrappers")
-        if family == "fa3" and cell.fp8:
+        if fp8_query and not cell.fp8:
+            raise NotThisCellError("a cache that is not FP8")
+        if family == "fa3" and cell.fp8 and not fp8_query:
             raise NotThisCellError("a 16-bit query on an FP8 cache")
-        if not can_compile() and not is_built(config, family):
+        query = cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query
+        if not can_compile() and not is_built(config, family, query.dtype):
             raise NotThisCellError("the kernel is not built")
         sizes = [-(-keys // cell.block_size) for _, keys in cell.work.requests]
         pages = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -213,12 +216,14 @@ def _flashinfer(family: str) -> Callable[[Cell], Call]:
             paged_kv_indices=ids,
             paged_kv_last_page_len=last,
             page_size=cell.block_size,
-            **plan_options(config, cell.kv_cache.dtype),
+            **plan_options(config, cell.kv_cache.dtype) | {"q_data_type": query.dtype},
         )
         output = torch.empty_like(cell.query)
+        heads = (cell.layer.heads, cell.layer.kv_heads, cell.layer.kv_heads)
+        scales = [torch.ones(count, device=cell.device) for count in heads] if fp8_query else []
 
         def step() -> Tensor:
-            wrapper.run(cell.query, (cell.kv_cache[0], cell.kv_cache[1]), out=output)
+            wrapper.run(query, (cell.kv_cache[0], cell.kv_cache[1]), *scales, out=output)
             return output
 
         return step
@@ -359,6 +364,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("FA3", "fa3", _fa3_problem, _fa3, ROUNDED),
     Peer("FlashInfer fa2", "flashinfer", _flashinfer_problem, _flashinfer("fa2")),
     Peer("FlashInfer fa3", "flashinfer", _flashinfer_problem, _flashinfer("fa3")),
+    Peer("FlashInfer fa3, FP8 query", "flashinfer", _flashinfer_problem, _flashinfer("fa3", True), ROUNDED),
     Peer("XQA", "xqa", _flashinfer_problem, _xqa, ROUNDED),
     Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, _sdpa("FLASH_ATTENTION")),
     Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, _sdpa("CUDNN_ATTENTION")),

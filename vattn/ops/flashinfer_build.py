@@ -43,11 +43,12 @@ def compiler_problem() -> str | None:
     return f"FlashInfer compiles its kernels on first use and no nvcc was found ({INSTALL})"
 
 
-def is_built(config: AttentionConfig, family: str) -> bool:
+def is_built(config: AttentionConfig, family: str, query_dtype: torch.dtype | None = None) -> bool:
     """Return whether FlashInfer came with a kernel; otherwise it compiles it on first use.
 
     Args:
         family: `"fa2"` or `"fa3"`, FlashInfer's name of the kernels.
+        query_dtype: if it is not the model's.
     """
     from flashinfer.jit.attention import modules
 
@@ -55,7 +56,7 @@ def is_built(config: AttentionConfig, family: str) -> bool:
     kv_dtype = KV_FORMATS[config.kv_cache_dtype].value_dtype
     window, cap = config.sliding_window is not None, config.logits_soft_cap is not None
     spec = modules.gen_batch_prefill_module(
-        family, dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
+        family, query_dtype or dtype, kv_dtype, dtype, torch.int32, width, width, 0, window, cap, False
     )
     if config.tree_bias and not _packs_masks():
         return False
