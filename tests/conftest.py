@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,23 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Read when Triton is first imported: its kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def let_loops_end_at_loaded_numbers() -> None:
+    """Mend Triton 3.6's interpreter, which has loaded numbers as arrays `[1]`: NumPy 2.4 makes no ints of those."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.6."):
+    let_loops_end_at_loaded_numbers()
 
 # Tests run side by side, and OpenMP threads that share busy cores wait for one another: up to a hundred times slower.
 torch.set_num_threads(1)

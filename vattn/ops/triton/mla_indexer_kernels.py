@@ -105,7 +105,7 @@ def mla_indexer_score_kernel(
 def ordered_bits(x):
     """Return fp32 as uint32 in the same order."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
