@@ -12,6 +12,7 @@ import vattn
 from tests.mla_support import make_mla_config, random_mla_batch
 from vattn.errors import ShapeError
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.arguments import PlanArgs
 
 pytest.importorskip("triton")
@@ -123,3 +124,42 @@ def test_requests_of_few_rows_are_left_out(longest: int, splits: int, monkeypatc
         assert torch.allclose(part[rows], whole[rows] if attended else torch.tensor(7.0), atol=1e-6)
         assert torch.allclose(args.lse[rows], logs[rows] if attended else torch.tensor(7.0), atol=1e-6)
         row += query
+
+
+def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone tell the tokens of a step; a smaller step never needs more room, and other shapes are refused."""
+    from vattn.backends.base import DeviceInfo
+    from vattn.ops.gluon import mla_launch, mla_prefill_launch
+    from vattn.ops.gluon.prefill_plan import max_row_tiles
+
+    hopper, device = DeviceInfo("cuda", (9, 0)), torch.device("cuda")
+    monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, d: not mla_prefill_launch.refusals(c, hopper))
+    monkeypatch.setattr(mla_launch, "_can_run", lambda c, d: not mla_launch.refusals(c, hopper))
+    monkeypatch.setattr(mla_launch, "_multiprocessors", lambda d: 132)
+    deepseek = make_mla_config(
+        num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
+        block_size=64, backend="TRITON_MLA",
+    )  # fmt: skip
+    for config in (deepseek, deepseek.replace(num_heads=12)):
+        sizes = {}
+        for reqs in (2, 7):
+            for tokens in (reqs, reqs + 1, 8 * reqs + 1, 42 * reqs + 1, 5000):
+                shape = mla_plan.plan_shape(config, tokens, reqs, device)
+                sizes[tokens, reqs] = torch.Size(shape).numel()
+                room = mla_plan.tile_room(config, tokens, reqs, device)
+                assert room >= 8 * (1 + 2 * max_row_tiles(tokens, reqs, 128)) and room % 16 == 0
+                plan = torch.empty(shape, dtype=torch.int32)
+                assert mla_prefill_launch.tokens_of_room(room, reqs) == tokens
+                tiles, line = mla_plan.tiles_in(plan, reqs, room), mla_plan.line_in(plan, reqs)
+                assert tiles.data_ptr() + 4 * room == line.data_ptr()
+        for (tokens, reqs), size in sizes.items():
+            assert all(size <= other for (t, r), other in sizes.items() if t >= tokens and r >= reqs)
+        assert mla_plan.plan_key(config).endswith(" tiles")
+        assert mla_plan.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
+        with variants.using(latent_prefill="plain"):
+            assert not mla_plan.tile_room(config, 5000, 2, device)
+    starts = torch.tensor([0, 300, 301]).int()
+    for room in (8, 16, 16 * 4 + 8):
+        assert mla_prefill_launch.tokens_of_room(room, 3) < 0
+    with pytest.raises(ShapeError, match="elements"):
+        mla_launch.plan(starts, starts[1:], torch.zeros(mla_plan.MIXED, 700, dtype=torch.int32), deepseek)

@@ -26,7 +26,7 @@ from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.mla_cut import Parts, cut_requests
-from vattn.ops.triton.mla_plan import MIXED, line_room
+from vattn.ops.triton.mla_plan import MIXED, line_room, planned_tokens, tile_room
 from vattn.ops.triton.mla_reduce import merge_parts
 from vattn.ops.triton.mla_rule import longest_absorbed
 from vattn.ops.triton.mla_schedule import FIELDS, WAVES, mla_schedule_kernel
@@ -146,13 +146,18 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
-    parts = most_parts(num_reqs, 1)
-    records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
-    room = records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
+    room = _schedule_room(num_reqs, device) + tile_room(config, num_tokens, num_reqs, device)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
     most = rows_of_parts(num_tokens, num_reqs, config)
     return (most, room // most, 1) if most else (1, room)
+
+
+def _schedule_room(num_reqs: int, device: torch.device) -> int:
+    """Return how many integers a plan has for all but the row tiles of prompts."""
+    parts = most_parts(num_reqs, 1)
+    records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
+    return records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
 
 
 def _even(count: int) -> int:
@@ -181,15 +186,19 @@ def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
     return max(1, _multiprocessors(device) // groups_of_rows(config, tokens))
 
 
-def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> None:
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> int:
     """Fill the schedule of a step on the device; where other kernels attend a whole step, there is none to fill.
+
+    Returns:
+        Tokens of the step, where its plan has room for row tiles and so tells them; else 0.
 
     Raises:
         ShapeError: the schedule was made for another batch size.
     """
-    num_reqs, shape = seq_lens.shape[0], tuple(schedule.shape)
-    room = torch.Size(plan_shape(config, num_reqs, num_reqs, seq_lens.device)).numel()
-    tokens = shape[0] if shape else 0
+    num_reqs, shape, device = seq_lens.shape[0], tuple(schedule.shape), seq_lens.device
+    room, tokens = _schedule_room(num_reqs, device), shape[0] if shape else 0
+    num_tokens = planned_tokens(schedule.numel() - room, num_reqs, config, device)
+    room += tile_room(config, max(num_tokens, 0), num_reqs, device)
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
     if len(shape) == 3:
@@ -200,6 +209,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     else:
         way = Way(fewest(config), fewest(config)) if tokens == MIXED else Way(tokens, 0)
         lay_schedule(query_start_loc, seq_lens, schedule, way, config)
+    return num_tokens
 
 
 def lay_schedule(

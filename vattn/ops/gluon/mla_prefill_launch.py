@@ -53,25 +53,54 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
     return not refusals(config, DeviceInfo.of(device))
 
 
+def _is_taken(config: MLAConfig) -> bool:
+    way = variants.current().latent_prefill
+    return way == "gluon" or (way == "measured" and _widths(config)[0] == 128)
+
+
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
     """Return whether a step goes this way: the layer does, and its keys lie in whole tiles, all at once."""
-    way = variants.current().latent_prefill
-    if way == "plain" or align % KEYS.value or chunks > 1:
-        return False
-    if way == "measured" and _widths(config)[0] != 128:
+    if not _is_taken(config) or align % KEYS.value or chunks > 1:
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
 
 
-def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
-    """Return the row tiles of requests of more than `longest` tokens, and of padding, the longest first."""
-    tokens, reqs = args.query.shape[0], args.seq_lens.shape[0]
-    tiles = max_row_tiles(tokens, reqs, ROWS)
-    schedule = torch.empty((1 + 2 * tiles, RECORD_WORDS), dtype=torch.int32, device=args.query.device)
+def plans(config: MLAConfig, device: torch.device) -> bool:
+    """Return whether plans of a layer have room for row tiles: steps with prompts go this way."""
+    return device.type == "cuda" and _is_taken(config) and _can_run(config, device)
+
+
+def plan_key(config: MLAConfig) -> str:
+    """Return what layers that share a plan have in common."""
+    return " tiles" if not refusals(config, DeviceInfo("cuda", hopper.CAPABILITY)) and _is_taken(config) else ""
+
+
+def tile_room(num_tokens: int, num_reqs: int) -> int:
+    """Return how many integers a plan has for row tiles; it tells how many tokens the step has."""
+    return 2 * RECORD_WORDS * (num_tokens + num_reqs + 2)
+
+
+def tokens_of_room(room: int, num_reqs: int) -> int:
+    """Return the tokens of the step that room for row tiles was made for; below 0 if for none."""
+    return -1 if room % (2 * RECORD_WORDS) else room // (2 * RECORD_WORDS) - num_reqs - 2
+
+
+def write_tiles(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens: int, longest: int) -> None:
+    """Write the row tiles of requests of more than `longest` tokens, and of padding, the longest first."""
+    reqs = seq_lens.shape[0]
     prefill_plan_kernel[(1,)](
-        args.query_start_loc, args.seq_lens, schedule, reqs, tokens, tiles, WINDOW=0, ROWS=ROWS, LEAST=longest + 1,
-        KEYS=KEYS.value, CHUNK=128, REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
+        query_start_loc, seq_lens, schedule, reqs, num_tokens, max_row_tiles(num_tokens, reqs, ROWS), WINDOW=0,
+        ROWS=ROWS, LEAST=longest + 1, KEYS=KEYS.value, CHUNK=128,
+        REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
     )  # fmt: skip
+
+
+def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
+    """Return a step's row tiles, for calls that no plan came with."""
+    tokens, reqs = args.query.shape[0], args.seq_lens.shape[0]
+    rows = 1 + 2 * max_row_tiles(tokens, reqs, ROWS)
+    schedule = torch.empty((rows, RECORD_WORDS), dtype=torch.int32, device=args.query.device)
+    write_tiles(args.query_start_loc, args.seq_lens, schedule, tokens, longest)
     return schedule
 
 
@@ -93,7 +122,7 @@ def attend_expanded(
         expanded, ropes: flat, of whole rows of N (P + V) and R columns.
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
         ctas: programs, by default one for each multiprocessor.
-        schedule: what `plan_tiles` returned, made here by default.
+        schedule: the step's row tiles, made here by default.
     """
     query, heads = args.query, config.num_heads
     if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:

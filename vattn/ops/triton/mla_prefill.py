@@ -18,7 +18,7 @@ from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token, workspace_tokens
 from vattn.ops.triton.launch import TRITON_DTYPES
 from vattn.ops.triton.mla_epilogue import epilogue_arguments, epilogue_constants
-from vattn.ops.triton.mla_plan import lay_line, planned_line
+from vattn.ops.triton.mla_plan import lay_line, planned_line, planned_tiles
 from vattn.ops.triton.mla_prefill_kernels import mla_complete_kernel, mla_expand_kernel, mla_prefill_kernel
 from vattn.ops.triton.mla_rows import row_strides
 from vattn.ops.triton.mla_rule import longest_absorbed, most_aligned
@@ -118,8 +118,10 @@ def attend_prompts(
         from vattn.ops.gluon.mla_prefill_launch import attend_expanded
 
         _expand(args, weight.view(width, -1), 0, chunks, common, config, limits)
-        longest = longest_absorbed(config)
-        attend_expanded(args, config, line, common["expanded"], common["ropes"], rows, longest, limits)
+        attend_expanded(
+            args, config, line, common["expanded"], common["ropes"], rows, longest_absorbed(config), limits,
+            schedule=planned_tiles(args, config),
+        )  # fmt: skip
         return
     for first in range(0, chunks.count * chunks.places, chunks.places):
         _expand(args, weight.view(width, -1), first, chunks, common, config, limits)
