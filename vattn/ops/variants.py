@@ -25,12 +25,12 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
-    "short_codes": ("general", "packed"),
     "e2m1": ("masked", "carried"),
     "graph_edges": ("captured", "early"),
     "weights_ahead": ("none", "branch"),
     "few_requests": ("measured", "split", "clusters"),
     "cluster_results": ("divided", "corrected"),
+    "group_quotients": ("divided", "corrected"),
     "one_wave": ("scheduled", "whole"),
     "next_tile": ("ahead", "late"),
     "mixed_rows": ("sixteen", "eight"),
@@ -57,8 +57,6 @@ class Variants:
             rows of a request and its group of heads, or "eight".
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
-        short_codes: decode over caches with codes of three bits, of heads of 128, on Hopper: "general", the general
-            kernel; "packed", the packed formats' own.
         e2m1: how decode over NVFP4 caches puts codes in their places: "masked", by logic alone; "carried", by additions
             that carry their signs.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
@@ -71,6 +69,8 @@ class Variants:
             "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
         cluster_results: how a CTA of "clusters" finishes a head: "divided", part by part, NVFP4 by divisions;
             "corrected", all parts on their way at once, NVFP4 by products that are corrected to the same bytes.
+        group_quotients: how kernels of attention quantise groups by IEEE's quotients: "divided", by the division, which
+            branches for each value; "corrected", by products that are corrected to the same bytes.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
             before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
             RoPE's runs, over caches with which only decode in clusters makes use of that.
@@ -107,10 +107,10 @@ class Variants:
     graph_edges: str = "early"
     weights_ahead: str = "none"
     packed_store: str = "words"
-    short_codes: str = "packed"
     e2m1: str = "masked"
     few_requests: str = "measured"
     cluster_results: str = "divided"
+    group_quotients: str = "divided"
     one_wave: str = "scheduled"
     next_tile: str = "ahead"
     mixed_rows: str = "sixteen"

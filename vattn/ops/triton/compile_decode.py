@@ -229,9 +229,8 @@ def problems_of(kernel: Any, arguments: dict[str, Any]) -> list[str]:
     return found + [f"{n} bytes of registers spill" for n in spills if n > SPILL_ALLOWANCE]
 
 
-@using(short_codes="packed")
 def main() -> int:
-    """Compile and report; return 1 if anything went wrong. Decode over codes of three bits is compiled too."""
+    """Compile and report; return 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="compile everything")
     parser.add_argument("--only", default="", help="compile layers whose config contains this text")

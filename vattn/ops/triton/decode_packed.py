@@ -26,14 +26,11 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
 from vattn.ops.triton.decode_fast_kernels import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
 from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
-from vattn.ops.variants import Variants, current
+from vattn.ops.variants import current
 
-KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4)}
-VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4)}
+KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4), ("codebook", 3)}
+VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4), ("uniform", 3)}
 """Codecs and bits that the kernel unpacks."""
-
-SHORT_CODECS = {("codebook", 3), ("uniform", 3)}
-"""Those that it unpacks under the variant `short_codes="packed"` too."""
 
 TUNINGS: dict[str, Tuning] = {
     "int8_per_token_head": Tuning(2, 4, 4),
@@ -58,7 +55,7 @@ warp cost nothing. Groups of more than four query heads per KV head leave too fe
 
 HEAD_SIZES = Sizes(values=(64, 128))
 SHORT_HEAD_SIZES = Sizes(values=(128,))
-"""With codes of three bits: heads are multiples of 16 bytes apart."""
+"""With codes of three bits: tensor maps want heads multiples of 16 bytes apart, and 64 columns take 24."""
 
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
 
@@ -84,18 +81,13 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 def _is_unpacked(config: AttentionConfig) -> bool:
     key, value = KV_FORMATS[config.kv_cache_dtype].parts
-    short = SHORT_CODECS if current().short_codes == "packed" else set()
-    return (key.codec, key.bits) in KEY_CODECS | short and (value.codec, value.bits) in VALUE_CODECS | short
+    return (key.codec, key.bits) in KEY_CODECS and (value.codec, value.bits) in VALUE_CODECS
 
 
 @lru_cache(maxsize=4096)
-def _runs(config: AttentionConfig, device: torch.device, variants: Variants) -> bool:
-    return not refusals(config, DeviceInfo.of(device))
-
-
 def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused under the variants in use."""
-    return _runs(config, device, current())
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
