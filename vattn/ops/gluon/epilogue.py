@@ -64,6 +64,35 @@ def divide_by_constant(x, DIVISOR: gl.constexpr, APPROXIMATE: gl.constexpr):
 
 
 @gluon.jit
+def reciprocal_of(x):
+    """Return what the compiler's division multiplies by: good for x and reciprocals that are normal numbers."""
+    guess = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    better = gl.fma(guess, gl.fma(-x, guess, gl.zeros_like(x) + 1.0), guess)
+    # Of zeros and infinities the guess is right, and its correction NaN.
+    return gl.where(better == better, better, guess)
+
+
+@gluon.jit
+def quotients(x, step):
+    """Return IEEE's fp32 quotients without a branch, but for some that FP8 and FP4 round to zero or to their limit.
+
+    A product with the reciprocal is within two units of the quotient's last place; its remainder, which FMA gives
+    exactly, corrects it. `step` broadcasts over x. Both are multiplied by a power of two where one step of that would
+    leave fp32's range; x may become inexact where its quotient is nothing. Large and tiny products stay as they are.
+    """
+    size = gl.abs(step)
+    factor = gl.where(size < 8.6736174e-19, 1.8446744e19, gl.where(size > 1.1529215e18, 5.421011e-20, 1.0))
+    step = step * factor
+    zero = gl.zeros_like(x)
+    x = x * (zero + factor)
+    step, inverse = zero + step, zero + reciprocal_of(step)
+    product = x * inverse
+    corrected = gl.fma(gl.fma(-product, step, x), inverse, product)
+    largeness = gl.abs(product)
+    return gl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+
+
+@gluon.jit
 def group_scales(absmax, scale, GROUPS: gl.constexpr):
     """See `vattn.ops.triton.epilogue`."""
     APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide" or GROUPS[4] == "approximate_multiply"
@@ -88,8 +117,12 @@ def group_scales(absmax, scale, GROUPS: gl.constexpr):
 def group_codes(x, step, GROUPS: gl.constexpr):
     """See `vattn.ops.triton.epilogue`; `step` broadcasts."""
     APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide" or GROUPS[4] == "approximate_multiply"
-    if GROUPS[1]:
+    if GROUPS[1] and GROUPS[4] == "corrected":
+        return encode_e2m1(quotients(x, step))
+    elif GROUPS[1]:
         return encode_e2m1(divide(x, gl.zeros_like(x) + step, APPROXIMATE))
+    elif GROUPS[4] == "corrected":
+        return encode_e4m3(quotients(x, step))
     elif GROUPS[4] == "multiply" or GROUPS[4] == "approximate_multiply":
         return encode_e4m3(x * divide(gl.zeros_like(step) + 1.0, step, APPROXIMATE))
     else:

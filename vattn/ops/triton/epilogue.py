@@ -16,6 +16,7 @@ import triton.language as tl
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.triton.codec import INTERPRETED, cast, decode, encode_e2m1, encode_e4m3, encode_native
+from vattn.ops.variants import current
 
 EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 MIN_ABSMAX = tl.constexpr(1e-10)
@@ -31,12 +32,16 @@ def groups_fit_heads(config: AttentionConfig) -> bool:
 def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
     """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
 
-    Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic.
+    Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic, of
+    which "corrected" is "divide" by corrected products.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     size = fmt.group_size if groups_fit_heads(config) else 0
-    return size, fmt.static_scale, fmt.power_of_two, least, config.output_arithmetic
+    arithmetic = config.output_arithmetic
+    if arithmetic == "divide" and current().group_quotients == "corrected":
+        arithmetic = "corrected"
+    return size, fmt.static_scale, fmt.power_of_two, least, arithmetic
 
 
 def row_output(config: AttentionConfig) -> str:
@@ -183,6 +188,23 @@ def divide_by_steps(x, step):
 
 
 @triton.jit
+def quotients(x, step):
+    """Return IEEE's fp32 quotients without a branch a value, but for some that codes round to zero or to their limit.
+
+    As `divide_by_steps`, for steps of any size: `vattn.ops.gluon.epilogue.quotients` says how.
+    """
+    size = tl.abs(step)
+    factor = tl.where(size < 8.6736174e-19, 1.8446744e19, tl.where(size > 1.1529215e18, 5.421011e-20, 1.0))
+    step = step * factor
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    x = x * factor
+    product = x * reciprocal
+    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
+    largeness = tl.abs(product)
+    return tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+
+
+@triton.jit
 def round_e2m1(x):
     """Return fp32 values as e2m1 codes 0 to 15 in int32, as `encode_e2m1`, in half as many instructions.
 
@@ -236,8 +258,13 @@ def group_scales(absmax, scale, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr =
 @triton.jit
 def group_codes(x, step, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """Return codes of values under the second result of `group_scales`: e4m3 bytes, or e2m1 in int32."""
-    if GROUPS[1]:
+    if GROUPS[1] and GROUPS[4] == "corrected":
+        ratio = quotients(x, step)
+        return tl.where(ratio == ratio, round_e2m1(ratio), 7)
+    elif GROUPS[1]:
         return nvfp4_codes(x, step, GROUPS[4] == "approximate_divide")
+    elif GROUPS[4] == "corrected":
+        return encode_output(quotients(x, step), NATIVE_FP8)
     else:
         ARITHMETIC: tl.constexpr = GROUPS[4]
         return quantise_dynamic(x, step, ARITHMETIC, NATIVE_FP8)
