@@ -13,6 +13,7 @@ from tests.conformance.compare import compare, on_cpu
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn import quantization
 from vattn.backends.base import DeviceInfo
+from vattn.ops.variants import using
 
 pytestmark = pytest.mark.gpu
 
@@ -475,7 +476,6 @@ def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str,
     from vattn.ops.arguments import RopeUpdateArgs
     from vattn.ops.triton import decode_fast
     from vattn.ops.triton.rope_cache_update import rope_update
-    from vattn.ops.variants import using
     from vattn.rope_config import RopeConfig
 
     batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", **cache)
