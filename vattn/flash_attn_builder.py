@@ -13,7 +13,7 @@ from vattn.errors import ConfigError, MetadataError
 from vattn.flash_attn_metadata import FlashAttentionMetadata
 from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
-from vattn.metadata import AttentionMetadata, CaptureKey, with_sinks
+from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, read_integers
 from vattn.token_order import is_decode
@@ -250,9 +250,4 @@ class _ReplanningBuilder(AttentionMetadataBuilder):
 
     def replan(self, metadata: AttentionMetadata) -> None:
         """Fill the schedules from the lengths on the device, in shapes for the rows that the step has now."""
-        reqs, rows = metadata.seq_lens.shape[0], metadata.slot_mapping.shape[0]
-        for key in self._configs if metadata.plans else ():
-            shape = self._plan_shape(key, rows, reqs)
-            metadata.plans[key] = self._plans[key][: torch.Size(shape).numel()].view(shape).data
-            lengths = with_sinks(metadata.seq_lens, self._sink_lens[key])
-            torch.ops.vattn.plan(metadata.query_start_loc, lengths, metadata.plans[key], self._configs[key].encode())
+        self._plans.refill(metadata)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.capture_contract import refuse_contradiction
 from vattn.errors import ConfigError, MetadataError
 from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.metadata import AttentionMetadata, CaptureKey
-from vattn.metadata_builder import AttentionMetadataBuilder, refuse_contradiction
+from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, Step, read_integers, read_step
 
 

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vattn.backends import selector
 from vattn.backends.base import DeviceInfo
+from vattn.capture_contract import refuse_contradiction, refuse_overflow
 from vattn.config import AttentionConfig
 from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.steps import (
     builder_facts,
-    check_ranks,
     check_striped_step,
     step_facts,
     telling_others,
 )
 from vattn.cross_step import read_cross_step, write_cross_slots
-from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.errors import ConfigError, MetadataError
 from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
 from vattn.logits_rows import read_num_logits, write_logits_indices
-from vattn.metadata import AttentionMetadata, CaptureKey, host_plan_key, plan_key, with_sinks
-from vattn.mla_config import MLAConfig
+from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.next_step import FollowingSteps, moved_on, write_following
-from vattn.ops.arguments import HostPlanArgs
 from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
-from vattn.step_buffers import StepBuffers
-from vattn.step_input import Lengths, Limits, Step, most_held, read_positions, read_step
+from vattn.step_buffers import StepBuffers, alias
+from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
+from vattn.step_plans import StepPlans, find_layers
 
 
 class AttentionMetadataBuilder:
@@ -115,7 +114,6 @@ class AttentionMetadataBuilder:
         )
         DeviceInfo.of(device)  # an error of ours for what is no device
         self.device = torch.device(device)
-        self.num_blocks = None if num_blocks is None else _capacity("num_blocks", num_blocks)
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
             raise ConfigError(
                 f"context_parallel={context_parallel!r:.60}",
@@ -123,81 +121,39 @@ class AttentionMetadataBuilder:
                 "make it with ContextParallel.of(group)",
             )
         self.context_parallel = context_parallel
-        stripe = None if context_parallel is None else context_parallel.stripe
-        self.table_width = -(-most_held(stripe, max_seq_len) // block_size)
-        self.backends: set[str] = set()
-        self._sink_layers: list[Any] = []
-        self._sink_lens: dict[str, int] = {}
-        self._asked: list[str] = []
-        with telling_others(context_parallel):
-            self._configs = self._find_configs(layers)
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
-        max_encoder_tokens = _capacity("max_encoder_tokens", max_encoder_tokens, 0)
-        self._limits = Limits(
+        limits = Limits(
             num_reqs=self.max_num_reqs,
             num_tokens=max_num_tokens,
             seq_len=max_seq_len,
             block_size=block_size,
-            num_blocks=self.num_blocks,
+            num_blocks=None if num_blocks is None else _capacity("num_blocks", num_blocks),
             mm_ranges=max_mm_ranges,
             trees=max_trees,
             tree_size=max_tree_size,
             encoder_len=max_encoder_len,
-            encoder_tokens=max_encoder_tokens,
-            stripe=stripe,
-            reserved_blocks=max((layer.sink_len // block_size for layer in self._sink_layers), default=0),
+            encoder_tokens=_capacity("max_encoder_tokens", max_encoder_tokens, 0),
+            stripe=None if context_parallel is None else context_parallel.stripe,
         )
+        self.table_width = limits.table_width
+        with telling_others(context_parallel):
+            found = find_layers(layers, limits, self.device, context_parallel, self._one_table)
+        self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
+        reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
+        self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)
         # Buffers made in inference mode could not be rewritten outside of it.
         with torch.inference_mode(False):
             self._allocate()
+            self._plans = StepPlans(found, self._limits, self.device)
         self._builds = itertools.count()
         if context_parallel is not None:
-            context_parallel.agree(builder_facts(self._limits, self._asked))
-
-    def _find_configs(self, layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> dict[str, AttentionConfig]:
-        """Return one config per kind of schedule that the layers need; learn their backends and the cache size too."""
-        found: dict[str, AttentionConfig] = {}
-        if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
-            raise ConfigError(f"layers={layers!r:.60}", "a model, layers or configs", "pass the model itself")
-        for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
-            config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
-            if config is None:
-                continue
-            if config.block_size != self.block_size:
-                raise ConfigError(
-                    f"a layer has block_size={config.block_size}, the builder {self.block_size}",
-                    "one block size",
-                    "pass block_size= of the layers' CacheConfig",
-                )
-            self._asked.append(check_ranks(layer, config, self.context_parallel))
-            backend = selector.choose(config, self.device)
-            self.backends.add(backend.name)
-            sink_len = getattr(layer, "sink_len", 0)
-            if sink_len:
-                self._sink_layers.append(layer)
-            # The schedule of cross attention would need other lengths; no backend has one.
-            planned = config.attn_type != "encoder_decoder" and not config.context_parallel
-            # A plan made on the host holds the pages of one block table.
-            planned = planned and not (backend.host_plan_size(config) and (sink_len or not self._one_table))
-            if planned and backend.plan_shape(config, self.max_num_tokens, self.max_num_reqs, self.table_width):
-                key = plan_key(backend.plan_key(config), sink_len)
-                self._sink_lens[key] = sink_len
-                found.setdefault(key, config)
-            if self.num_blocks is None and isinstance(layer, nn.Module):
-                self.num_blocks = _blocks_of(layer, config)
-        if self.num_blocks is None:
-            # Without it a block id could not be told from one outside of the cache.
-            found = {key: config for key, config in found.items() if not self._host_plan_size(config)}
-        return found
-
-    def _host_plan_size(self, config: AttentionConfig) -> int:
-        return selector.choose(config, self.device).host_plan_size(config)
+            context_parallel.agree(builder_facts(self._limits, found.asked))
 
     @property
     def host_planned(self) -> frozenset[str]:
         """Names of the backends that this builder plans for on the host."""
-        return frozenset(selector.choose(self._configs[key], self.device).name for key in self._host_plans)
+        return self._plans.host_planned
 
     def _allocate(self) -> None:
         self._buffers = StepBuffers(self._limits, self.device, pinned=False)
@@ -206,9 +162,6 @@ class AttentionMetadataBuilder:
         self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
         self._suffix_lens = torch.zeros(self._limits.num_reqs, dtype=torch.int32, device=self.device)
         self._suffix_table = torch.zeros_like(self._buffers.block_table)
-        self._plans = {key: self._new_plan(key) for key in self._configs}
-        sizes = {key: self._host_plan_size(config) for key, config in self._configs.items()}
-        self._host_plans = {key: torch.zeros(size, dtype=torch.int64) for key, size in sizes.items() if size}
         self._staging = [self._buffers]
         self._copied: list[torch.cuda.Event | None] = [None]
         if self.device.type == "cuda":
@@ -218,15 +171,6 @@ class AttentionMetadataBuilder:
         self._turn = 0
         self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
         """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
-
-    def _new_plan(self, key: str) -> Tensor:
-        shape = self._plan_shape(key, self.max_num_tokens, self.max_num_reqs)
-        return torch.zeros(torch.Size(shape).numel(), dtype=torch.int32, device=self.device)
-
-    def _plan_shape(self, key: str, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
-        config = self._configs[key]
-        width = self.table_width + self._sink_lens[key] // self.block_size
-        return selector.choose(config, self.device).plan_shape(config, num_tokens, num_reqs, width)
 
     @known_keywords
     def build(
@@ -312,7 +256,7 @@ class AttentionMetadataBuilder:
                 num_logits_padded = captured.get("logits_indices", num_logits_padded)
                 num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
                 num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
-                _refuse_overflow(step, capture_key)
+                refuse_overflow(step, capture_key)
             padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
             padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
             metadata = self._views(step, padded_reqs, padded_tokens)
@@ -394,10 +338,10 @@ class AttentionMetadataBuilder:
             return
         rows = step.cross.num_rows
         padded = _padded("encoder states", rows, asked, rows, self._limits.encoder_tokens)
-        metadata.encoder_seq_lens = _alias(self._buffers.encoder_seq_lens[:num_reqs])
-        metadata.cross_block_table = _alias(self._buffers.cross_block_table[:num_reqs])
+        metadata.encoder_seq_lens = alias(self._buffers.encoder_seq_lens[:num_reqs])
+        metadata.cross_block_table = alias(self._buffers.cross_block_table[:num_reqs])
         if padded:
-            metadata.cross_slot_mapping = _alias(self._cross_slots[:padded])
+            metadata.cross_slot_mapping = alias(self._cross_slots[:padded])
 
     def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
         """Add views of the kept rows; forget them in a step that keeps all, unless a size is asked for."""
@@ -407,8 +351,8 @@ class AttentionMetadataBuilder:
         step.num_logits = step.query_lens if step.num_logits is None else step.num_logits
         kept = int(step.num_logits.sum())
         padded = _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
-        metadata.logits_start_loc = _alias(self._buffers.logits_start_loc[: num_reqs + 1])
-        metadata.logits_indices = _alias(self._logits_indices[:padded])
+        metadata.logits_start_loc = alias(self._buffers.logits_start_loc[: num_reqs + 1])
+        metadata.logits_indices = alias(self._logits_indices[:padded])
 
     def _add_prefix(self, metadata: AttentionMetadata, step: Step, num_reqs: int) -> None:
         """Add views of what layers read of a shared prefix and behind it."""
@@ -416,10 +360,10 @@ class AttentionMetadataBuilder:
             return
         if metadata.logits_indices is not None:
             raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
-        metadata.prefix_lens = _alias(self._buffers.prefix_lens[:2])
-        metadata.prefix_start_loc = _alias(self._buffers.prefix_start_loc[:3])
-        metadata.suffix_lens = _alias(self._suffix_lens[:num_reqs])
-        metadata.suffix_block_table = _alias(self._suffix_table[:num_reqs])
+        metadata.prefix_lens = alias(self._buffers.prefix_lens[:2])
+        metadata.prefix_start_loc = alias(self._buffers.prefix_start_loc[:3])
+        metadata.suffix_lens = alias(self._suffix_lens[:num_reqs])
+        metadata.suffix_block_table = alias(self._suffix_table[:num_reqs])
 
     def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
         """Fill what the device computes from what was copied there."""
@@ -442,33 +386,7 @@ class AttentionMetadataBuilder:
             )  # fmt: skip
             # Schedules are of the part that goes by requests.
             seq_lens = metadata.suffix_lens
-        for key in self._configs if metadata.plans else ():
-            schedule = metadata.plans[key]
-            if key in self._host_plans:
-                self._plan_on_host(key, metadata, step)
-                continue
-            lengths = with_sinks(seq_lens, self._sink_lens[key])
-            torch.ops.vattn.plan(metadata.query_start_loc, lengths, schedule, self._configs[key].encode())
-
-    def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
-        """Have a backend plan a step; one that changes what the layers ask for is left to their calls."""
-        host_plan, config = self._host_plans[key], self._configs[key]
-        asked = (metadata.tree_bias, metadata.mm_ranges, metadata.prefix_lens)
-        if metadata.causal is not True or any(tensor is not None for tensor in asked):
-            host_plan.zero_()
-            return
-        args = HostPlanArgs(
-            query_lens=step.query_lens,
-            kv_lens=step.seq_lens,
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            num_tokens=metadata.slot_mapping.shape[0],
-            num_blocks=self.num_blocks or 0,
-            schedule=metadata.plans[key],
-            host_plan=host_plan,
-        )
-        selector.choose(config, self.device).plan_on_host(args, config)
+        self._plans.fill(metadata, seq_lens, step)
 
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
@@ -476,12 +394,7 @@ class AttentionMetadataBuilder:
 
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
-        to, plans = self._buffers, {}
-        for key in self._configs if not step.packed else ():
-            shape = self._plan_shape(key, num_tokens, num_reqs)
-            plans[key] = _alias(self._plans[key][: torch.Size(shape).numel()].view(shape))
-            if key in self._host_plans:
-                plans[host_plan_key(key)] = self._host_plans[key]
+        to = self._buffers
         bias = step.tree_bias
         queries, lengths = step.query_lens, step.seq_lens
         decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
@@ -489,16 +402,16 @@ class AttentionMetadataBuilder:
         real_tokens = step.positions.shape[0]
         longest = int(lengths.max()) if len(lengths) else 0
         return AttentionMetadata(
-            query_start_loc=_alias(to.query_start_loc[: num_reqs + 1]),
-            seq_lens=_alias(to.seq_lens[:num_reqs]),
-            block_table=_alias(to.block_table[:num_reqs, : 0 if step.packed else None]),
-            slot_mapping=_alias(to.slot_mapping[:num_tokens]),
-            positions=_alias(to.positions[:num_tokens]),
-            causal=step.causal if isinstance(step.causal, bool) else _alias(to.causal_flags[:num_reqs]),
-            tree_bias=None if bias is None else _alias(to.tree_bias[: bias.numel()].view(bias.shape)),
-            tree_id=None if bias is None else _alias(to.tree_id[:num_reqs]),
-            mm_ranges=None if step.mm_ranges is None else _alias(to.mm_ranges[:num_reqs]),
-            plans=plans,
+            query_start_loc=alias(to.query_start_loc[: num_reqs + 1]),
+            seq_lens=alias(to.seq_lens[:num_reqs]),
+            block_table=alias(to.block_table[:num_reqs, : 0 if step.packed else None]),
+            slot_mapping=alias(to.slot_mapping[:num_tokens]),
+            positions=alias(to.positions[:num_tokens]),
+            causal=step.causal if isinstance(step.causal, bool) else alias(to.causal_flags[:num_reqs]),
+            tree_bias=None if bias is None else alias(to.tree_bias[: bias.numel()].view(bias.shape)),
+            tree_id=None if bias is None else alias(to.tree_id[:num_reqs]),
+            mm_ranges=None if step.mm_ranges is None else alias(to.mm_ranges[:num_reqs]),
+            plans={} if step.packed else self._plans.views(num_tokens, num_reqs),
             num_reqs=queries.shape[0],
             num_actual_tokens=real_tokens,
             max_query_len=int(queries.max()) if len(queries) else 0,
@@ -509,7 +422,7 @@ class AttentionMetadataBuilder:
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             block_size=self.block_size,
-            local_seq_lens=None if step.held is None else _alias(to.local_seq_lens[:num_reqs]),
+            local_seq_lens=None if step.held is None else alias(to.local_seq_lens[:num_reqs]),
             stripe=self._limits.stripe,
         )
 
@@ -530,66 +443,6 @@ class AttentionMetadataBuilder:
         if copied is not None:
             copied.synchronize()
         return staging, copied
-
-
-def refuse_contradiction(captured: CaptureKey, came: CaptureKey) -> None:
-    """Raise GraphContractError, naming every difference, if a step cannot replay a capture."""
-    if captured != came:
-        raise GraphContractError(
-            "the step contradicts the captured graph: " + "; ".join(captured.differences(came)),
-            "the sizes, optional tensors and buffers of the capture",
-            "build the step with the builder and the capture_key of the capture, or capture this kind of step too",
-        )
-
-
-def _refuse_overflow(step: Step, key: CaptureKey) -> None:
-    """Refuse a step that is larger than a capture in any size."""
-    captured = dict(key.optional)
-    sizes = [
-        ("requests", step.query_lens.shape[0], key.num_reqs),
-        ("tokens", step.positions.shape[0], key.num_tokens),
-    ]
-    if step.cross is not None and "cross_slot_mapping" in captured:
-        sizes.append(("encoder states", step.cross.num_rows, captured["cross_slot_mapping"][0]))
-    if "logits_indices" in captured:
-        kept = step.query_lens if step.num_logits is None else step.num_logits
-        sizes.append(("kept tokens", int(kept.sum()), captured["logits_indices"][0]))
-    for name, count, limit in sizes:
-        if count > limit:
-            raise GraphContractError(
-                f"a step of {count} {name} for a graph captured with {limit}",
-                f"at most {limit} {name}",
-                "replay a larger graph, or run this step without one",
-            )
-
-
-def _alias(view: Tensor) -> Tensor:
-    # A plain tensor over the same memory: Dynamo would also trace and guard the base of a view.
-    return view.data
-
-
-def _config_of(layer: nn.Module) -> AttentionConfig | None:
-    """Return what an attention layer's cache was bound for; `None` for a module that is no attention layer."""
-    if not hasattr(layer, "bind_kv_cache"):
-        return None
-    config = getattr(layer, "config", None)
-    if isinstance(config, MLAConfig):
-        # What a builder reads of a config, this one has too.
-        return cast(AttentionConfig, config)
-    if not isinstance(config, AttentionConfig):
-        raise CacheNotBoundError(
-            f"layer {getattr(layer, 'prefix', '')!r} has no KV cache, so its backend is not known yet",
-            "layers with a bound cache",
-            "call vattn.allocate_kv_cache(model, num_blocks=...) before making the builder",
-        )
-    return config
-
-
-def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
-    cache = getattr(layer, "kv_cache", None)
-    if not isinstance(cache, Tensor):
-        return None
-    return cache.shape[1 if config.head_size == config.head_size_v else 0]
 
 
 def _capacity(name: str, size: Any, least: int = 1) -> int:

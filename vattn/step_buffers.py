@@ -82,6 +82,11 @@ class StepBuffers:
             yield self.cross_block_table[:num_reqs], to.cross_block_table[:num_reqs]
 
 
+def alias(view: Tensor) -> Tensor:
+    """Return a plain tensor over the memory of a view, whose base Dynamo would also trace and guard."""
+    return view.data
+
+
 def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
     real = lengths.shape[0]
     to[0] = 0
