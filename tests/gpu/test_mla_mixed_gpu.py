@@ -110,18 +110,28 @@ REPLAYS = {
 """Steps of one shape: query and sequence lengths."""
 
 
+@pytest.mark.parametrize("wide", [32, 128])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("kind", list(REPLAYS))
-def test_a_graph_replays_steps_of_other_lengths_without_a_sync(kind: str, heads: int) -> None:
+def test_a_graph_replays_steps_of_other_lengths_without_a_sync(
+    kind: str, heads: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With heads of 128 columns Hopper's kernel attends prompts, whose row tiles the plan lists."""
+    from vattn.ops.gluon import mla_prefill_launch
+
+    monkeypatch.setattr(mla_prefill_launch, "plan_tiles", None)
     torch.manual_seed(0)
-    proj = nn.Linear(512, heads * 64, bias=False).cuda().bfloat16()
+    proj = nn.Linear(512, heads * 2 * wide, bias=False).cuda().bfloat16()
     cache: dict[str, Any] = {"cache_config": vattn.CacheConfig(block_size=64), "attn_backend": "TRITON_MLA"}
-    layer = vattn.MLAAttention(heads, 96**-0.5, 32, 64, 32, None, 512, proj, **cache)
+    layer = vattn.MLAAttention(heads, (wide + 64) ** -0.5, wide, 64, wide, None, 512, proj, **cache)
     vattn.allocate_kv_cache(layer, num_blocks=80, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         layer.kv_cache.normal_()
     steps, rows = REPLAYS[kind], sum(REPLAYS[kind][0][0])
-    given = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((rows, heads, 96), (rows, 512), (rows, 1, 64))]
+    given = [
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((rows, heads, wide + 64), (rows, 512), (rows, 1, 64))
+    ]
     tables = [list(range(1 + 16 * i, 17 + 16 * i)) for i in range(4)]
     with torch.no_grad():
         builder = vattn.AttentionMetadataBuilder(4, 256, 1024, 64, "cuda", layers=layer)

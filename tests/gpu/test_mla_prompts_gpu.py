@@ -195,7 +195,7 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
         torch.ops.vattn.mla_attention(*bare)
     wanted = OUTPUT_FORMATS[output_format].allocate(args.query, config.v_head_dim, values.dtype)
     quantise_output(values, output_format, *wanted, args.output_scale, "divide", config.output_min_scale)
-    for way in ("corrected", "limited"):
+    for way in ("corrected", "limited", "parts"):
         for made in (args.output, args.output_block_scale):
             if made is not None:
                 made.view(torch.uint8).zero_()

@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
-    "latent_quotients": ("corrected", "limited"),
+    "latent_quotients": ("corrected", "limited", "parts"),
     "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "streamed"),
@@ -88,7 +88,7 @@ class Variants:
             Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
         latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients, by products
             that are corrected to the same bytes: "corrected", where these are finite; "limited", of products that are
-            made finite before.
+            made finite before; "parts", so, sixteen rows at a time by a loop, but for groups of 128 columns.
         latent_queries: when that kernel loads the queries of a row tile: "behind", when the tile before has been
             multiplied; "early", when its last keys have been, and behind the first keys.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.

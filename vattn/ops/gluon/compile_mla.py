@@ -152,10 +152,12 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
 
 
 def recorded_corrected(config: MLAConfig) -> list[Launch]:
-    """Return the launches of a step of prompts whose outputs are quantised by products, both ways."""
+    """Return the launches of a step of prompts whose outputs are quantised by products, every way."""
     found = recorded_prompts(config)
-    with variants.using(latent_quotients="limited", latent_queries="early"):
-        return found + recorded_prompts(config)
+    for way in ("limited", "parts"):
+        with variants.using(latent_quotients=way, latent_queries="early"):
+            found += recorded_prompts(config)
+    return found
 
 
 def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:

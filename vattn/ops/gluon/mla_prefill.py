@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.ops.gluon.compat import block_barrier, load_box
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
+from vattn.ops.gluon.mla_prefill_parts import PART_COLUMNS, store_parts
 from vattn.ops.gluon.mla_prefill_store import fp4_of, store_fp8
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
@@ -193,13 +194,18 @@ def store_fp4(
 
 @gluon.jit
 def finish(
-    output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+    output, lse, block_scale, output_scale, scale_stride, group_stride, room, result, log_sum, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if CORRECTED or OUTPUT_GROUPS[1]:
-        if OUTPUT_GROUPS[1]:
+        if CORRECTED == 3:
+            store_parts(
+                output, block_scale, output_scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
+                first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+            )  # fmt: skip
+        elif OUTPUT_GROUPS[1]:
             store_fp4(
                 output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
                 GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
@@ -228,8 +234,8 @@ def consume(
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
         output, lse, block_scale, output_scale, scale_stride, group_stride, table_width, scale, queries, query_ropes,
-        keys, ropes, values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-        message_full, message_empty,
+        keys, ropes, values, room, words, messages, query_full, query_empty, key_full, key_empty, value_full,
+        value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
     N: gl.constexpr = KEYS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -318,15 +324,15 @@ def consume(
             log_sum = LN2 * (maximum * scale + gl.log2(total))
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             finish(
-                output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row,
+                output, lse, block_scale, output_scale, scale_stride, group_stride, room, result, log_sum, first_row,
                 rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
             nothing = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
             finish(
-                output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                output, lse, block_scale, output_scale, scale_stride, group_stride, room, nothing, empty, first_row,
+                rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
@@ -359,6 +365,9 @@ def mla_prefill_gluon_kernel(
     ropes = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, ROPE], panels)
     values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, VALUES], panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
+    room = words
+    if CORRECTED == 3:
+        room = gl.allocate_shared_memory(MODEL, [GROUPS, GROUP_ROWS, PART_COLUMNS], panels)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     query_full = new_barriers(GROUPS, 1)
     query_empty = new_barriers(GROUPS, 1)
@@ -372,8 +381,8 @@ def mla_prefill_gluon_kernel(
     block_barrier()
     consumer = (
         output, lse, block_scale, output_scale, scale_stride, group_stride, table_width, scale, queries, query_ropes,
-        keys, ropes, values, words, messages, query_full, query_empty, key_full, key_empty, value_full, value_empty,
-        message_full, message_empty,
+        keys, ropes, values, room, words, messages, query_full, query_empty, key_full, key_empty, value_full,
+        value_empty, message_full, message_empty,
     )  # fmt: skip
     producer = (
         query_boxes, query_rope_boxes, key_boxes, rope_boxes, line, schedule, counter, block_table, table_stride,
