@@ -113,6 +113,17 @@ def test_products() -> None:
     assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
 
 
+def test_wide_heads_take_long_turns() -> None:
+    """Two warpgroups on 16-bit heads of 256 alone, for which they were timed."""
+    wide = {**LLAMA, "head_size": 256}
+    shape = prefill_launch.shape_of(make_config(**wide), Cut(2, 4))
+    assert (shape.LONG_TURNS, shape.HELD) == (True, 128)
+    fp8 = make_config(**wide, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3")
+    for config, cut in ((make_config(**wide), Cut(1)), (make_config(**LLAMA), Cut(2)), (fp8, Cut(2))):
+        shape = prefill_launch.shape_of(config, cut)
+        assert (shape.LONG_TURNS, shape.HELD) == (False, 0)
+
+
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
     boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, Cut())

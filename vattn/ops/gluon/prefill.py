@@ -6,7 +6,9 @@ consumer warpgroups of 64 query rows each that share every key and value tile, a
 takes the next one from a counter in device memory and passes it on through shared memory (`prefill_messages`).
 
 Inside a row tile the key tiles run from the diagonal backwards. A warpgroup leaves its second product in flight while
-it asks for the next first one; the warpgroups cover each other and take turns by named barriers.
+it asks for the next first one; the warpgroups cover each other and take turns by named barriers. A turn is the first
+product. For 16-bit heads of 256 it is the second product and the next first one: each is longer than the weights take,
+so that the matrix units are one warpgroup's while the other computes weights.
 
 `prefill_shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
 one head of a token then, and the rows of a tile are PACK heads of 64 // PACK tokens for each warpgroup. Requests of few
@@ -37,6 +39,7 @@ from vattn.ops.gluon.prefill_softmax import (
     cap_scores,
     hide,
     load_sinks,
+    multiply_keys,
     score_scale,
     tokens_of,
     weights_of,
@@ -85,6 +88,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[NEXT_GROUP]
     TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
+    LONG_TURNS: gl.constexpr = TURNING and SHAPE.LONG_TURNS
+    HELD: gl.constexpr = SHAPE.HELD
+    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=DEPTH // 8)
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
     raw_query = queries.index(GROUP_INDEX)
@@ -125,7 +131,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
             if TURNING:
                 take_turn(MINE)
-            raw0 = warpgroup_mma(query, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            held = query
+            if HELD > 0:
+                held = query.slice(0, HELD, dim=1).load(QUERY)
+            raw0 = multiply_keys(held, query, keys.index(stage), no_scores, HELD, D)
             if TURNING:
                 give_turn(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
@@ -145,6 +154,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, CACHE, MATH, LEFT)
             mbarrier.wait(value_full.index(stage), phase)
+            if LONG_TURNS:
+                take_turn(MINE)
             no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             acc = warpgroup_mma(left0, as_right(values.index(stage), CACHE), no_result, use_acc=False, is_async=True)
             for back in range(1, own_end - first):
@@ -153,11 +164,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 next_phase = (next_step // STAGES) & 1
                 mbarrier.wait(key_full.index(next_stage), next_phase)
                 missing = read_word(words.index(next_step % WORDS), 4)
-                if TURNING:
+                if TURNING and not LONG_TURNS:
                     take_turn(MINE)
-                raw = warpgroup_mma(
-                    query, keys.index(next_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-                )
+                raw = multiply_keys(held, query, keys.index(next_stage), no_scores, HELD, D)
                 if TURNING:
                     give_turn(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
@@ -169,9 +178,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, head_scale, values, value_full, next_stage, next_phase, SOFT_CAP, BITS,
-                    CACHE, MATH, LEFT,
+                    CACHE, MATH, LEFT, MINE if LONG_TURNS else None,
                 )  # fmt: skip
                 step += 1
+            if LONG_TURNS:
+                give_turn(NEXT)
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)

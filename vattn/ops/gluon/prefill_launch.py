@@ -292,6 +292,7 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
     """Return what the kernel is specialised for."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, cut)
+    wide = config.head_size == 256 and cache == "plain" and cut.groups == 2
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
@@ -310,6 +311,9 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         GROUPS=cut.groups,
         CONVERTERS=cut.converters or converter_warps(config, cut),
         TURN=cut.turn or turned_tokens(config, cut),
+        LONG_TURNS=wide,
+        # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
+        HELD=128 if wide else 0,
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],

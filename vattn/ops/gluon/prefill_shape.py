@@ -24,6 +24,8 @@ class Shape:
         GROUPS: consumer warpgroups.
         CONVERTERS: warps that convert an FP8 cache.
         TURN: tokens of a panel of turned values.
+        LONG_TURNS: whether a warpgroup's turn is its second product and the next first one, not the first alone.
+        HELD: columns of the queries that consumers keep in registers.
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
         MODEL: dtype of the model.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
@@ -49,6 +51,8 @@ class Shape:
     GROUPS: int
     CONVERTERS: int
     TURN: int
+    LONG_TURNS: bool
+    HELD: int
     QUERY_SCALE: int
     KV_SCALE: int
     MODEL: Any

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
+from vattn.ops.gluon.prefill_turns import take_turn
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
@@ -39,6 +40,21 @@ def load_sinks(sinks, head, row, PACK: gl.constexpr, FILLED: gl.constexpr):
         return gl.load(sinks + head + row % PACK, mask=row % PACK < FILLED, other=0.0).to(gl.float32)
     else:
         return gl.load(sinks + head + row % PACK).to(gl.float32)
+
+
+@gluon.jit
+def multiply_keys(held, query, keys, no_scores, HELD: gl.constexpr, D: gl.constexpr):
+    """Start the product of this warpgroup's queries and a tile of keys; HELD columns of the queries are in registers.
+
+    Shared memory has those fewer to read for every tile.
+    """
+    if HELD == 0:
+        return warpgroup_mma(query, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    else:
+        first = keys.slice(0, HELD, dim=1).permute((1, 0))
+        scores = warpgroup_mma(held, first, no_scores, use_acc=False, is_async=True)
+        rest = keys.slice(HELD, D - HELD, dim=1).permute((1, 0))
+        return warpgroup_mma(query.slice(HELD, D - HELD, dim=1), rest, scores, is_async=True)
 
 
 @gluon.jit
@@ -139,9 +155,12 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 @gluon.jit
 def add_tile(
     scores, maximum, sums, acc, scale, values, value_full, stage, phase, SOFT_CAP: gl.constexpr, BITS: gl.constexpr,
-    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
+    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None,
 ):  # fmt: skip
-    """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results."""
+    """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results.
+
+    TURN: the turn to be taken first, or `None`.
+    """
     N: gl.constexpr = scores.shape[1]
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
     decay = decay_of(maximum, new_maximum, scale, SOFT_CAP)
@@ -149,6 +168,8 @@ def add_tile(
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
     left = as_left(weights, N, CACHE, MATH, LEFT)
     mbarrier.wait(value_full.index(stage), phase)
+    if TURN is not None:
+        take_turn(TURN)
     acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)
     new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
