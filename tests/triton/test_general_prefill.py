@@ -20,6 +20,7 @@ WAYS = {
     "both": replace(FULL, masked_tile=32, folded=True),
     "hoisted": replace(FULL, masked_tile=32, folded=True, hoisted=True),
     "positive": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True),
+    "together": replace(FULL, masked_tile=32, folded=True, together=2),
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -32,6 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 PAIRS = [("both", features) for features in FEATURES] + [("folded", "causal"), ("narrower masks", "causal")]
 PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap"), ("positive", "causal"), ("positive", "window, sinks")]
+PAIRS += [("together", "causal")]
 
 
 @pytest.mark.parametrize(("way", "features"), PAIRS)

@@ -241,6 +241,7 @@ def attention_kernel(
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
     MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr, POSITIVE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -252,15 +253,22 @@ def attention_kernel(
     splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: keys are counted as rank
     RANK of WORLD holds them, in runs of INTERLEAVE. `key_boxes` and `value_boxes`, unless `None`: tensor maps over
     packed keys and values `[heads, keys, columns]`, whose boxes are tiles of a head. POSITIVE: no factor of a score is
-    negative.
+    negative. TOGETHER: KV heads, or head chunks, whose tiles start side by side; a divisor of their number.
     """
     PAGED: tl.constexpr = block_table is not None
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     CHUNKS: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     # Later tiles of a request see more keys: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1) // CHUNKS
-    chunk = tl.program_id(1) % CHUNKS
+    head_chunk = tl.program_id(1)
+    if TOGETHER > 1:
+        # Programs start in the order of their numbers.
+        number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        of_heads = tl.num_programs(0) * TOGETHER
+        tile = tl.num_programs(0) - 1 - number % of_heads // TOGETHER
+        head_chunk = number // of_heads * TOGETHER + number % TOGETHER
+    kv_head = head_chunk // CHUNKS
+    chunk = head_chunk % CHUNKS
     split = tl.program_id(2)
 
     request = find_request(tile, query_start_loc, num_reqs, BLOCK_Q)

@@ -91,6 +91,7 @@ class Tiles:
         positive: whether it is known that no factor of a score is negative, so that products read the query from
             shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
+        together: KV heads (or head chunks, if a group has several) whose tiles start side by side.
     """
 
     block_m: int
@@ -106,6 +107,7 @@ class Tiles:
     hoisted: bool = False
     positive: bool = False
     boxes: bool = False
+    together: int = 1
 
     @property
     def block_q(self) -> int:
