@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +22,6 @@ from vattn.keywords import known_keywords
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
 from vattn.ops import variants
-from vattn.ops.read_ahead import reader
 
 logger = logging.getLogger("vattn")
 
@@ -266,19 +264,17 @@ class CUDAGraphRunner:
         return tuple(inputs)
 
     def _capture(self, entry: _Entry, metadata: AttentionMetadata) -> None:
-        ahead = reader(self.builder.device)
         side = torch.cuda.Stream(self.builder.device)
         side.wait_stream(torch.cuda.current_stream(self.builder.device))
         with torch.cuda.stream(side):
             # What is loaded or allocated once is there behind the first size, for the others too.
             for _ in range(1 if self._entries else 2):
-                with ahead.learning() if ahead else nullcontext():
-                    self._run(entry, metadata)
+                self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
         torch.cuda.synchronize(self.builder.device)
         early = variants.current().graph_edges == "early"
         entry.graph = torch.cuda.CUDAGraph(keep_graph=early)
-        with torch.cuda.graph(entry.graph, pool=self._pool), ahead.branching() if ahead else nullcontext():
+        with torch.cuda.graph(entry.graph, pool=self._pool):
             entry.output = self._run(entry, metadata)
         if early:
             start_early(entry.graph.raw_cuda_graph())

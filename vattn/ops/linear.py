@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError, StrideError
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.ops import read_ahead
 from vattn.ops.installed import has_triton
 
 E4M3 = torch.float8_e4m3fn
@@ -82,12 +81,6 @@ def check_linear(args: LinearArgs) -> None:
 
 def linear(args: LinearArgs) -> Tensor:
     """Return the product, by the kernel for few rows where there is one for these sizes, and by torch otherwise."""
-    result = _product(args)
-    read_ahead.passed(args.weight, args.input.shape[0])
-    return result
-
-
-def _product(args: LinearArgs) -> Tensor:
     if args.input.is_cuda and has_triton():
         from vattn.ops.triton.linear import few_rows_linear, takes
 

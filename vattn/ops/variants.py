@@ -27,7 +27,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "words"),
     "e2m1": ("masked", "carried"),
     "graph_edges": ("captured", "early"),
-    "weights_ahead": ("none", "branch"),
     "few_requests": ("measured", "split", "clusters"),
     "cluster_results": ("divided", "corrected"),
     "group_quotients": ("divided", "corrected"),
@@ -80,8 +79,6 @@ class Variants:
             them.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
-        weights_ahead: whether captured graphs ask for the weights of the next product of few rows while small kernels
-            run: "none"; "branch", on a branch for which nothing waits.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
@@ -105,7 +102,6 @@ class Variants:
     latent_sparse: str = "gluon"
     few_rows: str = "streamed"
     graph_edges: str = "early"
-    weights_ahead: str = "none"
     packed_store: str = "words"
     e2m1: str = "masked"
     few_requests: str = "measured"

@@ -29,7 +29,6 @@ from vattn.ops.triton import (
     mla_cases,
     packed_update,
     planned_rows,
-    read_ahead,
     rope_cache_update,
     round_query,
     striped_rows,
@@ -94,7 +93,6 @@ def record(name: str, target: str, call: Callable[[], object]) -> Iterator[Launc
             *mla_cases.KERNELS,
             (advance_step, "advance_step_kernel"),
             (linear, "few_rows_kernel"),
-            (read_ahead, "read_ahead_kernel"),
             (library_rows, "rows_kernel"),
             (library_rows, "table_kernel"),
             (library_rows, "finish_rows_kernel"),
@@ -313,7 +311,6 @@ def _products(target: str) -> Iterator[Launch]:
             x, weight = (_meta(count, 4096, dtype=MODEL_DTYPES[dtype]) for count in (rows, features))
             args = LinearArgs(x, weight, None, None, dtype)
             yield from record(f"{dtype} {rows}", target, partial(linear.few_rows_linear, args))
-    yield from record("", target, partial(read_ahead.ask_for, _meta(512, 4096), 0, 1 << 20))
 
 
 def _library_rows(target: str) -> Iterator[Launch]:
