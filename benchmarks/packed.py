@@ -13,7 +13,6 @@ the FP8 cache alone, median of `--rounds`. The first cut of a format is the one 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import sys
@@ -36,7 +35,7 @@ from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.variants import ALLOWED, using
+from vattn.ops.variants import ALLOWED, Variants, using
 
 CUTS = tuple(
     Tuning(*cut, **more)
@@ -60,16 +59,15 @@ def name_of(tuning: Tuning) -> str:
 
 
 LONE = (
-    Tuning(1, 3, 16, max_registers=128), Tuning(1, 3, 16, slots=2, max_registers=128),
-    Tuning(1, 3, 12, slots=2, max_registers=168), Tuning(2, 3, 6, max_registers=168),
-    Tuning(2, 3, 6, slots=2, max_registers=168),
+    Tuning(1, 3, 16, max_registers=128), Tuning(1, 3, 12, slots=2, max_registers=168),
+    Tuning(2, 3, 6, max_registers=168), Tuning(2, 3, 6, slots=2, max_registers=168),
 )  # fmt: skip
 """Those of one warp a CTA, in which barriers cost nothing, and the same with two."""
 
 
 SHORT_CUTS = (
     Tuning(1, 3, 8), Tuning(1, 4, 8), Tuning(2, 3, 4), Tuning(1, 3, 12, max_registers=168), Tuning(1, 3, 8, slots=2),
-    Tuning(1, 2, 8, slots=2), Tuning(1, 3, 10, slots=2, max_registers=200),
+    Tuning(1, 2, 8, slots=2),
 )  # fmt: skip
 """Those of codes of three bits, which need many registers."""
 
@@ -90,15 +88,15 @@ def decode_steps(
     expected, _ = reference.paged_attention(two, config)
     shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
     cuts = SHORT_CUTS if any(part.bits == 3 for part in fmt.parts) else LONE if lone else (*CUTS, *LONE)
-    ways = ALLOWED["e2m1"] if fmt.name == "nvfp4" else ("",)
+    ways = ALLOWED["code_shifts"] if 4 in {part.bits for part in fmt.parts} else (Variants().code_shifts,)
     for tuning, way in itertools.product(cuts, ways):
-        label = f"{way} {name_of(tuning)}".strip()
+        label = f"{way} {name_of(tuning)}"
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
         own = args._replace(plan=[schedule], output=torch.full_like(args.output, float("nan")))
 
         def call(own: AttentionArgs = own, tuning: Tuning = tuning, way: str = way) -> None:
-            with using(e2m1=way) if way else contextlib.nullcontext():
+            with using(code_shifts=way):
                 decode_packed.decode(own, config, tuning)
 
         try:

@@ -18,7 +18,13 @@ from vattn.kv_formats.turboquant import CENTROIDS
 from vattn.ops.triton import decode_packed_codes, decode_packed_e2m1, decode_packed_short
 from vattn.ops.triton.decode_packed_codes import unpack
 
-ASSEMBLY = {"int8": "UNPACK_INT8", "int4": "UNPACK_NIBBLES", "codebook": "UNPACK_CODEBOOK"}
+ASSEMBLY = {
+    "UNPACK_INT8": "int8",
+    "UNPACK_NIBBLES": "int4",
+    "MULTIPLY_NIBBLES": "int4",
+    "UNPACK_CODEBOOK": "codebook",
+    "MULTIPLY_CODEBOOK": "codebook",
+}
 
 
 @triton.jit
@@ -31,11 +37,11 @@ def unpack_kernel(codes, results, COUNT: tl.constexpr, CODEC: tl.constexpr, ASSE
     tl.store(results + 3 * COUNT + from_codes, d)
 
 
-@pytest.mark.parametrize("codec", ASSEMBLY)
-def test_assembly_equals_the_plain_twin(codec: str) -> None:
+@pytest.mark.parametrize(("name", "codec"), ASSEMBLY.items())
+def test_assembly_equals_the_plain_twin(name: str, codec: str) -> None:
     if not knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter")
-    ptx = getattr(decode_packed_codes, ASSEMBLY[codec]).value
+    ptx = getattr(decode_packed_codes, name).value
     count = 2 if codec == "int8" else 4
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(-1, 2)
     halves = torch.cat((halves, halves.flip(1)))
@@ -52,10 +58,10 @@ def test_assembly_equals_the_plain_twin(codec: str) -> None:
     assert torch.equal(got.reshape(count, -1), expected)
 
 
-@pytest.mark.parametrize("of_keys", [True, False])
-def test_e2m1_codes_times_scales(of_keys: bool) -> None:
+@pytest.mark.parametrize("name", ["UNPACK_KEYS", "UNPACK_VALUES", "MULTIPLY_KEYS", "MULTIPLY_VALUES"])
+def test_e2m1_codes_times_scales(name: str) -> None:
     """Every pair of int16 under scales that are each a byte, to the bit; NaN is NaN and zeros keep their signs."""
-    drawn = np.random.default_rng(5)
+    of_keys, drawn = name.endswith("KEYS"), np.random.default_rng(5)
     codes = drawn.integers(0, 1 << 16, (1 << 15, 4), dtype=np.uint32)
     codes[:, 0] = np.arange(1 << 15) * 2 + (np.arange(1 << 15) & 1)
     bytes_ = drawn.integers(0, 256, (1 << 15, 2, 4), dtype=np.uint32)
@@ -64,8 +70,7 @@ def test_e2m1_codes_times_scales(of_keys: bool) -> None:
     inputs = {"$8": codes[:, 0] | codes[:, 1] << np.uint32(16), "$9": codes[:, 2] | codes[:, 3] << np.uint32(16)}
     inputs |= {f"${10 + i}": words[:, 0 if of_keys else i % 2].copy() for i in range(4)}
     inputs |= {f"${14 + i}": (group + 2 * (i // 2)).astype(np.uint32) * 0x11 + 0x40 for i in range(4)}
-    ptx = decode_packed_e2m1.CARRIED_KEYS if of_keys else decode_packed_e2m1.CARRIED_VALUES
-    registers = run_ptx(ptx.value, inputs)
+    registers = run_ptx(getattr(decode_packed_e2m1, name).value, inputs)
     rows = np.arange(1 << 15)
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for i in range(4):

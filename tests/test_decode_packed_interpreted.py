@@ -23,10 +23,11 @@ LENGTHS = [1, 16, 17, 300, 47, 129]
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_fast_kernels, decode_packed
     from vattn.ops.triton import decode_packed_codes as codes
+    from vattn.ops.triton import decode_packed_e2m1 as e2m1
     from vattn.ops.triton import decode_packed_kernels as kernels
     from vattn.ops.triton import decode_packed_short as short
 
-    interpret(monkeypatch, decode_packed, decode_fast_kernels, codes, short, kernels)
+    interpret(monkeypatch, decode_packed, decode_fast_kernels, codes, e2m1, short, kernels)
 
 
 def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes: Any) -> None:

@@ -82,17 +82,15 @@ def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_e2m1_by_additions(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fmt", ["int4_per_token_head", "turboquant_4bit_nc", "nvfp4"])
+def test_codes_taken_apart_by_products(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_fast, decode_packed
 
-    masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True, "kv_scale": "head"}
-    with using(e2m1="carried"):
-        for heads, slots in ((2, 0), (1, 0), (1, 2)):
-            monkeypatch.setitem(decode_packed.TUNINGS, "nvfp4", decode_fast.Tuning(heads, 3, 8 / heads, slots=slots))
-            check("nvfp4", [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
-            check("nvfp4", [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21,
-                  num_kv_heads=3, dtype="float16", head_size=size, **masks)  # fmt: skip
+    with using(code_shifts="products"):
+        for tuning in (decode_fast.Tuning(1, 3, 16, max_registers=128), decode_fast.Tuning(2, 3, 4, slots=2)):
+            monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
+            for size in (64, 128):
+                check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
 
 
 def test_small_and_large_queries_keep_their_digits() -> None:

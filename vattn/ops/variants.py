@@ -15,23 +15,23 @@ from vattn.errors import UnknownOptionError
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "speculative": ("general", "packed"),
-    "few_drafts": ("general", "packed"),
+    "few_drafts": ("general", "measured"),
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("measured", "plain", "gluon"),
-    "latent_quotients": ("corrected", "limited", "parts"),
+    "latent_quotients": ("corrected", "limited", "parts16", "parts32"),
     "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
-    "e2m1": ("masked", "carried"),
+    "code_shifts": ("logic", "products"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
     "cluster_results": ("divided", "corrected"),
     "group_quotients": ("divided", "corrected"),
+    "prefill_groups": ("sorted", "held"),
     "one_wave": ("scheduled", "whole"),
-    "next_tile": ("ahead", "late"),
     "mixed_rows": ("sixteen", "eight"),
     "rope_launch": ("after", "wait", "both"),
 }
@@ -46,8 +46,9 @@ class Variants:
         speculative: steps of equally many rows a request, more than the decode kernel takes and at most 64 with their
             group of heads: "general", the general kernel; "packed", Hopper's prefill kernel with the heads of a group
             as rows of one tile.
-        few_drafts: speculative steps whose tiles are fewer than multiprocessors, but not fewer than three eighths of
-            them: "general", the general kernel; "packed", what `speculative` says.
+        few_drafts: speculative steps whose tiles are fewer than multiprocessors: "general", the general kernel;
+            "measured", the decode kernel, some rows of a request at a time, for fewer than five eighths, else what
+            `speculative` says, as for three eighths and more where the decode kernel cannot.
         mixed: other steps of several rows a request on average: "general"; "packed"; "two", requests of few rows by the
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
@@ -56,20 +57,20 @@ class Variants:
             rows of a request and its group of heads, or "eight".
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
-        e2m1: how decode over NVFP4 caches puts codes in their places: "masked", by logic alone; "carried", by additions
-            that carry their signs.
+        code_shifts: how decode over packed caches of four bits takes codes apart: "logic"; "products", by products and
+            differences in part, which other units do.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
             8 KV heads.
-        next_tile: when a CTA of Hopper's prefill kernel takes its next row tile: "ahead", at the start of the one
-            before; "late", at its end, so that the longest that are left go to who is free first.
         one_wave: decode of short requests on Hopper whose pairs of KV heads are about as many as multiprocessors:
             "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
         cluster_results: how a CTA of "clusters" finishes a head: "divided", part by part, NVFP4 by divisions;
             "corrected", all parts on their way at once, NVFP4 by products that are corrected to the same bytes.
         group_quotients: how kernels of attention quantise groups by IEEE's quotients: "divided", by the division, which
             branches for each value; "corrected", by products that are corrected to the same bytes.
+        prefill_groups: where Hopper's prefill kernel makes codes of FP8 groups: "sorted", where rows are sorted for the
+            store; "held", where the products lie, so that codes are sorted.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
             before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
             RoPE's runs, over caches with which only decode in clusters makes use of that.
@@ -85,14 +86,15 @@ class Variants:
             Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
         latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients, by products
             that are corrected to the same bytes: "corrected", where these are finite; "limited", of products that are
-            made finite before; "parts", so, sixteen rows at a time by a loop, but for groups of 128 columns.
+            made finite before; "parts16" and "parts32", so, but for groups of
+            128 columns by a loop, so many rows at a time.
         latent_queries: when that kernel loads the queries of a row tile: "behind", when the tile before has been
             multiplied; "early", when its last keys have been, and behind the first keys.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
     """
 
     speculative: str = "packed"
-    few_drafts: str = "general"
+    few_drafts: str = "measured"
     mixed: str = "overlapped"
     mixed_below: int = 256
     latent_fp8: str = "measured"
@@ -103,13 +105,13 @@ class Variants:
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"
-    e2m1: str = "masked"
+    code_shifts: str = "logic"
     few_requests: str = "measured"
     cluster_results: str = "divided"
     group_quotients: str = "divided"
-    one_wave: str = "scheduled"
-    next_tile: str = "ahead"
-    mixed_rows: str = "sixteen"
+    prefill_groups: str = "sorted"
+    one_wave: str = "whole"
+    mixed_rows: str = "eight"
     rope_launch: str = "after"
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ TUNINGS: dict[str, Tuning] = {
     "turboquant_k8v4": Tuning(2, 4, 4),
     "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
     "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
-    "nvfp4": Tuning(2, 4, 6, max_registers=168),
+    "nvfp4": Tuning(2, 3, 6, slots=2, max_registers=168),
     "turboquant_k3v4_nc": Tuning(1, 3, 8, slots=2),
     "turboquant_3bit_nc": Tuning(1, 3, 8, slots=2),
 }
@@ -162,7 +162,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
-        "ASSEMBLY": 2 if current().e2m1 == "carried" else True, "SOFT_CAP": config.logits_soft_cap is not None,
+        "ASSEMBLY": 2 if current().code_shifts == "products" else True, "SOFT_CAP": config.logits_soft_cap is not None,
         "STAGES": tuning.stages, "PAIR": tuning.slots == 2,
     }  # fmt: skip
     width = config.head_size

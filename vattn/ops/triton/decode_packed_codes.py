@@ -9,13 +9,9 @@ come out 16 times as large; queries and sums make up for that, and for the 2^24,
 raised by 128 to be unsigned, which is a zero point like that of int4 rows. Centroids are looked up by byte permutes,
 eight positive levels and a sign.
 
-e2m1 codes are shifted to where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa: that is
-`code * 2^-14`, subnormals included, four codes at a time in the upper halves of fp16. Times their e4m3 scale they are
-exact in fp16: multiples of 2^-24 with six digits.
-
 Instructions of one 32-bit register, of which a lane holds twice as many as there are bits in a code (a head of
 128, 16 tokens), keys or values: integers of four bits 5 for 8 codes, int8 3 for 4, e4m3 keys 2 and values 3 for 4,
-centroids 16 for 8, e2m1 and its scales 17 for 8. Codes of three bits are in `decode_packed_short`.
+centroids 16 for 8. e2m1 codes are in `decode_packed_e2m1`, codes of three bits in `decode_packed_short`.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import triton
 import triton.language as tl
 
 from vattn.kv_formats.turboquant import CENTROIDS
-from vattn.ops.triton.codec import decode
 from vattn.ops.triton.decode_fast_kernels import UNPACK_KEYS, UNPACK_VALUES, decode_low_byte
 from vattn.ops.triton.packed import level
 
@@ -64,6 +59,24 @@ UNPACK_NIBBLES = tl.constexpr(
 )
 """PTX: codes of four bits, every other one 16 times as large."""
 
+MULTIPLY_NIBBLES = tl.constexpr(
+    """
+    {
+    .reg .b32 low, high, zero;
+    mov.u32 zero, %lanemask_lt;
+    and.b32 zero, zero, 0x80000000;
+    or.b32 zero, zero, 0x01000000;
+    mov.b32 low, $4;
+    mul.hi.u32 high, low, zero;
+    and.b32 $0, low, 0x000F000F;
+    and.b32 $1, low, 0x00F000F0;
+    and.b32 $2, high, 0x000F000F;
+    and.b32 $3, high, 0x00F000F0;
+    }
+    """
+)
+"""The same with a product for the shift, which other units do than logic; see `decode_packed_e2m1`."""
+
 
 def centroid_tables(levels: Sequence[float]) -> list[str]:
     """Return PTX of the low and high bytes of eight fp16 numbers, in registers that permutes read; it needs `zero`."""
@@ -86,14 +99,15 @@ def centroid_tables(levels: Sequence[float]) -> list[str]:
     ]
 
 
-def _codebook_ptx() -> str:
+def _codebook_ptx(multiplied: bool) -> str:
     # `code ^ code >> 1` is the same in its three lowest bits for a code and its mirror image, `15 - code`.
     positive = {(code ^ code >> 1) & 7: CENTROIDS[4][code] for code in range(8, 16)}
-    lines = [".reg .b32 zero, codes, moved, place, l, h, sign;"]
+    lines = [".reg .b32 zero, by31, by16, codes, moved, place, l, h, sign;"]
     lines += centroid_tables([positive[place] for place in range(8)])
     lines += [
         "mov.b32 codes, $4;",
-        "shr.u32 place, codes, 1;",
+        *(["or.b32 by31, zero, 0x80000000;", "or.b32 by16, zero, 65536;"] if multiplied else []),
+        "mul.hi.u32 place, codes, by31;" if multiplied else "shr.u32 place, codes, 1;",
         # (codes ^ place) & 0x77777777
         "lop3.b32 place, codes, place, 0x77777777, 0x28;",
         "shl.b32 moved, codes, 4;",
@@ -109,42 +123,16 @@ def _codebook_ptx() -> str:
             f"prmt.b32 ${first}, l, h, 0x5140;",
             f"prmt.b32 ${first + 1}, l, h, 0x7362;",
         ]
-        lines += ["shr.u32 place, place, 16;"] if first == 0 else []
+        if first == 0:
+            lines += ["mul.hi.u32 place, place, by16;" if multiplied else "shr.u32 place, place, 16;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx())
+UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx(False))
 """PTX: centroids of codes of four bits, two columns next to each other in each result."""
 
-
-UNPACK_E2M1 = tl.constexpr(
-    """
-    {
-    .reg .b32 codes, odd, even, scale;
-    .reg .b16 low, high;
-    mov.b32 codes, $4;
-    prmt.b32 scale, $5, $6, $7;
-    mov.b32 {low, high}, scale;
-    cvt.rn.f16x2.e4m3x2 scale, low;
-    shr.u32 odd, codes, 3;
-    and.b32 odd, odd, 0x0E0E0E0E;
-    lop3.b32 odd, codes, 0x80808080, odd, 0xEA;
-    shl.b32 even, codes, 1;
-    and.b32 even, even, 0x0E0E0E0E;
-    shl.b32 codes, codes, 4;
-    lop3.b32 even, codes, 0x80808080, even, 0xEA;
-    prmt.b32 $0, even, 0, 0x2404;
-    prmt.b32 $1, odd, 0, 0x2404;
-    and.b32 $2, even, 0xFF00FF00;
-    and.b32 $3, odd, 0xFF00FF00;
-    mul.rn.f16x2 $0, $0, scale;
-    mul.rn.f16x2 $1, $1, scale;
-    mul.rn.f16x2 $2, $2, scale;
-    mul.rn.f16x2 $3, $3, scale;
-    }
-    """
-)
-"""PTX: e2m1 codes times their scales, which are bytes of two words, one for each int16; `(x & y) | z` is 0xEA."""
+MULTIPLY_CODEBOOK = tl.constexpr(_codebook_ptx(True))
+"""The same with products for the shifts to the right."""
 
 
 @triton.jit
@@ -185,7 +173,7 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
     elif CODEC == "codebook":
         if ASSEMBLY:
             return tl.inline_asm_elementwise(
-                UNPACK_CODEBOOK, "=r,=r,=r,=r,r", [codes],
+                MULTIPLY_CODEBOOK if ASSEMBLY == 2 else UNPACK_CODEBOOK, "=r,=r,=r,=r,r", [codes],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
@@ -195,7 +183,7 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
             )  # fmt: skip
     elif ASSEMBLY:
         return tl.inline_asm_elementwise(
-            UNPACK_NIBBLES, "=r,=r,=r,=r,r", [codes],
+            MULTIPLY_NIBBLES if ASSEMBLY == 2 else UNPACK_NIBBLES, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -203,46 +191,6 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
             (codes & 0x000F).to(tl.float16, bitcast=True), (codes & 0x00F0).to(tl.float16, bitcast=True),
             ((codes >> 8) & 0x000F).to(tl.float16, bitcast=True), ((codes >> 8) & 0x00F0).to(tl.float16, bitcast=True),
         )  # fmt: skip
-
-
-@triton.jit
-def scale_selectors(nothing, length):
-    """Return selectors of a permute `[16]`: of two words, the bytes that scale these of 16 int16.
-
-    They come out of a load that reads nothing, `length` not being negative: the compiler lays out operands of products
-    where their loads are, unless it meets values of another origin on the way there.
-    """
-    column = tl.arange(0, 16)
-    return tl.load(nothing + column, mask=column < -length, other=(column // 4) * 0x11 + 0x40)
-
-
-@triton.jit
-def unpack_e2m1(codes, words, selectors, ASSEMBLY: tl.constexpr):
-    """Turn int16 `[heads, tokens, D / 4]` into four fp16 tensors of their e2m1 codes times scales, columns as `unpack`.
-
-    words: the e4m3 scales of a token, one for 16 columns, four in an int32, `[heads, tokens, D / 64]`. Assembly wants
-    the two int16 of a register to be of one token or of one group of columns; in operands of products they are.
-    """
-    SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], codes.shape[2] // 16, 16]
-    word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
-    selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            UNPACK_E2M1, "=r,=r,=r,=r,r,r,r,r,r", [codes, word, selector],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        scale = decode(((word >> (8 * (selector & 3))) & 255).to(tl.uint8), "fp8_e4m3", tl.float16, False)
-        return (
-            e2m1(nibble(codes, 0)) * scale, e2m1(nibble(codes, 1)) * scale,
-            e2m1(nibble(codes, 2)) * scale, e2m1(nibble(codes, 3)) * scale,
-        )  # fmt: skip
-
-
-@triton.jit
-def e2m1(code):
-    """Return int32 e2m1 codes as fp16, 2^-14 of what they mean."""
-    return (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.constexpr_function

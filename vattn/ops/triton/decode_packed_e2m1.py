@@ -1,6 +1,7 @@
 """How the fast decode path for packed KV formats turns e2m1 codes into fp16 by additions; see `decode_packed_codes`.
 
-Where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa, a code is `code * 2^-14`. A code
+Where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa, a code is `code * 2^-14`,
+subnormals included. Times their e4m3 scale codes are exact in fp16: multiples of 2^-24 with six digits. A code
 that is moved there in one piece has its sign three bits too low: ones that are added to those bits carry it up, and are
 cleared again with the rest by one mask. Moving and adding are one multiplication and addition for both halves of a
 register, which other units do than logic and permutes; of those half as many are issued a clock as of all instructions.
@@ -15,10 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.decode_packed_codes import unpack_e2m1
+from vattn.ops.triton.codec import decode
+from vattn.ops.triton.decode_packed_codes import nibble
 
 
-def _carried_ptx(of_keys: bool) -> str:
+def _unpack_ptx(of_keys: bool, by_difference: bool) -> str:
     """Return the assembly for two registers: words of their four int16 are $10 to $13, selectors $14 to $17."""
     lines = [
         ".reg .b32 even, odd, scale, pick, other, zero, by512, by32, by2, first, second;",
@@ -58,7 +60,7 @@ def _carried_ptx(of_keys: bool) -> str:
         a, b, c, d = (f"${2 * result + place}" for result in range(4))
         lines += [
             f"and.b32 even, ${8 + place}, 0x0F0F0F0F;",
-            f"and.b32 odd, ${8 + place}, 0xF0F0F0F0;",
+            f"sub.u32 odd, ${8 + place}, even;" if by_difference else f"and.b32 odd, ${8 + place}, 0xF0F0F0F0;",
             f"mad.lo.u32 {a}, even, by512, 0x70007000;",
             f"mad.lo.u32 {b}, odd, by32, 0x70007000;",
             f"mad.lo.u32 {c}, even, by2, 0x70007000;",
@@ -70,26 +72,54 @@ def _carried_ptx(of_keys: bool) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-CARRIED_KEYS = tl.constexpr(_carried_ptx(True))
-CARRIED_VALUES = tl.constexpr(_carried_ptx(False))
+UNPACK_KEYS = tl.constexpr(_unpack_ptx(True, False))
+UNPACK_VALUES = tl.constexpr(_unpack_ptx(False, False))
 """PTX: e2m1 codes of two registers times their scales."""
+
+MULTIPLY_KEYS = tl.constexpr(_unpack_ptx(True, True))
+MULTIPLY_VALUES = tl.constexpr(_unpack_ptx(False, True))
+"""The same with a difference for one of the masks."""
 
 
 @triton.jit
-def unpack_scaled(codes, words, selectors, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Do as `unpack_e2m1`; ASSEMBLY 2 says by additions, which wants more of operands of products than that.
+def scale_selectors(nothing, length):
+    """Return selectors of a permute `[16]`: of two words, the bytes that scale these of 16 int16.
 
-    Four int16 that a thread has in a row are of one token for keys. For values they are of two tokens in turn, the
-    first two of one group of columns and the others of another.
+    They come out of a load that reads nothing, `length` not being negative: the compiler lays out operands of products
+    where their loads are, unless it meets values of another origin on the way there.
     """
-    if ASSEMBLY == 2:
-        SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], codes.shape[2] // 16, 16]
-        word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
-        selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
+    column = tl.arange(0, 16)
+    return tl.load(nothing + column, mask=column < -length, other=(column // 4) * 0x11 + 0x40)
+
+
+@triton.jit
+def unpack_e2m1(codes, words, selectors, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Turn int16 `[heads, tokens, D / 4]` into four fp16 tensors of their e2m1 codes times scales, columns as `unpack`.
+
+    words: the e4m3 scales of a token, one for 16 columns, four in an int32, `[heads, tokens, D / 64]`. Assembly wants
+    what operands of products give: four int16 that a thread has in a row are of one token for keys; for values they are
+    of two tokens in turn; and the first two are of one group of columns, the others of another.
+    """
+    SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1], codes.shape[2] // 16, 16]
+    word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
+    selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
+    if ASSEMBLY:
+        KEYS: tl.constexpr = MULTIPLY_KEYS if ASSEMBLY == 2 else UNPACK_KEYS
+        VALUES: tl.constexpr = MULTIPLY_VALUES if ASSEMBLY == 2 else UNPACK_VALUES
         return tl.inline_asm_elementwise(
-            CARRIED_KEYS if OF_KEYS else CARRIED_VALUES,
+            KEYS if OF_KEYS else VALUES,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [codes, word, selector],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        return unpack_e2m1(codes, words, selectors, ASSEMBLY)
+        scale = decode(((word >> (8 * (selector & 3))) & 255).to(tl.uint8), "fp8_e4m3", tl.float16, False)
+        return (
+            e2m1(nibble(codes, 0)) * scale, e2m1(nibble(codes, 1)) * scale,
+            e2m1(nibble(codes, 2)) * scale, e2m1(nibble(codes, 3)) * scale,
+        )  # fmt: skip
+
+
+@triton.jit
+def e2m1(code):
+    """Return int32 e2m1 codes as fp16, 2^-14 of what they mean."""
+    return (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)

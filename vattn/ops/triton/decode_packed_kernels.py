@@ -29,12 +29,11 @@ from vattn.ops.triton.decode_packed_codes import (
     INTEGER_UNIT,
     is_integer,
     join_columns,
-    scale_selectors,
     split_query,
     unit_of,
     unpack,
 )
-from vattn.ops.triton.decode_packed_e2m1 import unpack_scaled
+from vattn.ops.triton.decode_packed_e2m1 import scale_selectors, unpack_e2m1
 from vattn.ops.triton.decode_packed_short import (
     first_bits,
     is_short,
@@ -150,7 +149,7 @@ def key_scores(
     words: its scales, to be shifted if they are halves of words. `row_factor` undoes all that queries carry.
     """
     if CODEC == "nvfp4":
-        k0, k1, k2, k3 = unpack_scaled(keys, words, selectors, True, ASSEMBLY)
+        k0, k1, k2, k3 = unpack_e2m1(keys, words, selectors, True, ASSEMBLY)
     elif is_short(COUNT):
         k0, k1, k2, k3, k4, k5 = short_centroids(keys, following, selectors, ASSEMBLY)
     else:
@@ -217,7 +216,7 @@ def multiply_values(
     """Return the transposed sums plus `V^T P^T` of one tile."""
     weights = weights.permute(0, 2, 1)
     if CODEC == "nvfp4":
-        v0, v1, v2, v3 = unpack_scaled(values, words, selectors, False, ASSEMBLY)
+        v0, v1, v2, v3 = unpack_e2m1(values, words, selectors, False, ASSEMBLY)
     elif is_short(COUNT):
         v0, v1, v2, v3, v4, v5 = short_parts(values, selectors, ASSEMBLY)
         e = tl.dot(v4.permute(0, 2, 1), weights, e)
