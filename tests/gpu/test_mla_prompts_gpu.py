@@ -186,7 +186,8 @@ QUOTIENTS = [
 def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict[str, Any], scale: float) -> None:
     hopper()
     config = deepseek(output_format=output_format, output_arithmetic="divide", **changes)
-    args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
+    # Without the short request, whose values another kernel makes when they are not quantised.
+    args = random_mla_batch(config, LONG[0][1:], LONG[1][1:], padding_tokens=3, device="cuda")
     if args.output_scale is not None:
         args.output_scale.fill_(scale)
     plain, values = config.replace(output_format="none"), torch.empty_like(args.query[..., : config.v_head_dim])
@@ -195,7 +196,7 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
         torch.ops.vattn.mla_attention(*bare)
     wanted = OUTPUT_FORMATS[output_format].allocate(args.query, config.v_head_dim, values.dtype)
     quantise_output(values, output_format, *wanted, args.output_scale, "divide", config.output_min_scale)
-    for way in ("corrected", "limited", "parts"):
+    for way in ("limited", "parts16", "parts32"):
         for made in (args.output, args.output_block_scale):
             if made is not None:
                 made.view(torch.uint8).zero_()

@@ -154,7 +154,7 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
 def recorded_corrected(config: MLAConfig) -> list[Launch]:
     """Return the launches of a step of prompts whose outputs are quantised by products, every way."""
     found = recorded_prompts(config)
-    for way in ("limited", "parts"):
+    for way in ("limited", "parts16", "parts32"):
         with variants.using(latent_quotients=way, latent_queries="early"):
             found += recorded_prompts(config)
     return found

@@ -200,10 +200,10 @@ def finish(
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if CORRECTED or OUTPUT_GROUPS[1]:
-        if CORRECTED == 3:
+        if CORRECTED > 2:
             store_parts(
                 output, block_scale, output_scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
-                first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+                first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
             )  # fmt: skip
         elif OUTPUT_GROUPS[1]:
             store_fp4(
@@ -366,7 +366,7 @@ def mla_prefill_gluon_kernel(
     values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, VALUES], panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     room = words
-    if CORRECTED == 3:
+    if CORRECTED > 2:
         room = gl.allocate_shared_memory(MODEL, [GROUPS, GROUP_ROWS, PART_COLUMNS], panels)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     query_full = new_barriers(GROUPS, 1)

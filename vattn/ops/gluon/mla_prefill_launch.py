@@ -152,14 +152,14 @@ def attend_expanded(
 
 
 def quotients(output: str, groups: tuple[Any, ...]) -> int:
-    """Return how an output is quantised: 1 by corrected products, 2 limited ones, 3 these in parts, 0 otherwise.
+    """Return how an output is quantised: 1 by corrected products, 2 limited ones, 16 or 32 these in parts.
 
     Groups of 128 columns do not lie in a part.
     """
     way = variants.current().latent_quotients
     if not corrects(output, groups) or way == "corrected":
         return int(corrects(output, groups))
-    return 3 if way == "parts" and groups[0] in (0, 16, 64) else 2
+    return int(way[5:]) if way != "limited" and groups[0] in (0, 16, 64) else 2
 
 
 def corrects(output: str, groups: tuple[Any, ...]) -> bool:

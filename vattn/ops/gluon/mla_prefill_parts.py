@@ -1,7 +1,7 @@
 """How Hopper's kernel of expanded latent attention quantises its rows part by part.
 
-Rows go through shared memory in the model dtype, half of a head's columns at a time, and a loop quantises sixteen of
-them in each turn. A row tile's results are quantised once in many microseconds: one straight stretch of instructions
+Rows go through shared memory in the model dtype, half of a head's columns at a time, and a loop quantises 16 or 32
+of them in each turn. A row tile's results are quantised once in many microseconds: one straight stretch of instructions
 for all of a thread's values would come from afar every time, while a loop's stay near.
 """
 
@@ -22,7 +22,6 @@ from vattn.ops.gluon.mla_prefill_store import (
 )
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 
-PART_ROWS = gl.constexpr(16)
 PART_COLUMNS = gl.constexpr(64)
 
 
@@ -31,7 +30,8 @@ def store_part_fp8(
     output, scales, scale, scale_stride, group_stride, values, token, known, first_column, STRIDE: gl.constexpr,
     OUTPUT_GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise rows `[16, 64]` in groups of 64, or under the given scale."""
+    """Quantise rows `[R, 64]` in groups of 64, or under the given scale."""
+    PART_ROWS: gl.constexpr = values.shape[0]
     if OUTPUT_GROUPS[0] > 0:
         largest = group_maximum(values.reshape([PART_ROWS, 1, PART_COLUMNS])).reshape([PART_ROWS])
         largest = gl.convert_layout(largest, token.type.layout)
@@ -57,7 +57,8 @@ def store_part_fp4(
     output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column,
     STRIDE: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise rows `[16, 64]` to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
+    """Quantise rows `[R, 64]` to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
+    PART_ROWS: gl.constexpr = values.shape[0]
     COUNT: gl.constexpr = PART_COLUMNS // 16
     codes, stored = fp4_of(values.reshape([PART_ROWS, COUNT, 16]), scale, OUTPUT_GROUPS, True)
     PLACE: gl.constexpr = stored.type.layout
@@ -84,7 +85,7 @@ def store_part_fp4(
 def store_half(
     output, scales, scale, scale_stride, group_stride, room, half, first_row, rows, first_column,
     GROUP_INDEX: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, PART_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Quantise 64 columns of a warpgroup's rows."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -116,7 +117,7 @@ def store_half(
 def store_parts(
     output, scales, output_scale, scale_stride, group_stride, room, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, PART_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows by way of `room` `[64, 64]` in shared memory."""
     scale = load_scale(output_scale)
@@ -125,14 +126,14 @@ def store_parts(
         low, high = result.reshape(GROUP_ROWS, 2, PART_COLUMNS).permute(0, 2, 1).split()
         store_half(
             output, scales, scale, scale_stride, group_stride, room, low, first_row, rows, head * VALUES, GROUP_INDEX,
-            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
         )  # fmt: skip
         store_half(
             output, scales, scale, scale_stride, group_stride, room, high, first_row, rows,
-            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
         )  # fmt: skip
     else:
         store_half(
             output, scales, scale, scale_stride, group_stride, room, result, first_row, rows, head * VALUES,
-            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
         )  # fmt: skip
