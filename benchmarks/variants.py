@@ -40,6 +40,7 @@ LLAMA, WIDE = LAYERS["llama3-8b"], LayerShape("16 heads of 256", 16, 8, 256)
 WINDOW = LayerShape("llama3-8b, window 1024", 32, 8, 128, window=1024)
 LONG_MIX = Work("8 x 2048 prefill + 128 decodes of 4k", ((2048, 2048),) * 8 + ((1, 4096),) * 128)
 SHORT_EXTENDS = Work("32 x 20 new of 4k + 32 decodes of 4k", ((20, 4096), (1, 4096)) * 32)
+DRAFTS_MIX = Work("8x512 prefill + 64 x 4 drafts of 4k", ((512, 512),) * 8 + ((4, 4096),) * 64)
 SAME_PAIRS = Work("32 x 1024 new of 1536", ((1024, 1536),) * 32)
 """As many rows as a prompt of 32k, which see 1024 keys on average: as many pairs as under a window of 1024."""
 
@@ -111,12 +112,8 @@ def by_clusters(size: int) -> Peer:
     return way(f"clusters of {size}", make)
 
 
-def by_cut(name: str, fp8_query: bool = False, changes: dict[str, Any] | None = None, **cut: int) -> Peer:
-    """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group.
-
-    changes: of variants.
-    """
-    changes = changes or {}
+def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
+    """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group."""
 
     def make(cell: Cell) -> Call:
         from vattn.ops.gluon import prefill_launch
@@ -127,14 +124,13 @@ def by_cut(name: str, fp8_query: bool = False, changes: dict[str, Any] | None = 
         pack = prefill_launch.packs(config) if cut.get("pack") == -1 else cut.get("pack", 1)
         chosen = prefill_launch.Cut(**{**cut, "pack": pack})
         # The step's own schedule may have no room for smaller tiles.
-        shape = prefill_launch.plan_rows(config, tokens, reqs, chosen), prefill_launch.RECORD_WORDS
+        shape = prefill_launch.plan_rows(tokens, reqs, chosen), prefill_launch.RECORD_WORDS
         schedule = torch.zeros(shape, dtype=torch.int32, device=device)
         prefill_launch.plan(args.query_start_loc, args.seq_lens, schedule, tokens, config, chosen)
 
         def step() -> Tensor:
-            with variants.using(**changes):
-                ctas = prefill_launch.multiprocessors(device)
-                prefill_launch.launch(args, config, schedule, args.output, ctas, chosen)
+            ctas = prefill_launch.multiprocessors(device)
+            prefill_launch.launch(args, config, schedule, args.output, ctas, chosen)
             return args.output
 
         return step
@@ -313,31 +309,21 @@ def _decode_questions() -> Iterator[Question]:
 
 
 def _wave_questions() -> Iterator[Question]:
-    """Yield steps whose pairs of KV heads are about as many as multiprocessors, or CTAs of the kernel for FP8."""
-    from vattn.ops.triton.decode_fast import Tuning
-
-    whole = by_variant("whole", one_wave="whole")
-    skewed = Work("decode of 32 of 100 to 2k", tuple((1, 100 + 61 * i) for i in range(32)))
-    many = Work("decode of 128 of 100 to 2k", tuple((1, 100 + 61 * (i % 32)) for i in range(128)))
-    less = by_tuning("whole, 168 registers", Tuning(2, 5, 1, slots=4, overlap=True, whole=True))
-    more = by_tuning("whole, 6 stages", Tuning(2, 6, 1, slots=4, overlap=True, max_registers=128, whole=True))
-    scheduled = by_tuning("four tiles, scheduled", Tuning(2, 5, 1, slots=4, overlap=True, max_registers=128))
-    behind = by_tuning("behind the main kernel", Tuning(2, 3, 4, overlap="behind"))
-    for name, bar in (("32x1k", 1.05), ("128x2k", 1.02)):
-        ways = (DEFAULT, whole, scheduled, less, more) if name == "32x1k" else (DEFAULT, whole)
-        ways = (*ways, behind)
-        yield Question("wave", LLAMA, WORKS[f"decode {name}"], "fp8", ways, bar, ("xqa",))
-    pairs = by_tuning("whole, two tiles", Tuning(2, 5, 2, slots=2, max_registers=128, whole=True))
-    yield Question("wave", LLAMA, WORKS["decode 64x4k"], "fp8", (DEFAULT, pairs, behind), 1.05, ("xqa",))
-    small = by_tuning("whole", Tuning(2, 3, 4, whole=True))
-    yield Question("wave", LLAMA, WORKS["decode 256x1k"], "fp8", (DEFAULT, small, behind), 1.05, ("xqa",))
-    for work in (WORKS["decode 32x1k"], skewed):
-        yield Question("wave", LLAMA, work, "bf16", (DEFAULT, whole), 1.25, ("flashinfer", "cudnn"))
-    for work in (skewed, many):
-        yield Question("wave", LLAMA, work, "fp8", (DEFAULT, whole), 1.0, ("xqa",))
-    for requests, keys, cache in ((25, 1024, "fp8"), (32, 2048, "bf16"), (32, 2048, "fp8"), (32, 256, "fp8")):
+    """Yield steps whose pairs of KV heads are about as many as multiprocessors: requests whole, or by a schedule."""
+    scheduled = by_variant("scheduled", one_wave="scheduled")
+    up_to_2k = Work("decode of 32 of 100 to 2k", tuple((1, 100 + 61 * i) for i in range(32)))
+    up_to_1k = Work("decode of 32 of 50 to 1k", tuple((1, 50 + 31 * i) for i in range(32)))
+    bf16, fp8 = ("flashinfer", "cudnn"), ("xqa",)
+    yield Question("wave", LLAMA, WORKS["decode 32x1k"], "fp8", (DEFAULT, scheduled), 1.05, fp8)
+    yield Question("wave", LLAMA, WORKS["decode 32x1k"], "bf16", (DEFAULT, scheduled), 1.25, bf16)
+    yield Question("wave", LLAMA, up_to_1k, "fp8", (DEFAULT, scheduled), 1.0, fp8)
+    for cache, long in (("fp8", 1024), ("bf16", 2048)):
+        lone = Work(f"decode of 1 of {long} and 31 of 100", ((1, long), *((1, 100),) * 31))
+        yield Question("wave", LLAMA, lone, cache, (DEFAULT, scheduled), 1.0, ())
+    yield Question("wave", LLAMA, up_to_2k, "bf16", (DEFAULT, scheduled), 1.0, bf16)
+    for requests, keys, cache in ((25, 1024, "bf16"), (33, 512, "fp8"), (32, 256, "fp8"), (32, 256, "bf16")):
         work = Work(f"decode {requests} x {keys}", ((1, keys),) * requests)
-        yield Question("wave", LLAMA, work, cache, (DEFAULT, whole), 1.0, ())
+        yield Question("wave", LLAMA, work, cache, (DEFAULT, scheduled), 1.0, ())
 
 
 def _draft_questions() -> Iterator[Question]:
@@ -350,57 +336,46 @@ def _draft_questions() -> Iterator[Question]:
         yield Question("uneven drafts", LAYERS[name], work, "fp8", (DEFAULT, DEFAULT_FP8), 1.2, ("fa3",))
     skewed = Work("speculative 64 of 1k to 8k, 4", tuple((4, 1024 + 113 * i) for i in range(64)))
     general, packed = by_variant("general", few_drafts="general"), by_cut("packed", groups=1, pack=-1)
-    works = [Work(f"speculative {requests}x4k, 4", ((4, 4096),) * requests) for requests in (64, 44, 100)]
-    works += [Work(f"speculative {requests}x4k, {tokens}", ((tokens, 4096),) * requests) for tokens, requests in ODD]
+    shapes = ((64, 4096, 4), (2, 4096, 4), (82, 4096, 4), (16, 16384, 4), (64, 4096, 8))
+    works = [Work(f"speculative {reqs}x{keys}, {rows}", ((rows, keys),) * reqs) for reqs, keys, rows in shapes]
     for few, cache in itertools.product((works[0], skewed, *works[1:]), ("bf16", "fp8")):
-        stages = 2 if cache == "bf16" else 4
-        pairs = [
-            by_tuning("two rows at a time", Tuning(1, stages, 2, slots=4, max_registers=128), at_a_time=2),
-            by_tuning(
-                "two rows at a time, overlap",
-                Tuning(1, stages, 2, slots=4, overlap=True, max_registers=128),
-                at_a_time=2,
-            ),
-        ]
-        yield Question("few drafts", layer, few, cache, (DEFAULT, general, packed, *pairs), 1.0, ("fa3",))
-
-
-ODD = ((3, 64), (8, 64))
-"""Drafted tokens and requests."""
+        yield Question("few drafts", layer, few, cache, (DEFAULT, general, packed), 1.0, ("fa3",))
+    eight = Work("speculative 8x4096, 8", ((8, 4096),) * 8)
+    two = Work("speculative 64x4096, 2", ((2, 4096),) * 64)
+    before = by_tuning("a CTA a multiprocessor", Tuning(1, 2, 1, slots=4, overlap=True))
+    for cache in ("bf16", "fp8"):
+        yield Question("few drafts", LLAMA, eight, cache, (DEFAULT, general, packed), 1.0, ("fa3",))
+    yield Question("few drafts", layer, two, "bf16", (DEFAULT, before), 1.0, ("fa3",))
 
 
 def _row_tile_questions() -> Iterator[Question]:
     """Yield prompts of few row tiles a multiprocessor, and windows narrower than key tiles."""
-    late, packed = {"next_tile": "late"}, {"pack": -1}
-    narrow = [(1, 64, 3), (1, 64, 2), (1, 64, 1), (1, 128, 2), (2, 64, 1), (2, 128, 1)]
-    for cache, fp8_query in (("bf16", False), ("fp8", True)):
-        default = (DEFAULT_FP8 if fp8_query else DEFAULT,)
-        cuts = [
-            by_cut(f"{groups} x 64 rows, {keys} keys, {residents} CTAs{', FP8 query' if fp8_query else ''}", fp8_query,
-                   late, pack=-1, groups=groups, keys=keys, residents=residents)
-            for groups, keys, residents in narrow
-        ]  # fmt: skip
-        yield Question(
-            "narrow", LAYERS["gpt-oss-20b-window"], WORKS["prefill 1x8k"], cache, (*default, *cuts), 1.0, ("fa3",)
-        )
-    small, layer = {"groups": 1, "pack": -1}, LAYERS["llama3-8b-tp8"]
-    lengths = {"8k": 8192, "4k": 4096, "2k": 2048}
-    for name, length in lengths.items():
-        work = Work(f"prefill 1x{name}", ((length, length),))
-        ways = (by_variant("late", **late), by_cut("one warpgroup, late", changes=late, **small))
-        yield Question("row tiles", layer, work, "bf16", (DEFAULT, *ways), 1.0, ("fa3",))
-    eight, few = Work("prefill 1x8k", ((8192, 8192),)), Work("prefill 1x2k", ((2048, 2048),))
-    side_by_side = by_cut("heads side by side, late, FP8 query", True, late, **packed)
-    ways = (DEFAULT_FP8, by_variant("late, FP8 query", True, **late), side_by_side)
-    yield Question("row tiles", layer, eight, "fp8", ways, 1.0, ("fa3",))
+
+    def prompt(length: int, count: int = 1) -> Work:
+        return Work(f"prefill {count}x{length}", ((length, length),) * count)
+
+    window, ahead = LAYERS["gpt-oss-20b-window"], {"pack": -1, "ahead": True}
+    narrow = {"pack": -1, "groups": 1, "keys": 64}
+    for work in (WORKS["prefill 1x8k"], WORKS["prefill 16x1k"]):
+        taken = by_cut("taken ahead", **narrow, residents=3, ahead=True)
+        yield Question("narrow", window, work, "bf16", (DEFAULT, taken), 1.0, ("fa3",))
+        taken = by_cut("taken ahead, FP8 query", True, **narrow, residents=2, ahead=True)
+        yield Question("narrow", window, work, "fp8", (DEFAULT_FP8, taken), 1.0, ("fa3",))
+    layer, one = LAYERS["llama3-8b-tp8"], by_cut("one warpgroup", pack=-1, groups=1)
+    two = by_cut("two warpgroups, ahead", **ahead)
+    for length in (8192, 6144, 4096, 2048):
+        yield Question("row tiles", layer, prompt(length), "bf16", (DEFAULT, one, two), 1.0, ("fa3",))
+    for length in (8192, 4096):
+        ways = (
+            DEFAULT_FP8, by_cut("ahead, FP8 query", True, ahead=True),
+            by_cut("one warpgroup, FP8 query", True, groups=1),
+        )  # fmt: skip
+        yield Question("row tiles", layer, prompt(length), "fp8", ways, 1.0, ("fa3",))
     for one_layer, work in (
-        (LAYERS["llama3-70b-tp8"], eight), (LLAMA, few), (LLAMA, eight), (LLAMA, WORKS["prefill 16x1k"]),
-        (LLAMA, WORKS["chunk 4x512 of 8k"]), (LLAMA, WORKS["prefill mixed 1 to 8k"]),
+        (LAYERS["llama3-70b-tp8"], prompt(8192)), (LLAMA, prompt(2048)), (LLAMA, prompt(4096)), (LLAMA, prompt(512)),
+        (LLAMA, WORKS["prefill 8x512"]), (LLAMA, WORKS["chunk 4x512 of 8k"]),
     ):  # fmt: skip
-        ways = (DEFAULT, by_variant("late", **late))
-        yield Question("row tiles", one_layer, work, "bf16", ways, 1.0, ("fa3",))
-    wide_query = by_cut("two warpgroups", groups=2, pack=1)
-    yield Question("row tiles", LAYERS["gpt-oss-20b"], eight, "fp8", (DEFAULT, wide_query), 1.0, ())
+        yield Question("row tiles", one_layer, work, "bf16", (DEFAULT, two), 1.0, ("fa3",))
 
 
 def questions() -> Iterator[Question]:
@@ -422,12 +397,9 @@ def questions() -> Iterator[Question]:
     both = by_parts("its parts, one after the other")
     yield Question("parts", LLAMA, mixed, "bf16", (DEFAULT, both), 1 / 1.05, ("fa3",))
     both = by_parts("its parts, one after the other, FP8 query", True)
-    eight = {"mixed_rows": "eight"}
-    ways = (
-        DEFAULT, DEFAULT_FP8, by_variant("eight rows", **eight), by_variant("eight rows, FP8 query", True, **eight),
-        by_variant("eight rows, late, FP8 query", True, next_tile="late", **eight), both,
-    )  # fmt: skip
-    yield Question("parts", LLAMA, mixed, "fp8", ways, 1 / 1.05, ("fa3",))
+    sixteen = by_variant("sixteen rows, FP8 query", True, mixed_rows="sixteen")
+    yield Question("parts", LLAMA, mixed, "fp8", (DEFAULT, DEFAULT_FP8, sixteen, both), 1 / 1.05, ("fa3",))
+    yield Question("parts", LLAMA, DRAFTS_MIX, "fp8", (DEFAULT_FP8, sixteen), 1.0, ("fa3",))
     for layer, work in ((WINDOW, WORKS["prefill 1x32k"]), (LLAMA, SAME_PAIRS), (LLAMA, WORKS["prefill 32x1k"])):
         yield Question("window prompts", layer, work, "bf16", (DEFAULT,), 1.0, ("fa3",))
     for work in (prompt, WORKS["prefill 1x32k"], prompts, WORKS["prefill mixed 1 to 8k"], WORKS["chunk 4x512 of 8k"]):

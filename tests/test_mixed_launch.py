@@ -87,7 +87,7 @@ def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
         cut = mixed_launch.cut_of(config, 64 * tokens, 64)
         assert (cut.groups, cut.pack) == (1, pack)
         assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
-        room = prefill_launch.plan_rows(config, 64 * tokens, 64, cut)
+        room = prefill_launch.plan_rows(64 * tokens, 64, cut)
         assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
         # Prompts and requests of other lengths have a tile for each head.
         assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
@@ -129,9 +129,9 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
         for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs, 300 * reqs):
             rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
             assert decode_fast.tokens_of_plan(torch.empty(rows, 8), config, reqs) == tokens
-            assert prefill_launch.plan_rows(config, tokens, reqs) <= rows
+            assert prefill_launch.plan_rows(tokens, reqs, prefill_launch.cut_of(config, tokens, reqs, 132)) <= rows
             cut = mixed_launch.cut_of(config, tokens, reqs)
-            needed = prefill_launch.plan_rows(config, tokens, reqs, cut)
+            needed = prefill_launch.plan_rows(tokens, reqs, cut)
             assert needed <= rows
             if cut.groups == 2:
                 for products, mixed_rows in itertools.product((config, fp8), variants.ALLOWED["mixed_rows"]):

@@ -116,12 +116,36 @@ def test_products() -> None:
 def test_wide_heads_take_long_turns() -> None:
     """Two warpgroups on 16-bit heads of 256 alone, for which they were timed."""
     wide = {**LLAMA, "head_size": 256}
-    shape = prefill_launch.shape_of(make_config(**wide), Cut(2, 4))
+    shape = prefill_launch.shape_of(make_config(**wide), Cut(2, 4), False)
     assert (shape.LONG_TURNS, shape.HELD) == (True, 128)
     fp8 = make_config(**wide, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3")
     for config, cut in ((make_config(**wide), Cut(1)), (make_config(**LLAMA), Cut(2)), (fp8, Cut(2))):
-        shape = prefill_launch.shape_of(config, cut)
+        shape = prefill_launch.shape_of(config, cut, False)
         assert (shape.LONG_TURNS, shape.HELD) == (False, 0)
+
+
+def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
+    """Half as many rows where whole tiles would not fill the card; several short tiles where few keys are seen."""
+    one_head = make_config(**{**LLAMA, "num_heads": 4, "num_kv_heads": 1})
+    groups = [prefill_launch.cut_of(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4224, 8192)]
+    assert groups == [1, 1, 2, 2]
+    quantised = one_head.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    assert prefill_launch.cut_of(quantised, 2048, 1, 132).groups == 2
+    window = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sliding_window": 128}
+    narrow = make_config(**{**LLAMA, **window})
+    assert prefill_launch.cut_of(narrow, 8192, 1, 132) == Cut(1, 8, keys=64, residents=3)
+    of_fp8 = narrow.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert prefill_launch.cut_of(of_both, 8192, 1, 132).residents == 2
+    for other in (of_fp8, narrow.replace(sliding_window=129), narrow.replace(num_heads=8)):
+        assert prefill_launch.cut_of(other, 8192, 1, 132).residents == 1
+
+
+def test_row_tiles_are_taken_late_where_they_are_few() -> None:
+    config, takes = make_config(**LLAMA), prefill_launch.takes_late
+    assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)
+    assert takes(config, Cut(1, 8, keys=64, residents=3), 9000, 132)
+    assert not any(takes(config, cut, 1, 132) for cut in (Cut(3), Cut(2, 4, ahead=True)))
 
 
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
@@ -137,6 +161,7 @@ def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
     config, device = make_config(**LLAMA), torch.device("cpu")
+    narrow = config.replace(head_size=64, head_size_v=64, sliding_window=128)
     steps = [
         (tokens, reqs) for reqs in (1, 2, 3, 17, 256) for tokens in (1, 2, 5, 64, 192, 256, 300, 1024, 8192, 20000)
     ]
@@ -145,12 +170,15 @@ def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch)
         schedule = torch.empty(shape, dtype=torch.int32)
         assert decode_fast.tokens_of_plan(schedule, config, reqs) == max(tokens, reqs)
         if prefill_launch.is_prefill(tokens, reqs):
-            assert prefill_launch.plan_rows(config, tokens, reqs) <= shape[0]
-        rows = decode_fast.rows_at_a_time(config, tokens, reqs)
+            for layer in (config, narrow, narrow.replace(num_heads=32)):
+                room = decode_fast.plan_shape(layer, tokens, reqs, device)[0]
+                cut = prefill_launch.cut_of(layer, tokens, reqs, 132)
+                assert prefill_launch.plan_rows(tokens, reqs, cut) <= room
+        rows = decode_fast.rows_at_a_time(config, tokens, reqs, device)
         if rows:
             tuning = decode_fast.choose_tuning(config, reqs, rows)
-            items = decode_fast.sizing(config, reqs, tuning, device, rows).max_items
-            assert 1 + items + decode_fast.chunks_of(reqs, rows) <= shape[0]
+            items = decode_fast.sizing(config, reqs, tuning, device, rows, tokens).max_items
+            assert 1 + items + decode_fast.chunks_of(reqs, rows, tokens) <= shape[0]
         larger = decode_fast.plan_shape(config, tokens + 1, reqs + 1, device)
         assert larger[0] >= shape[0]
     for shape in ((7, 8), (100000, 7), (5,), (decode_fast.plan_shape(config, 4, 4, device)[0] + 1, 8)):

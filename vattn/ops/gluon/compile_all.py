@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.ops import hopper, variants
+from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
 from vattn.ops.gluon import few_rows_cases, prefill_launch
@@ -130,7 +130,7 @@ def all_launches() -> Iterator[Launch]:
             for groups in sorted({prefill_launch.warpgroups(config, rows) for rows in (64, 8192)}):
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
-    yield from _late_row_tiles()
+    yield from _narrow_windows()
     yield from few_rows_cases.launches()
 
 
@@ -145,11 +145,11 @@ def _other_cuts() -> Iterator[Launch]:
             if prefill_launch.refusals(config, HOPPER):
                 continue
             for groups in (1, 2):
-                cut = Cut(groups, prefill_launch.packs(config))
+                cut = Cut(groups, prefill_launch.packs(config), ahead=True)
                 yield prefill_launch_of(config, cut, early=groups == 2)
             if heads == 32:
                 uneven = config.replace(num_heads=40)
-                yield prefill_launch_of(uneven, Cut(1, prefill_launch.padded_pack(uneven)))
+                yield prefill_launch_of(uneven, Cut(1, prefill_launch.padded_pack(uneven), ahead=True))
             if config.takes_fp8_query:
                 yield prefill_launch_of(config, Cut(2, turn=64))
             # Beside the results of wide heads there are no registers for more converters.
@@ -160,23 +160,15 @@ def _other_cuts() -> Iterator[Launch]:
                 yield prefill_launch_of(config, Cut(3))
 
 
-def _late_row_tiles() -> Iterator[Launch]:
-    """Yield row tiles that are taken late, and cuts for narrow windows of heads of 64."""
-    for head_size, cache, features in itertools.product(prefill_launch.HEAD_SIZES.values, CACHES, FEATURES[::2]):
+def _narrow_windows() -> Iterator[Launch]:
+    """Yield what prompts take where row tiles see few keys."""
+    for cache, features in itertools.product(CACHES, FEATURES):
         config = AttentionConfig(
-            32, 8, head_size, head_size, head_size**-0.5, "bfloat16", block_size=16,
-            **{"kv_cache_dtype": "bfloat16", **cache, **features},
+            64, 8, 64, 64, 0.125, "bfloat16", block_size=16,
+            **{"kv_cache_dtype": "bfloat16", **cache, **features, "sliding_window": 128},
         )  # fmt: skip
-        if prefill_launch.refusals(config, HOPPER):
-            continue
-        cuts = [prefill_launch.cut_of(config, 64, 1)]
-        if head_size == 64 and prefill_launch.products_of(config) != "widened":
-            cuts += [Cut(1, 4, keys=64, residents=ctas) for ctas in (1, 2, 3)] + [Cut(2, 4, keys=64)]
-            cuts.append(Cut(1, 4, residents=2))
-        for cut in dict.fromkeys((*cuts, Cut(1, 4))):
-            with variants.using(next_tile="late"):
-                launch = prefill_launch_of(config, cut)
-            yield Launch(f"late {launch.name}", launch.target, launch.kernel, launch.arguments, launch.options)
+        if prefill_launch.sees_few_keys(config):
+            yield prefill_launch_of(config, prefill_launch.cut_of(config, 8192, 1, 132))
 
 
 def source_of(launch: Launch) -> ASTSource:

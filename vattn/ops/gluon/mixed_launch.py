@@ -63,10 +63,10 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
     Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
     """
     if not is_speculative(config, num_tokens, num_reqs):
-        return Cut(2, packs(config))
+        return Cut(2, packs(config), ahead=True)
     pack = padded_pack(config)
     fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
-    return Cut(1, pack if fits else packs(config))
+    return Cut(1, pack if fits else packs(config), ahead=True)
 
 
 def short_rows(config: AttentionConfig) -> int:

@@ -11,7 +11,7 @@ the requests is computed right, a request of few rows merely wastes most of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,6 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.triton.launch import as_bytes
 from vattn.ops.triton.mask import LOG2E
-from vattn.ops.variants import current
 
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
@@ -49,6 +48,12 @@ FEATURES = frozenset(
 )
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
+
+LATE_BELOW = 8
+"""Row tiles of all heads per multiprocessor up to which the order in which they are taken counts."""
+
+NARROW_WINDOW = 128
+"""Tokens of a window up to which row tiles are made small."""
 
 REGISTERS = 65536
 """Of a multiprocessor."""
@@ -70,8 +75,10 @@ class Cut:
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
-        residents: CTAs that share a multiprocessor: more than one for heads of 64 alone, and not
-            where a 16-bit query meets an FP8 cache.
+        residents: CTAs that share a multiprocessor: more than one for heads of 64 alone, and not where a 16-bit query
+            meets an FP8 cache.
+        ahead: whether a CTA takes its next row tile at the start of the one before even where there are few: these are
+            about equally long.
     """
 
     groups: int = 2
@@ -80,6 +87,7 @@ class Cut:
     turn: int = 0
     keys: int = 0
     residents: int = 1
+    ahead: bool = False
 
     @property
     def tokens(self) -> int:
@@ -98,12 +106,32 @@ def padded_pack(config: AttentionConfig) -> int:
     return triton.next_power_of_2(config.group_size) if config.group_size <= 16 else 1
 
 
-def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
-    """Return the cut of a prefill step: by what a request has on average."""
+def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> Cut:
+    """Return the cut of a prefill step: by what a request has on average, and by the multiprocessors of the GPU."""
+    if sees_few_keys(config):
+        # Several short row tiles cover each other's loads and results.
+        return Cut(1, packs(config), keys=64, residents=3 if products_of(config) == "plain" else 2)
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
-    return Cut(groups, packs(config) if side_by_side else 1)
+    cut = Cut(groups, packs(config) if side_by_side else 1)
+    timed = config.head_size == 128 and products_of(config) == "plain"
+    if timed and items_of(config, num_tokens, num_reqs, cut) <= processors:
+        # The longest of few row tiles are the step: half as many rows take less time.
+        return replace(cut, groups=1)
+    return cut
+
+
+def sees_few_keys(config: AttentionConfig) -> bool:
+    """Return whether row tiles see no more than about two tiles of keys, and heads side by side fill them."""
+    narrow = config.sliding_window is not None and config.sliding_window <= NARROW_WINDOW
+    return narrow and config.head_size == 64 and packs(config) > 1 and products_of(config) != "widened"
+
+
+def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut) -> int:
+    """Return the most row tiles of all heads that a step of these shapes can have."""
+    heads = config.num_heads // min(cut.pack, config.group_size)
+    return max_row_tiles(num_tokens, num_reqs, cut.tokens) * heads
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -163,7 +191,7 @@ def plan(
         least_rows: requests of fewer rows are left out.
     """
     num_reqs = seq_lens.shape[0]
-    cut = cut or cut_of(config, num_tokens, num_reqs)
+    cut = cut or cut_of(config, num_tokens, num_reqs, multiprocessors(seq_lens.device))
     rows = cut.tokens
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
@@ -172,10 +200,9 @@ def plan(
     )  # fmt: skip
 
 
-def plan_rows(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut | None = None) -> int:
+def plan_rows(num_tokens: int, num_reqs: int, cut: Cut) -> int:
     """Return how many rows a schedule needs."""
-    rows = (cut or cut_of(config, num_tokens, num_reqs)).tokens
-    return 1 + 2 * max_row_tiles(num_tokens, num_reqs, rows)
+    return 1 + 2 * max_row_tiles(num_tokens, num_reqs, cut.tokens)
 
 
 def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None) -> None:
@@ -183,11 +210,11 @@ def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
-    cut = cut or cut_of(config, num_tokens, num_reqs)
+    cut = cut or cut_of(config, num_tokens, num_reqs, multiprocessors(args.query.device))
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
-        shape = plan_rows(config, num_tokens, num_reqs, cut), RECORD_WORDS
+        shape = plan_rows(num_tokens, num_reqs, cut), RECORD_WORDS
         schedule = torch.empty(shape, dtype=torch.int32, device=args.query.device)
         plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, cut)
     fmt = OUTPUT_FORMATS[config.output_format]
@@ -251,8 +278,7 @@ def launch(
         strides = (scales.stride(0), scales.stride(1))
     # Layers share the schedule, so what hands out its row tiles is of this call.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    row_tiles = max_row_tiles(query.shape[0], args.seq_lens.shape[0], cut.tokens)
-    items = row_tiles * (config.num_heads // min(cut.pack, config.group_size))
+    items = items_of(config, query.shape[0], args.seq_lens.shape[0], cut)
     prefill_kernel[(min(ctas * cut.residents, items),)](
         query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config, cut),
         value_boxes=cache_boxes(value, config, cut),
@@ -261,7 +287,7 @@ def launch(
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        SHAPE=shape_of(config, cut), **launch_options(config, cut),
+        SHAPE=shape_of(config, cut, takes_late(config, cut, items, ctas)), **launch_options(config, cut),
     )  # fmt: skip
 
 
@@ -288,8 +314,18 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
     return 3 if fits and rows_per_request >= LONG_REQUEST else 2
 
 
-def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
-    """Return what the kernel is specialised for."""
+def takes_late(config: AttentionConfig, cut: Cut, items: int, ctas: int) -> bool:
+    """Return whether CTAs take their next row tile at the end of the one before, not at its start.
+
+    So the longest that are left go to who is free first, which counts while tiles are few; with many it costs a wait a
+    tile. Three warpgroups leave no registers for it, and wide heads were not timed so.
+    """
+    few = items <= LATE_BELOW * ctas or cut.residents > 1
+    return few and not cut.ahead and cut.groups < 3 and config.head_size < 256
+
+
+def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
+    """Return what the kernel is specialised for; `late`: see `takes_late`."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, cut)
     wide = config.head_size == 256 and cache == "plain" and cut.groups == 2
@@ -317,8 +353,7 @@ def shape_of(config: AttentionConfig, cut: Cut) -> Shape:
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],
-        # Three warpgroups leave no registers for it, and their many row tiles need it least.
-        LATE=current().next_tile == "late" and cut.groups < 3,
+        LATE=late,
         RESIDENTS=cut.residents,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
