@@ -256,30 +256,6 @@ CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
-NARROW: dict[str, dict[str, int]] = {
-    "one warpgroup, three CTAs": {"groups": 1, "keys": 64, "residents": 3},
-    "one warpgroup, two CTAs": {"groups": 1, "keys": 64, "residents": 2},
-    "one warpgroup": {"groups": 1, "keys": 64},
-    "two warpgroups": {"groups": 2, "keys": 64},
-}
-
-
-@pytest.mark.parametrize("products", [{}, NATIVE], ids=["plain", "native"])
-@pytest.mark.parametrize("case", NARROW)
-def test_cuts_of_narrow_windows(case: str, products: dict[str, Any]) -> None:
-    """Heads of 64 side by side; CTAs that share a multiprocessor; key tiles of 64."""
-    from vattn.ops.gluon import prefill_launch
-
-    for heads, window, block_size in ((8, 128, 16), (16, 100, 32), (16, 1, 128), (2, 64, 64), (16, None, 16)):
-        changes = {"num_heads": heads, "head_size": 64, "sliding_window": window, "block_size": block_size}
-        for requests in (ODD, SHORT):
-            batch = prefill_batch(requests, padding=70, sinks=heads != 8, **changes, **products)
-            cut = prefill_launch.Cut(pack=prefill_launch.packs(batch.config), **NARROW[case])
-            prefill_launch.prefill(batch.args, batch.config, cut)
-            torch.cuda.synchronize()
-            compare_rows(batch)
-
-
 @pytest.mark.parametrize("case", CUTS)
 def test_other_cuts(case: str) -> None:
     from vattn.ops.gluon import prefill_launch

@@ -89,6 +89,19 @@ def test_row_tiles_that_see_nothing(cache: str) -> None:
         check(prefill_batch(requests, padding=150, **CACHES[cache]))
 
 
+@pytest.mark.parametrize("products", [{}, NATIVE], ids=["plain", "native"])
+@pytest.mark.parametrize(("heads", "window", "block_size"), [(8, 128, 16), (16, 100, 32), (32, 1, 128), (4, 64, 64)])
+def test_narrow_windows(heads: int, window: int, block_size: int, products: dict[str, Any]) -> None:
+    """Heads of 64 side by side in key tiles of 64, several CTAs a multiprocessor."""
+    from vattn.ops.gluon import prefill_launch
+
+    changes = {"num_heads": heads, "head_size": 64, "sliding_window": window, "block_size": block_size}
+    for requests in (ODD, [(3000, 3000), (40, 900), (0, 7), (9, 3)]):
+        batch = prefill_batch(requests, padding=70, sinks=heads != 8, **changes, **products)
+        assert prefill_launch.sees_few_keys(batch.config)
+        check(batch)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "head of 64, fp16": {"head_size": 64, "dtype": "float16", "block_size": 64},
     "head of 256, fp16": {"head_size": 256, "dtype": "float16", "block_size": 64},
