@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import vattn
 from tests.layer_support import (
@@ -36,6 +39,7 @@ from vattn.errors import (
     MetadataError,
     ScaleError,
     ShapeError,
+    StrideError,
     UnknownOptionError,
     UnsupportedRequestError,
     VattnError,
@@ -221,7 +225,52 @@ def test_forward_context_nests_and_is_restored_on_exceptions():
     assert context.current is None
 
 
+def test_forward_context_of_two_threads_is_refused():
+    layer, inputs, step, caught = make_layer(), make_inputs(5), make_step(), []
+
+    def work():
+        try:
+            with vattn.forward_context(make_step([5])):
+                pass
+        except MetadataError as error:
+            caught.append(str(error))
+        caught.append(layer(*inputs, metadata=step))
+
+    thread = threading.Thread(target=work)
+    with vattn.forward_context(step):
+        thread.start()
+        thread.join()
+        assert context.current is step
+    assert "another thread" in caught[0]
+    assert torch.equal(caught[1], layer(*inputs, metadata=step))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(caught) == 3
+
+
+def test_forward_context_of_two_tasks_is_refused():
+    async def run(step, turns):
+        with vattn.forward_context(step):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            assert context.current is step
+
+    async def both():
+        return await asyncio.gather(run(make_step(), 3), run(None, 2), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert first is None and isinstance(second, MetadataError) and context.current is None
+    asyncio.run(run(make_step(), 1))
+
+
 # Options
+
+
+def test_texts_are_no_numbers():
+    for name in ("sinks", "alibi_slopes"):
+        with pytest.raises(ConfigError, match="'abcd' instead of numbers"):
+            make_layer(**{name: "abcd"})
 
 
 def test_masks_of_the_layer_reach_the_op():
@@ -616,6 +665,31 @@ def test_wrong_metadata_leaves_cache_and_scales_alone(name, options):
         layer(*make_inputs(5), metadata=dataclasses.replace(make_step(), **wrong_steps()[name]))
     assert caught.value.allowed
     assert_same_state(layer, before)
+
+
+@pytest.mark.parametrize("grad_mode", [False, True])
+def test_tangents_are_refused(grad_mode):
+    layer, (query, key, value) = make_layer(), make_inputs(5)
+    before = state_of(layer)
+    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
+        with pytest.raises(GradientError, match="tangent"):
+            layer(forward_ad.make_dual(query, query), key, value, metadata=make_step())
+    with torch.set_grad_enabled(grad_mode), pytest.raises(GradientError, match="tangent"):
+        torch.func.jvp(lambda rows: layer(query, rows, value, metadata=make_step()), (key,), (key,))
+    assert_same_state(layer, before)
+    with forward_ad.dual_level():  # Others may differentiate beside the layer.
+        layer(query, key, value, metadata=make_step())
+
+
+@pytest.mark.parametrize(
+    "turn", [Tensor.to_sparse, lambda rows: torch.nested.nested_tensor([rows[:2], rows[2:]], layout=torch.jagged)]
+)
+def test_rows_that_are_not_strided_are_refused(turn):
+    layer, inputs = make_layer(), make_inputs(5)
+    for place in range(3):
+        given = [turn(rows) if index == place else rows for index, rows in enumerate(inputs)]
+        with pytest.raises(StrideError, match="a plain strided tensor"):
+            layer(*given, metadata=make_step())
 
 
 def test_gradients_are_fine_without_grad_mode():

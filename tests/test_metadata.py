@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import CacheNotBoundError, ConfigError, GraphContractError, MetadataError
+from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, GraphContractError, MetadataError
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -175,7 +175,14 @@ BAD = {
     "many padded requests": ({"num_reqs_padded": 6}, "2 to 5 requests"),
     "few padded tokens": ({"num_tokens_padded": 3}, "4 tokens padded to 3"),
     "many padded tokens": ({"num_tokens_padded": 41}, "4 to 40 tokens"),
+    "sparse": ({"query_lens": torch.tensor([3, 1]).to_sparse()}, "torch.sparse_coo"),
+    "complex": ({"query_lens": torch.tensor([3, 1], dtype=torch.complex64)}, "torch.complex64"),
+    "complex table": ({"block_tables": torch.ones(2, 2, dtype=torch.complex64)}, "block_tables is torch.complex64"),
+    "block ids without order": ({"block_tables": [{1}, {2, 3}]}, "has {1} in the place of"),
     "flags": ({"causal": [1]}, "causal describes 1 requests"),
+    "flags between": ({"causal": torch.tensor([0.5, 1.0])}, "causal is torch.float32"),
+    "bias of NaN": ({"tree_bias": torch.full((1, 2, 2), math.nan), "tree_id": [0, 0]}, "with NaN or inf"),
+    "bias without bound": ({"tree_bias": torch.full((1, 2, 2), math.inf), "tree_id": [0, 0]}, "with NaN or inf"),
     "bias alone": ({"tree_bias": torch.zeros(1, 2, 2)}, "tree_id missing"),
     "ids alone": ({"tree_id": [0, 0]}, "tree_bias missing"),
     "bias of no capacity": ({"tree_bias": torch.zeros(1, 5, 5), "tree_id": [0, 0]}, "max_tree_size"),
@@ -219,6 +226,8 @@ def test_step_that_contradicts_a_capture() -> None:
 def test_builder_refuses_bad_capacities_and_unbound_layers() -> None:
     with pytest.raises(ConfigError, match="max_num_tokens=0"):
         make_builder(max_num_tokens=0)
+    with pytest.raises(DeviceError, match="a builder on meta"):
+        make_builder(device="meta")
 
     class Unbound(torch.nn.Module):
         config, prefix = None, "model.layers.0.attn"

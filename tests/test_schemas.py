@@ -254,6 +254,16 @@ def test_an_input_that_requires_a_gradient_is_refused_while_grad_mode_is_on(call
             overload(name)(*args)
 
 
+def test_a_tangent_is_refused_in_any_grad_mode() -> None:
+    def quantise(x: Tensor) -> Tensor:
+        return overload("quant_fp8_static")(x, torch.ones(1))
+
+    x = torch.randn(3, 64)
+    for grad_mode in (False, True):
+        with torch.set_grad_enabled(grad_mode), pytest.raises(GradientError, match=r"quant_fp8_static got .* tangent"):
+            torch.func.jvp(quantise, (x,), (x,))
+
+
 def shift_by_two(cache: Tensor, config: str) -> tuple[Tensor, Tensor]:
     """Copy a cache with every token two slots later, by writing into a clone what is read from the original."""
     rows = cache.shape[1] * cache.shape[2]

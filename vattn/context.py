@@ -1,13 +1,18 @@
 """Hand one step's metadata to every layer without passing it through the model's own signatures.
 
 A module attribute and no `ContextVar` (Dynamo cannot trace one): inside compiled code the metadata's tensors become
-graph inputs. All threads see the same attribute: pass `metadata=` where several run models at once.
+graph inputs. All threads and tasks see the same attribute, so one at a time sets it: pass `metadata=` where several run
+models at once.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
 
 from vattn.errors import MetadataError
 from vattn.grouped_metadata import CacheGroup, GroupedMetadata
@@ -15,26 +20,33 @@ from vattn.metadata import AttentionMetadata
 
 current: AttentionMetadata | None = None
 
+_entering = threading.Lock()
+_innermost: object | None = None
+_own_innermost: ContextVar[object | None] = ContextVar("own_innermost", default=None)
+"""The block that was entered last, of all and of this thread and task. Where they differ, another one is halfway
+through a model with its step."""
+
 
 @contextmanager
 def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     """Make `metadata` what layers use while the block runs; `None` is a profiling run. Nests; restored on exceptions.
 
     Raises:
-        MetadataError: `metadata` is something else than a step's metadata.
+        MetadataError: `metadata` is something else than a step's metadata; another thread or task is in such a block.
 
     Example:
         >>> import vattn
         >>> with vattn.forward_context(None):
         ...     pass
     """
-    global current
+    global current, _innermost
     if metadata is not None and not isinstance(metadata, AttentionMetadata):
         raise MetadataError(
             f"metadata of type {type(metadata).__name__}",
             "AttentionMetadata, or None for a profiling run",
             "pass what builder.build returned, or its .common where it has one",
         )
+    outer = None if torch.compiler.is_compiling() else _enter()
     before, parts = current, _set_parts(current, metadata)
     current = metadata
     try:
@@ -43,6 +55,25 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         current = before
         for group, part in parts:
             group.step = part
+        if outer is not None:
+            _innermost = outer[0]
+            _own_innermost.set(outer[0])
+
+
+def _enter() -> tuple[object | None]:
+    """Note that a block begins, and return which one it is inside of."""
+    global _innermost
+    with _entering:
+        outer = _own_innermost.get()
+        if outer is not _innermost:
+            raise MetadataError(
+                "forward_context() while another thread or task is inside of its own",
+                "one at a time: all of them see the same step",
+                "pass metadata= to the layers where several run models at once",
+            )
+        _innermost = object()
+        _own_innermost.set(_innermost)
+    return (outer,)
 
 
 def _set_parts(

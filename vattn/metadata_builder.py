@@ -21,7 +21,7 @@ from vattn.context_parallel.steps import (
     telling_others,
 )
 from vattn.cross_step import read_cross_step, write_cross_slots
-from vattn.errors import ConfigError, MetadataError
+from vattn.errors import ConfigError, DeviceError, MetadataError
 from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
 from vattn.logits_rows import read_num_logits, write_logits_indices
@@ -59,6 +59,7 @@ class AttentionMetadataBuilder:
 
     Raises:
         ConfigError: a capacity below one, or layers of another block size.
+        DeviceError: no device of this machine, or meta.
         CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
 
     A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
@@ -114,6 +115,8 @@ class AttentionMetadataBuilder:
         )
         DeviceInfo.of(device)  # an error of ours for what is no device
         self.device = torch.device(device)
+        if self.device.type == "meta":
+            raise DeviceError("a builder on meta", "a device that holds numbers", "give it the device of the cache")
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
             raise ConfigError(
                 f"context_parallel={context_parallel!r:.60}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vattn.context_parallel.stripe import Number, Stripe
 from vattn.errors import MetadataError
+from vattn.formats import dtype_name
 from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, too_narrow
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 Lengths = Sequence[int] | Tensor
 """Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
+
+_INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,10 +214,10 @@ def read_positions(values: Lengths, num_tokens: int) -> Tensor:
 def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
     """Return one bool per request."""
     try:
-        given = values.long() if isinstance(values, Tensor) else [operator.index(flag) for flag in values]
+        given = values if isinstance(values, Tensor) else [operator.index(flag) for flag in values]
     except TypeError as error:
         raise MetadataError(f"{name}={values!r:.60}", "one flag per request", "pass True or False for each") from error
-    flags = read_integers(name, given)
+    flags = read_integers(name, given.long() if isinstance(given, Tensor) and given.dtype == torch.bool else given)
     check_count(name, flags.shape[0], num_reqs)
     return flags != 0
 
@@ -260,6 +265,12 @@ def _trees(
             f"tree_bias has shape {tuple(bias.shape)}",
             f"[trees, n, n] with at most {limits.trees} trees and n at most {limits.tree_size}",
             "give the builder max_trees= and max_tree_size=",
+        )
+    if bias.is_complex() or bool((bias.isnan() | (bias == torch.inf)).any()):
+        raise MetadataError(
+            f"tree_bias of {dtype_name(bias.dtype)} with " + ("complex numbers" if bias.is_complex() else "NaN or inf"),
+            "finite numbers, and -inf for what a token does not see",
+            "check how the bias was made",
         )
     ids = read_integers("tree_id", tree_id)
     check_count("tree_id", ids.shape[0], num_reqs)
@@ -312,24 +323,26 @@ def read_integers(name: str, values: Lengths) -> Tensor:
         raise MetadataError(
             f"{name} is on {tensor.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
         )
-    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        raise MetadataError(
-            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}", "a flat sequence of ints", "pass a list of ints"
-        )
+    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
+        kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        kind += "" if tensor.layout == torch.strided else f" and {tensor.layout}"
+        raise MetadataError(f"{name} is {kind}", "a flat sequence of ints", "pass a list of ints")
     return tensor.long()
 
 
 def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
     """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest."""
     if isinstance(tables, Tensor):
-        if tables.dim() != 2 or tables.is_floating_point() or tables.device.type != "cpu":
+        strided = tables.layout == torch.strided
+        if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":
             raise MetadataError(
                 f"{name} is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
                 "an integer tensor [requests, blocks] on the host, or one list per request",
                 f"pass {name}.cpu()",
             )
         return tables.long()
-    misfits = [row for row in tables if not hasattr(row, "__len__") or isinstance(row, str)]
+    # Sets have no order, and of a mapping nobody knows whether its keys are meant.
+    misfits = [row for row in tables if not hasattr(row, "__len__") or isinstance(row, (str, Set, Mapping))]
     if misfits:
         raise MetadataError(
             f"{name} has {misfits[0]!r} in the place of a request's block ids",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from vattn.errors import MetadataError, ShapeError
+from vattn.errors import MetadataError, ShapeError, StrideError
 from vattn.formats import OUTPUT_FORMATS
 from vattn.layers.request import StepKind
 from vattn.metadata import AttentionMetadata, host_plan_key
@@ -170,6 +170,7 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
 
     Raises:
         ShapeError: other sizes, or no tensor.
+        StrideError: a sparse or nested tensor.
     """
     if not isinstance(tensor, Tensor):
         raise ShapeError(
@@ -177,6 +178,9 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
             f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
             f"pass {name}",
         )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
     if tensor.dim() == 2 and tensor.shape[1] == heads * width:
         # No unflatten: where a default device is set, Dynamo breaks the graph at it.
         return tensor.view(tensor.shape[0], heads, width)

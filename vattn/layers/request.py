@@ -121,7 +121,10 @@ def check_configs(layer: str, cache_config: object, quant_config: object, *, exa
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
     """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
     device = source.device if isinstance(source, Tensor) else "cpu"
-    return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
+    try:
+        return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it") from error
 
 
 def check_per_head(name: str, tensor: Tensor, heads: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vattn import context
 from vattn.errors import DtypeError, GradientError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.metadata import AttentionMetadata
+from vattn.ops.schemas import asked_gradient
 
 
 def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
@@ -58,12 +58,11 @@ def check_no_gradients(
     what: str = "attention has no backward",
     fix: str = "call the model under torch.no_grad() or torch.inference_mode()",
 ) -> None:
-    """Refuse inputs that want a gradient, while there could be one."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    """Refuse inputs that want a gradient, backwards or forwards."""
+    asked = asked_gradient(inputs)
+    if asked is not None:
         raise GradientError(
-            f"{_called(layer)} got an input that requires a gradient while grad mode is on",
-            f"inference only; {what}",
-            fix,
+            f"{_called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix
         )
 
 

@@ -6,11 +6,12 @@ Device implementations are found when an op is called (`vattn.backends.dispatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vattn.errors import DeviceError, GradientError
 
@@ -107,6 +108,19 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+def asked_gradient(tensors: Iterable[Tensor | None]) -> tuple[str, str] | None:
+    """Return by what a tensor asks for a gradient, backwards or forwards, and how not to; `None` if none does.
+
+    Tangents are followed without grad mode too.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return "requires a gradient while grad mode is on", ""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
+        return "carries a tangent of forward-mode AD", "pass torch.autograd.forward_ad.unpack_dual(input).primal"
+    return None
+
+
 def _autograd_guard(name: str) -> Callable[..., Any]:
     """Return a kernel that refuses inputs with gradients and passes everything else on.
 
@@ -115,11 +129,12 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.vattn, name).default
 
     def guard(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
+        asked = asked_gradient(_tensors(args))
+        if asked is not None:
             raise GradientError(
-                f"vattn::{name} got an input that requires a gradient while grad mode is on",
+                f"vattn::{name} got an input that {asked[0]}",
                 "inference only; the op has no backward",
-                "call it under torch.no_grad() or torch.inference_mode(), or detach the input",
+                asked[1] or "call it under torch.no_grad() or torch.inference_mode(), or detach the input",
             )
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
