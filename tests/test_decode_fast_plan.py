@@ -225,23 +225,23 @@ def test_no_short_request_makes_an_empty_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reqs", "tokens", "changes", "slots"),
+    ("reqs", "tokens", "changes", "whole"),
     [
-        (32, 1024, {}, 4),
-        (25, 2048, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, 4),
-        (128, 2048, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, 0),
-        (33, 16, {"head_size": 64}, 4),
-        (128, 2048, {}, None),
-        (24, 1024, {}, None),
-        (34, 1024, {}, None),
-        (32, 2064, {}, None),
-        (32, 1024, {"head_size": 256}, None),
-        (32, 1024, {"num_heads": 15, "num_kv_heads": 5}, None),
+        (32, 2048, {}, True),
+        (25, 1024, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, True),
+        (33, 16, {"head_size": 64}, True),
+        (32, 1040, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, False),
+        (128, 1024, {}, False),
+        (24, 1024, {}, False),
+        (34, 1024, {}, False),
+        (32, 2064, {}, False),
+        (32, 1024, {"head_size": 256}, False),
+        (32, 1024, {"num_heads": 15, "num_kv_heads": 5}, False),
     ],
     ids=str,
 )
-def test_one_wave_of_short_requests_may_stay_whole(
-    reqs: int, tokens: int, changes: dict[str, Any], slots: int | None, monkeypatch: pytest.MonkeyPatch
+def test_one_wave_of_short_requests_stays_whole(
+    reqs: int, tokens: int, changes: dict[str, Any], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vattn.ops.triton import decode_fast
 
@@ -250,9 +250,28 @@ def test_one_wave_of_short_requests_may_stay_whole(
     args: Any = SimpleNamespace(
         query=torch.empty(reqs, 1), seq_lens=torch.empty(reqs), block_table=torch.empty(reqs, tokens // 16)
     )
-    assert decode_fast.whole_tuning(args, config) is None
-    with using(one_wave="whole"):
-        found = decode_fast.whole_tuning(args, config)
-        assert (None if found is None else (found.slots, found.whole)) == (None if slots is None else (slots, True))
-        args.query = torch.empty(2 * reqs, 1)
+    found = decode_fast.whole_tuning(args, config)
+    assert (found is not None and found.whole) is whole
+    with using(one_wave="scheduled"):
         assert decode_fast.whole_tuning(args, config) is None
+    args.query = torch.empty(2 * reqs, 1)
+    assert decode_fast.whole_tuning(args, config) is None
+
+
+def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.ops.triton import decode_fast
+
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+    layer = {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "dtype": "bfloat16"}
+
+    def rows(reqs: int, tokens: int, **changes: Any) -> int:
+        return decode_fast.rows_at_a_time(make_config(**{**layer, **changes}), reqs * tokens, reqs, device)
+
+    assert [rows(64, tokens) for tokens in (1, 2, 3, 4, 8, 9)] == [1, 2, 2, 2, 2, 0]
+    assert [rows(reqs, 4) for reqs in (1, 82, 83)] == [2, 2, 0]
+    assert rows(83, 2) == 2 and rows(64, 4, head_size=256) == 0
+    assert rows(8, 8, num_heads=32, num_kv_heads=8) == 4 and rows(64, 4, num_heads=16) == 0
+    assert decode_fast.rows_at_a_time(make_config(**layer), 257, 64, device) == 0
+    with using(few_drafts="general"):
+        assert [rows(64, tokens) for tokens in (1, 2, 3, 4)] == [1, 2, 0, 0]

@@ -93,16 +93,19 @@ def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
         assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
 
 
-def test_few_drafts_may_go_to_the_prefill_kernel() -> None:
+def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
     from vattn.ops.gluon import mixed_launch
 
-    config, device = make_config(**{**LLAMA, "num_heads": 8, "num_kv_heads": 1}), torch.device("cpu")
-    for reqs, few in ((132, "packed"), (64, "packed"), (50, "packed"), (49, ""), (8, "")):
-        assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ("packed" if reqs >= 132 else "")
-        with variants.using(few_drafts="packed"):
-            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == few
-            assert mixed_launch.way_of(config, reqs, reqs, device) == ""
-        with variants.using(few_drafts="packed", speculative="general"):
+    device = torch.device("cpu")
+    for heads, reqs, few in (
+        (8, 132, "packed"), (8, 83, "packed"), (8, 82, ""), (8, 8, ""), (16, 50, "packed"), (16, 49, ""),
+    ):  # fmt: skip
+        config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 1})
+        assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == few
+        assert mixed_launch.way_of(config, reqs, reqs, device) == ""
+        with variants.using(few_drafts="general"):
+            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ("packed" if reqs >= 132 else "")
+        with variants.using(speculative="general"):
             assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ""
 
 

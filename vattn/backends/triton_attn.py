@@ -100,13 +100,15 @@ class TritonAttentionBackend(Backend):
             if num_tokens == num_reqs:
                 decode_packed.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
             return
-        rows, way = decode_fast.rows_at_a_time(config, num_tokens, num_reqs), ""
+        rows, way = decode_fast.rows_at_a_time(config, num_tokens, num_reqs, args.seq_lens.device), ""
         if decodes and prefills:
             way = mixed_launch.way_of(config, num_tokens, num_reqs, args.seq_lens.device)
         if way:
             mixed_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config, way)
         elif decodes and rows:
-            decode_fast.plan(args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows)
+            decode_fast.plan(
+                args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows, num_tokens=num_tokens
+            )
         elif prefills and prefill_launch.is_prefill(num_tokens, num_reqs):
             prefill_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config)
 

@@ -33,19 +33,19 @@ LEAST_TILES_PER_PROCESSOR = 1
 """Row tiles of a KV head that there must be on average; fewer leave multiprocessors without work."""
 
 LEAST_DRAFTS_PER_PROCESSOR = 3 / 8
-"""The same for `few_drafts="packed"`: the rest idles for less time than the general kernel takes longer."""
+"""The same for `few_drafts="measured"`: the rest idles for less time than the general kernel takes longer."""
 
 
 def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
     """Return which way a step of these shapes goes, empty for none of these."""
     variants = current()
-    if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs):
+    if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs, device):
         return ""
     way = variants.mixed if num_tokens < variants.mixed_below * num_reqs else "general"
     least: float = LEAST_TILES_PER_PROCESSOR
     if is_speculative(config, num_tokens, num_reqs):
         way = variants.speculative
-        least = LEAST_DRAFTS_PER_PROCESSOR if variants.few_drafts == "packed" else least
+        least = LEAST_DRAFTS_PER_PROCESSOR if variants.few_drafts == "measured" else least
     tiles = max(num_tokens * config.group_size // (2 * GROUP_ROWS.value), num_reqs) * config.num_kv_heads
     if way == "general" or tiles < least * multiprocessors(device):
         return ""

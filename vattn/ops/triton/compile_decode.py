@@ -70,6 +70,7 @@ def configs() -> Iterator[AttentionConfig]:
         for query_load in ("plain", load):
             yield base.replace(**formats, query_format="fp8_e4m3", query_scale="head", query_load=query_load)
         yield base.replace(**formats, num_heads=128)
+        yield base.replace(**formats, num_heads=8, num_kv_heads=1)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
     yield base.replace(head_size=256, head_size_v=256)
     for fmt in KV_FORMATS.values():
@@ -83,14 +84,15 @@ def configs() -> Iterator[AttentionConfig]:
             yield packed.replace(**features, head_size=size, head_size_v=size, output_format="fp8_static")
 
 
-def rows_per_request(config: AttentionConfig) -> list[int]:
-    """Return how many rows a request may have in a step."""
+def rows_per_request(config: AttentionConfig, num_reqs: int) -> list[int]:
+    """Return how many rows a request may have in a step; more than the kernel attends at a time in small steps."""
     if KV_FORMATS[config.kv_cache_dtype].packed:
         return [1]
     if config.head_size not in decode_fast.SPECULATIVE_HEAD_SIZES or config.query_load != "plain":
         return [1]
     most = decode_fast.MAX_GROUP_SIZE // config.group_size
-    return sorted({1, min(2, most), most})
+    chunked = {2 * most} if most > 1 and num_reqs * config.num_kv_heads <= 64 else set()
+    return sorted({1, max(1, min(2, most)), max(1, most)} | chunked)
 
 
 def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tuple[Any, dict[str, Any]]]:
@@ -142,7 +144,11 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
             return found
         decode_fast.decode(args, config)
         if tokens == 1:
-            for tuning in whole_tunings(args, config):
+            # As many multiprocessors as requests have pairs of heads.
+            pairs = max(1, num_reqs * config.num_kv_heads // 2)
+            with mock.patch.object(decode_fast, "_multiprocessors", lambda device: pairs):
+                tuning = decode_fast.whole_tuning(args, config)
+            if tuning is not None:
                 decode_fast.decode(args, config, tuning)
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
@@ -166,19 +172,6 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
                     result = empty(*rows, dtype=dtype)  # Quantised afterwards, as `mixed_launch.attend` does.
                 decode_fast.launch(args, config, schedule, result, tuning, sizes, at_once)
     return found
-
-
-def whole_tunings(args: AttentionArgs, config: AttentionConfig) -> Iterator[decode_fast.Tuning]:
-    """Yield the tunings of requests that stay whole: with one CTA a multiprocessor, and with several."""
-    ctas = args.seq_lens.shape[0] * config.num_kv_heads // 2
-    for most in (ctas, ctas // 4):
-        with (
-            mock.patch.object(decode_fast, "_multiprocessors", lambda device, most=most: most),
-            using(one_wave="whole"),
-        ):
-            tuning = decode_fast.whole_tuning(args, config)
-        if tuning is not None:
-            yield tuning
 
 
 def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -240,7 +233,8 @@ def main() -> int:
     chosen = layers if options_given.all else layers[options_given.seed % 4 :: 4]
     failures, seen = 0, set()
     for config in chosen:
-        for num_reqs, tokens in itertools.product((4, 64), rows_per_request(config)):
+        steps = [(num_reqs, tokens) for num_reqs in (4, 64) for tokens in rows_per_request(config, num_reqs)]
+        for num_reqs, tokens in steps:
             for kernel, arguments in recorded(config, num_reqs, tokens):
                 source, options = source_of(kernel, arguments)
                 key = (source.hash(), str(options))

@@ -8,7 +8,7 @@ request of more is walked by one CTA, some rows after the others (slow, but righ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -50,8 +50,12 @@ FEW_REQUESTS = 4
 MOST_CHUNKS = 3
 """Of a request whose rows the decode kernel attends in a step of two kernels."""
 
-LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 3 / 4, 2048
-"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
+LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 3 / 4, (2048, 1024)
+"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for, of
+plain and of FP8 caches."""
+
+MOST_DRAFTS_PER_PROCESSOR = 5 / 8
+"""Drafting requests' KV heads up to which their rows go in chunks."""
 
 DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
@@ -72,18 +76,18 @@ class Tuning:
         stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
         ctas: CTAs per multiprocessor that the schedule counts on.
         slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
-        overlap: whether the kernel is launched while the one before it may still run; "behind" (of the Triton kernel):
-            so, but not before that one's own main kernel has ended; "end": it reads nothing that this
+        overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
             one writes, and waits for it at its own end.
         max_registers: limit per thread, `None` for the compiler's choice.
-        whole: for one row a request: a CTA for each request and its heads, without a schedule or a reduction.
+        whole: of the Gluon kernel and one row a request: a CTA for each request and its heads, without a schedule or a
+            reduction.
     """
 
     heads: int
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool | Literal["behind", "end"] = False
+    overlap: bool | Literal["end"] = False
     max_registers: int | None = None
     whole: bool = False
 
@@ -101,6 +105,8 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
+        if heads == 1 and tokens > 1:
+            return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
             return Tuning(4, stages, ctas=1, slots=2, overlap=True)
         # With fewer registers the reduction's programs find room beside this kernel, and the next step's behind them.
@@ -114,21 +120,19 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
 
     One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel behind it.
-    How evenly it does is not known here; block tables without room for long requests bound that.
+    How evenly it does is not known here; block tables without room for long requests bound that. A CTA reads plain keys
+    at twice its share of the memory's rate, FP8 keys, which it converts, at little more than that share.
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
-    fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES and room <= MOST_WHOLE_TOKENS
-    if current().one_wave == "scheduled" or not fits or args.query.shape[0] != num_reqs:
-        return None
-    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    waves = num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device)
-    if LEAST_WHOLE_WAVE <= waves <= 1:
-        return Tuning(2, 512 // row_bytes if plain else 5, 1, slots=4, overlap=True, max_registers=128, whole=True)
-    tuning = choose_tuning(config, num_reqs)
-    if tuning.slots == 0 and LEAST_WHOLE_WAVE <= waves / tuning.ctas <= 1:
-        return replace(tuning, whole=True)
-    return None
+    fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
+    short = room <= MOST_WHOLE_TOKENS[0 if plain else 1]
+    if current().one_wave == "scheduled" or not (fits and short) or args.query.shape[0] != num_reqs:
+        return None
+    if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device) <= 1:
+        return None
+    stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 5
+    return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -159,17 +163,26 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
-def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
-    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way."""
+def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
+    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way.
+
+    All if the kernel takes so many. Drafts of more rows go in up to four chunks, each of which reads the keys, mostly
+    from the L2 cache, where requests are too few to be a tile each of the prefill kernel.
+    """
     tokens = num_tokens // max(num_reqs, 1)
-    fits = tokens == 1 or (tokens * config.group_size <= MAX_GROUP_SIZE and config.head_size in SPECULATIVE_HEAD_SIZES)
-    return tokens if fits and tokens * num_reqs == num_tokens else 0
+    if tokens <= 1 or tokens * num_reqs != num_tokens:
+        return tokens if tokens * num_reqs == num_tokens else 0
+    most = MAX_GROUP_SIZE // config.group_size if config.head_size in SPECULATIVE_HEAD_SIZES else 0
+    if tokens <= most:
+        return tokens
+    few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * _multiprocessors(device)
+    return most if few and 1 < most and tokens <= 4 * most and current().few_drafts == "measured" else 0
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call goes the fast way: the layer is accepted and so are the rows per request."""
     num_reqs = args.seq_lens.shape[0]
-    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs)
+    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs, args.query.device)
     # Queries of several rows of a request have not been rounded in their load on a GPU yet.
     has_run = config.query_load == "plain" or tokens == 1
     return tokens > 0 and has_run and runs(config, args.query.device)
@@ -304,7 +317,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         tuning, tokens: instead of what shapes would choose, and of as many rows of a request at a time.
     """
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
-    tokens = tokens or num_tokens // num_reqs
+    tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs, device)
     if tuning is None and current().few_requests != "split":
         from vattn.ops.gluon import decode_cluster_launch
 
@@ -400,7 +413,7 @@ def launch(
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
-        OVERLAP=tuning.overlap != "end" and tuning.overlap, num_warps=way.warps, launch_pdl=True, **common,
+        OVERLAP=tuning.overlap is True, num_warps=way.warps, launch_pdl=True, **common,
     )  # fmt: skip
 
 
@@ -480,18 +493,19 @@ def _launch_decode(
     common: dict[str, Any],
 ) -> None:
     kernel, warps, grid = decode_kernel, tuning.heads, grid_of(config, tuning, sizes)
-    starts, lengths = None, None
+    lengths: dict[str, Tensor | None] = {}
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 
         warps *= tuning.slots
+        lengths = {"query_start_loc": None, "seq_lens": None}
     if tuning.whole:
-        schedule, starts, lengths = None, args.query_start_loc, args.seq_lens
+        lengths = {"query_start_loc": args.query_start_loc, "seq_lens": args.seq_lens}
         grid = (args.seq_lens.shape[0] * -(-config.num_kv_heads // tuning.heads),)
     kernel[grid](
-        query=args.query, schedule=schedule, query_start_loc=starts, seq_lens=lengths, partial_output=partial_output,
-        partial_stats=partial_stats, query_stride=args.query.stride(0), query_head_stride=args.query.stride(1),
-        num_warps=warps, launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common,
+        query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
+        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
+        launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common, **lengths,
         **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
     )  # fmt: skip
 

@@ -263,7 +263,7 @@ def finish_rows(
     STEP: tl.constexpr = 2 if FP8 else 1
     columns = head[:, None, :] * HEAD_SIZE + STEP * tl.arange(0, WIDTH)[None, :, None]
     total = tl.sum(total, 2)
-    if partial_output is not None and slot >= 0:
+    if slot >= 0:
         stats = partial_stats + (slot.to(tl.int64) * NUM_HEADS + head) * 2
         tl.store(stats, maximum, mask=mask)
         tl.store(stats + 1, total, mask=mask)
@@ -405,30 +405,11 @@ def load_item(schedule, cta, item, ctas):
     return request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item
 
 
-@triton.jit
-def load_request(query_start_loc, seq_lens, cta, ctas, end_tile):
-    """Return what `load_item` does where CTA c has the whole of request c, and row c of the padding if there is one."""
-    is_padding = cta >= ctas
-    request = tl.where(is_padding, cta - ctas, cta)
-    first_row = tl.load(query_start_loc + request, eviction_policy=KEEP)
-    num_rows = tl.load(query_start_loc + request + 1, eviction_policy=KEEP) - first_row
-    seq_len = tl.load(seq_lens + request, eviction_policy=KEEP)
-    padding_row = tl.load(query_start_loc + ctas, eviction_policy=KEEP) + request
-    # There are as many rows as requests.
-    next_item = tl.where((cta < ctas) & (padding_row < ctas), cta + ctas, -1)
-    none = request * 0
-    return (
-        tl.where(is_padding, -1, request), tl.where(is_padding, padding_row, first_row),
-        tl.where(is_padding, 1, num_rows), tl.where(is_padding, 0, seq_len), none, none + end_tile, none - 1,
-        next_item, next_item,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
-    query, key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, output, block_scale, lse,
-    partial_output, partial_stats, q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride,
-    output_stride, scale_stride, group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, QUERY_LOAD: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -439,16 +420,11 @@ def decode_kernel(
 
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
     to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
-    Without a schedule and room for partial results there are as many rows as requests, and CTAs that have a request
-    and HEADS heads each, by starts and lengths, which are not given otherwise.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
     kernel before may still run, so wait for it first, or at the end if it is "end".
     """
-    if OVERLAP == "behind":
-        # Only then, so that the reduction may read at once what the kernel before wrote.
-        tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAP and OVERLAP != "end" and OVERLAP != "behind":
+    if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -469,14 +445,9 @@ def decode_kernel(
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        if schedule is not None:
-            request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
-                schedule, cta, item, tl.num_programs(0) // HEAD_GROUPS
-            )
-        else:
-            request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_request(
-                query_start_loc, seq_lens, cta, tl.num_programs(0) // HEAD_GROUPS, table_width * TILES_PER_BLOCK
-            )
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
+            schedule, cta, item, tl.num_programs(0) // HEAD_GROUPS
+        )
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request
@@ -554,12 +525,10 @@ def reduce_kernel(
     """Combine the partial results of split requests; programs walk over (split row, head, COLUMNS of the head).
 
     Partial results are of TOKENS rows each. If these are several, rows of padding are written here as well.
-    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one;
-    "behind": this one was launched after that, and lets the next start when the main kernel has ended.
+    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one.
     """
-    if OVERLAP != "behind":
-        tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAP and OVERLAP != "behind":
+    tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
         # What that kernel wrote (a schedule, scales) is there once the main kernel is done, and not before.
         tl.extra.cuda.gdc_wait()
     num_splits = tl.load(schedule + 1, eviction_policy=KEEP)
@@ -594,8 +563,6 @@ def reduce_kernel(
         scale = load_scale(output_scale)
         # Without overlap all this is older than the main kernel, and only what follows has to wait for that.
         tl.extra.cuda.gdc_wait()
-        if OVERLAP == "behind":
-            tl.extra.cuda.gdc_launch_dependents()
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
         total = tl.exp2(sink - maximum)
         acc = tl.zeros([COLUMNS], tl.float32)
