@@ -44,7 +44,7 @@ FORMATS: dict[str, tuple[str, str]] = {
 }
 DECODE = [(1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 4096), (128, 2048), (256, 1024)]
 PREFILL = ["1 x 8k", "16 x 1k", "chunk 4 x 512 of 8k"]
-WAYS = {"split": {"few_requests": "split"}, "corrected": {"cluster_results": "corrected"}}
+WAYS = {"split": {"few_requests": "split"}, "narrow": {"cluster_results": "narrow"}}
 """Of one request, beside what runs now."""
 
 BATCH_WAYS = {"corrected": {"group_quotients": "corrected"}}

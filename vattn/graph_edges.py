@@ -4,7 +4,8 @@ A launch that may overlap with the kernel before it becomes a programmatic edge,
 that one has said so or ended. Compilers say so late, behind all that a kernel waits for. `vattn::linear`'s kernels
 that fill their memory with weights first touch nothing else before they wait for the kernel before to end, whenever
 they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
-RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait.
+RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait; but
+only decode in clusters is faster behind it then, so ahead of other kernels it starts when the kernel before has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from vattn.errors import DeviceError
 
 EARLY_KERNELS = ("streamed_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
+
+ROPE, CLUSTERS = "rope_update_kernel", "decode_cluster_kernel"
+"""Names of the kernel of RoPE, and of the one behind it that makes it start early."""
 
 PROGRAMMATIC = 1
 """Type of an edge, and its port where the kernel before says when."""
@@ -52,6 +56,8 @@ class KernelNode(ctypes.Structure):
 def start_early(graph: int, driver: Any = None) -> int:
     """Let kernels of `EARLY_KERNELS` start when those before them have begun; return how many edges were changed.
 
+    RoPE's waits for the end of the kernel before it where no decode in clusters follows.
+
     Args:
         graph: the `cudaGraph_t` of a capture that has ended and is not instantiated yet.
         driver: CUDA's driver library; loaded where it is not given. One without edges' data changes nothing.
@@ -67,14 +73,17 @@ def start_early(graph: int, driver: Any = None) -> int:
     sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     edges = (Edge * count.value)()
     _checked(driver.cuGraphGetEdges_v2(handle, sources, targets, edges, ctypes.byref(count)), "cuGraphGetEdges")
-    changed = 0
+    changed, pairs = 0, list(zip(sources, targets, strict=True))
     for source, target, edge in zip(sources, targets, edges, strict=True):
         if (edge.type, edge.from_port) != (PROGRAMMATIC, PROGRAMMATIC):
             continue
-        if _kernel_name(driver, target) not in EARLY_KERNELS:
+        name = _kernel_name(driver, target)
+        if name not in EARLY_KERNELS:
             continue
         ends = (ctypes.byref(ctypes.c_void_p(source)), ctypes.byref(ctypes.c_void_p(target)))
         later = Edge(BEGUN, edge.to_port, PROGRAMMATIC)
+        if name == ROPE and CLUSTERS not in [_kernel_name(driver, t) for s, t in pairs if s == target]:
+            later = Edge()
         one = ctypes.c_size_t(1)
         _checked(
             driver.cuGraphRemoveDependencies_v2(handle, *ends, ctypes.byref(edge), one), "cuGraphRemoveDependencies"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ LENGTHS = [[1], [63], [1000], [5000, 0], [17, 4100], [1, 15, 16], [129, 2, 900, 
 def hopper() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("clusters of CTAs need an sm_90 GPU")
-
-
-@pytest.fixture(autouse=True, params=["divided", "corrected"])
-def results(request: pytest.FixtureRequest) -> Iterator[str]:
-    with using(cluster_results=request.param):
-        yield request.param
 
 
 def run(batch: Batch) -> None:
@@ -158,7 +151,9 @@ def test_results_of_every_size(dtype: str, name: str, head_size: int, scale: flo
     steps = torch.arange(head_size, device="cuda") % 27 - 13
     values[:, :, 6] = (steps * 2.0**-2).to(values.dtype)
     scales = None if batch.args.output_scale is None else torch.full_like(batch.args.output_scale, scale)
-    check_codes(dataclasses.replace(batch, args=batch.args._replace(output_scale=scales)))
+    for columns in ("wide", "narrow"):
+        with using(cluster_results=columns):
+            check_codes(dataclasses.replace(batch, args=batch.args._replace(output_scale=scales)))
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])

@@ -54,11 +54,9 @@ def test_when_a_launch_of_few_tokens_starts(changes: dict[str, object], tokens: 
     config = make_config(**{**asked, "backend": "TRITON_ATTN", **changes})
     hopper = TARGETS["sm_90"]
     assert start_of_launch(config, tokens, 6, hopper) == "", "the default"
-    with using(rope_launch="both"):
+    with using(rope_launch="overlapped"):
         assert start_of_launch(config, tokens, 6, hopper) == expected
         assert start_of_launch(config, tokens, 6, TARGETS["sm_80"]) == ""
-    with using(rope_launch="wait"):
-        assert start_of_launch(config, tokens, 6, hopper) == expected.replace("both", "wait")
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])

@@ -28,12 +28,11 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "code_shifts": ("logic", "products"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
-    "cluster_results": ("divided", "corrected"),
+    "cluster_results": ("wide", "narrow"),
     "group_quotients": ("divided", "corrected"),
-    "prefill_groups": ("sorted", "held"),
     "one_wave": ("scheduled", "whole"),
     "mixed_rows": ("sixteen", "eight"),
-    "rope_launch": ("after", "wait", "both"),
+    "rope_launch": ("after", "overlapped"),
 }
 """What each field may be."""
 
@@ -65,15 +64,13 @@ class Variants:
             8 KV heads.
         one_wave: decode of short requests on Hopper whose pairs of KV heads are about as many as multiprocessors:
             "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
-        cluster_results: how a CTA of "clusters" finishes a head: "divided", part by part, NVFP4 by divisions;
-            "corrected", all parts on their way at once, NVFP4 by products that are corrected to the same bytes.
+        cluster_results: how many columns of an NVFP4 output a thread of "clusters" has at the end: four ("wide"), or
+            two ("narrow"), as of other outputs.
         group_quotients: how kernels of attention quantise groups by IEEE's quotients: "divided", by the division, which
             branches for each value; "corrected", by products that are corrected to the same bytes.
-        prefill_groups: where Hopper's prefill kernel makes codes of FP8 groups: "sorted", where rows are sorted for the
-            store; "held", where the products lie, so that codes are sorted.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
-            before has ended; "wait", while that runs, and waits for it; "both", so, and the kernel behind starts while
-            RoPE's runs, over caches with which only decode in clusters makes use of that.
+            before has ended; "overlapped", while that runs, in a captured graph where decode in clusters follows, which
+            then starts while RoPE's runs (over caches with which other decode makes no use of that).
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "streamed", as "values", and up to eight rows of values or e4m3 codes by a
             kernel whose weights are on their way while the kernel before still runs, which must not be one that writes
@@ -107,9 +104,8 @@ class Variants:
     packed_store: str = "words"
     code_shifts: str = "logic"
     few_requests: str = "measured"
-    cluster_results: str = "divided"
+    cluster_results: str = "wide"
     group_quotients: str = "divided"
-    prefill_groups: str = "sorted"
     one_wave: str = "whole"
     mixed_rows: str = "eight"
     rope_launch: str = "after"

@@ -1,7 +1,7 @@
 """Parts of a result that the CTAs of a cluster send each other: an inbox in shared memory, and what is made of it.
 
 The compiler knows nothing of the cluster: the inbox is shared memory of an assembly statement, other CTAs' inboxes are
-reached by its address there, and only such statements touch it, which keep their order.
+reached by its address there, and only such statements touch it. Those that send keep their order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vattn.ops.gluon.epilogue import group_codes, group_scales
 from vattn.ops.triton.decode_fast_kernels import LOWEST_MAXIMUM
 
 OPEN_INBOX = gl.constexpr(
@@ -93,34 +92,31 @@ def wait_for_parts(inbox):
 
 
 @gluon.jit
-def receive_two(place, is_mine, PURE: gl.constexpr):
+def receive_two(place, is_mine):
     return gl.inline_asm_elementwise(
-        RECEIVE_TWO, "=f,=f,r,r", [place, is_mine], dtype=(gl.float32, gl.float32), is_pure=PURE, pack=1
+        RECEIVE_TWO, "=f,=f,r,r", [place, is_mine], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def receive_four(place, is_mine, PURE: gl.constexpr):
+def receive_four(place, is_mine):
     return gl.inline_asm_elementwise(
         RECEIVE_FOUR, "=f,=f,=f,=f,r,r", [place, is_mine],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=PURE, pack=1,
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def add_part(
-    x0, x1, x2, x3, total, place, part_maximum, part_total, maximum, is_mine, VECTOR: gl.constexpr,
-    PURE: gl.constexpr,
-):  # fmt: skip
+def add_part(x0, x1, x2, x3, total, place, part_maximum, part_total, maximum, is_mine, VECTOR: gl.constexpr):
     """Add a part to VECTOR columns and to the total."""
     weight = gl.exp2(part_maximum - maximum)
     total += part_total * weight
     if VECTOR == 4:
-        y0, y1, y2, y3 = receive_four(place, is_mine, PURE)
+        y0, y1, y2, y3 = receive_four(place, is_mine)
         x2 += y2 * weight
         x3 += y3 * weight
     else:
-        y0, y1 = receive_two(place, is_mine, PURE)
+        y0, y1 = receive_two(place, is_mine)
     x0 += y0 * weight
     x1 += y1 * weight
     return x0, x1, x2, x3, total
@@ -129,11 +125,11 @@ def add_part(
 @gluon.jit
 def receive(
     inbox, sink, value_factor, CLUSTER: gl.constexpr, HEAD_SIZE: gl.constexpr, VECTOR: gl.constexpr,
-    LANES: gl.constexpr, PURE: gl.constexpr,
+    LANES: gl.constexpr,
 ):  # fmt: skip
     """Merge the parts that arrived: a thread's first VECTOR columns of four, the head's maximum and its total.
 
-    PURE: the compiler may put the loads in an order of its own and leave out those of what it has.
+    `inbox` is what `wait_for_parts` returned: loads depend on nothing else, so that all are on their way at once.
     """
     THREADS: gl.constexpr = HEAD_SIZE // VECTOR
     ROW: gl.constexpr = HEAD_SIZE * 4
@@ -144,7 +140,7 @@ def receive(
     sums = maxima + CLUSTER * 4
     maximum = gl.maximum(gl.zeros_like(lane).to(gl.float32) + sink, LOWEST_MAXIMUM)
     for part in gl.static_range(0, CLUSTER, 4):
-        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine, PURE)
+        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine)
         maximum = gl.maximum(maximum, gl.maximum(gl.maximum(m0, m1), gl.maximum(m2, m3)))
     total = gl.exp2(sink - maximum)
     x0 = gl.zeros_like(maximum)
@@ -153,48 +149,12 @@ def receive(
     x3 = x0
     place = inbox + lane * (4 * VECTOR)
     for part in gl.static_range(0, CLUSTER, 4):
-        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine, PURE)
-        l0, l1, l2, l3 = receive_four(sums + part * 4, is_mine, PURE)
+        m0, m1, m2, m3 = receive_four(maxima + part * 4, is_mine)
+        l0, l1, l2, l3 = receive_four(sums + part * 4, is_mine)
         at = place + part * ROW
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at, m0, l0, maximum, is_mine, VECTOR, PURE)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + ROW, m1, l1, maximum, is_mine, VECTOR, PURE)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 2 * ROW, m2, l2, maximum, is_mine, VECTOR, PURE)
-        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 3 * ROW, m3, l3, maximum, is_mine, VECTOR, PURE)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at, m0, l0, maximum, is_mine, VECTOR)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + ROW, m1, l1, maximum, is_mine, VECTOR)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 2 * ROW, m2, l2, maximum, is_mine, VECTOR)
+        x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 3 * ROW, m3, l3, maximum, is_mine, VECTOR)
     norm = value_factor / gl.where(total == 0.0, 1.0, total)
     return x0 * norm, x1 * norm, x2 * norm, x3 * norm, maximum, total
-
-
-@gluon.jit
-def larger_bits(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def group_maximum(x):
-    """Return the largest magnitudes along the last axis, NaN where there is one.
-
-    As integers magnitudes keep their order, NaN above all, and a warp has one instruction for their maximum.
-    """
-    bits = x.to(gl.uint32, bitcast=True) & 0x7FFFFFFF
-    return gl.reduce(bits, 1, larger_bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def store_head_groups(
-    output, scales, x, head, scale, group_stride, HEAD_SIZE: gl.constexpr, MODEL: gl.constexpr, GROUPS: gl.constexpr
-):
-    """Quantise a head's results with one scale per group; store codes and scales."""
-    COUNT: gl.constexpr = HEAD_SIZE // GROUPS[0]
-    groups = x.to(MODEL).to(gl.float32).reshape([COUNT, GROUPS[0]])
-    largest = group_maximum(groups)
-    stored, step = group_scales(largest, scale, GROUPS)
-    group = head * COUNT + gl.arange(0, COUNT, layout=largest.type.layout)
-    gl.store(scales + group.to(gl.int64) * group_stride, stored)
-    codes = group_codes(groups, step.expand_dims(1), GROUPS).reshape([HEAD_SIZE])
-    if GROUPS[1]:
-        nibbles = codes.reshape([HEAD_SIZE // 2, 2])
-        low, high = nibbles.split()
-        pairs = (low | (high << 4)).to(gl.uint8)
-        gl.store(output + head * (HEAD_SIZE // 2) + gl.arange(0, HEAD_SIZE // 2, layout=pairs.type.layout), pairs)
-    else:
-        gl.store(output + head * HEAD_SIZE + gl.arange(0, HEAD_SIZE, layout=codes.type.layout), codes)

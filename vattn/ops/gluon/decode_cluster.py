@@ -21,7 +21,6 @@ from vattn.ops.gluon.cluster_inbox import (
     open_inbox,
     receive,
     send,
-    store_head_groups,
     wait_at_cluster_barrier,
     wait_for_parts,
 )
@@ -99,7 +98,7 @@ def decode_cluster_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
     SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
-    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CORRECTED: gl.constexpr,
+    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, NARROW_FP4: gl.constexpr,
 ):  # fmt: skip
     """Attend as many rows as requests; grid: rows x KV heads x CLUSTER, launched in clusters of CLUSTER.
 
@@ -120,7 +119,8 @@ def decode_cluster_kernel(
     MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
     MERGED_ROWS: gl.constexpr = gl.SliceLayout(0, MERGED)
     # Columns of a thread at the end: a warp has a whole group, or 64 columns.
-    VECTOR: gl.constexpr = 4 if HEAD_SIZE == 128 and GROUPS[0] > 0 and GROUPS[0] != 64 else 2
+    WIDE: gl.constexpr = GROUPS[0] == 128 or (GROUPS[1] and not NARROW_FP4)
+    VECTOR: gl.constexpr = 4 if HEAD_SIZE == 128 and WIDE else 2
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [SLOTS], [0])
     SWIZZLE: gl.constexpr = gl.SwizzledSharedLayout(8, 1 if WIDTH >= 64 else 2, 8 if WIDTH >= 64 else 4, [2, 1, 0])
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -282,14 +282,9 @@ def decode_cluster_kernel(
         result_b = gl.sum(parts_b.load(MERGE) * weight, 0)
         send(result_b, place + 4, owner, is_head)
     arrive_at_cluster_barrier()
-    if CORRECTED:
-        inbox = wait_for_parts(inbox)
-    else:
-        wait_at_cluster_barrier()
+    inbox = wait_for_parts(inbox)
     if rank < GROUP:
-        x0, x1, x2, x3, row_maximum, row_total = receive(
-            inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES, CORRECTED
-        )
+        x0, x1, x2, x3, row_maximum, row_total = receive(inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES)
         if lse is not None:
             lane = gl.arange(0, HEAD_SIZE // VECTOR, layout=LANES)
             log = LN2 * (row_maximum + gl.log2(row_total))
@@ -297,14 +292,9 @@ def decode_cluster_kernel(
         start = output + row.to(gl.int64) * output_stride
         if GROUPS[0] > 0:
             scales = block_scale + row.to(gl.int64) * scale_stride
-            if CORRECTED:
-                store_columns(
-                    start, scales, x0, x1, x2, x3, head, given_scale, group_stride, HEAD_SIZE, VECTOR, LANES, MODEL,
-                    GROUPS,
-                )  # fmt: skip
-            else:
-                x = side_by_side(x0, x1, x2, x3, VECTOR)
-                store_head_groups(start, scales, x, head, given_scale, group_stride, HEAD_SIZE, MODEL, GROUPS)
+            store_columns(
+                start, scales, x0, x1, x2, x3, head, given_scale, group_stride, HEAD_SIZE, VECTOR, LANES, MODEL, GROUPS
+            )
         else:
             x = side_by_side(x0, x1, x2, x3, VECTOR)
             column = gl.arange(0, HEAD_SIZE, layout=x.type.layout)
