@@ -175,8 +175,10 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, devi
     most = MAX_GROUP_SIZE // config.group_size if config.head_size in SPECULATIVE_HEAD_SIZES else 0
     if tokens <= most:
         return tokens
+    if most == 1 or tokens > 4 * most or current().few_drafts == "general":
+        return 0
     few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * _multiprocessors(device)
-    return most if few and 1 < most and tokens <= 4 * most and current().few_drafts == "measured" else 0
+    return most if few else 0
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
