@@ -68,6 +68,8 @@ BAD_SCALES = {
     "zero": ({"k_scale": 0.0, "v_scale": 1.0}, {"cache_dtype": "fp8"}, "k_scale=[0.0]"),
     "negative": ({"k_scale": 1.0, "v_scale": -1.0}, {"cache_dtype": "fp8"}, "v_scale=[-1.0]"),
     "NaN": ({"k_scale": float("nan"), "v_scale": 1.0}, {"cache_dtype": "fp8"}, "k_scale=[nan]"),
+    "a bool": ({"k_scale": True, "v_scale": 1.0}, {"cache_dtype": "fp8"}, "k_scale=True"),
+    "texts": ({"k_scale": ["1"], "v_scale": 1.0}, {"cache_dtype": "fp8"}, "k_scale=['1']"),
     "infinite": ({"k_scale": float("inf"), "v_scale": 1.0}, {"cache_dtype": "fp8"}, "k_scale=[inf]"),
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
-from vattn.errors import ConfigError, MetadataError
+from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.metadata import AttentionMetadata
 from vattn.rope_config import RopeConfig
@@ -61,6 +61,8 @@ def update_kv_cache(
         UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
     _check_config(config)
+    _check_tensors(key=key, value=value, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    _check_tensors(optional=True, k_scale=k_scale, v_scale=v_scale)
     torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
 
 
@@ -182,6 +184,11 @@ def paged_attention(
                 [1., 1.]])
     """
     seq_lens, block_table = _keys_of(metadata, config)
+    _check_tensors(query=query, kv_cache=kv_cache)
+    _check_tensors(
+        optional=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output_scale=output_scale,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
     result = new_output(query, config)
     torch.ops.vattn.attention(
         query,
@@ -213,6 +220,13 @@ def paged_attention(
 def _check_config(config: AttentionConfig) -> None:
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
+
+
+def _check_tensors(optional: bool = False, **given: object) -> None:
+    for name, value in given.items():
+        if not (isinstance(value, Tensor) or (optional and value is None)):
+            allowed = "a tensor, or None" if optional else "a tensor"
+            raise ShapeError(f"{name} is {type(value).__name__}", allowed, f"pass a tensor for {name}")
 
 
 def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
@@ -254,6 +268,9 @@ def merge_attn_states(
     Returns:
         The output over both parts and its LSE.
     """
+    _check_tensors(
+        prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output, suffix_lse=suffix_lse
+    )
     output, lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
     torch.ops.vattn.merge_attn_states(output, lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
     return output, lse

@@ -106,6 +106,10 @@ def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: in
             "int64 [n, 2], rows (source block, destination block)",
             "torch.tensor([(3, 7)])",
         )
+    if mapping.device.type == "meta":
+        raise CacheError(
+            "block_mapping on meta", "pairs with numbers in them", "make it outside of torch.device('meta')"
+        )
     pairs = mapping.cpu()
     for column, name, limit in ((0, "source", num_sources), (1, "destination", num_destinations)):
         ids = pairs[:, column]

@@ -83,7 +83,12 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
         return torch.ones(1, device="cpu")
     # Numbers keep their values where modules are made on meta.
     device = source.device if isinstance(source, Tensor) else "cpu"
-    scale = torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone().reshape(-1)
+    try:
+        if isinstance(source, bool):
+            raise TypeError("a bool is no factor")
+        scale = torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScaleError(f"{name}={source!r:.60}", allowed, "give numbers") from error
     if scale.numel() not in sizes:
         fix = "give one value" if set(sizes) == {1} else "give one value, or one per KV head"
         raise ScaleError(f"{name} has {scale.numel()} values", allowed, fix)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError, ShapeError
+from vattn.formats import dtype_name
 from vattn.host_integers import read_count
 
 
@@ -31,6 +32,9 @@ def check_cu_seqlens(
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
         raise MetadataError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device.type == "meta":
+        came = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} on {cu_seqlens.device.type}"
+        raise MetadataError(came, "an int32 tensor [sequences + 1] with numbers in it", "pass cu_seqlens.int()")
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if not lengths or offsets[0] != 0:
