@@ -34,10 +34,11 @@ def test_one_layer_of_a_kind_runs_every_size_and_nothing_is_written() -> None:
     report = vattn.warmup(
         layers, builder_of(layers), decode_batches=[1, 4], prefill_lens=[16, 7], progress=lines.append
     )
-    names = ["decode of 1", "decode of 4", "prefill of 16", "prefill of 7", "prefill of 7 and a decode"]
+    alone = ["decode of 1", "decode of 4", "prefill of 16", "prefill of 7"]
+    names = [*alone, "2 prefills of 7", "prefill of 7 and a decode"]
     assert list(report.seconds) == [f"{name}: {layer}" for name in names for layer in "ab"]
-    assert len(lines) == 10 and lines[-1].startswith("warmup 10/10, prefill of 7 and a decode: b:")
-    assert str(report).startswith("10 steps warmed in")
+    assert len(lines) == 12 and lines[-1].startswith("warmup 12/12, prefill of 7 and a decode: b:")
+    assert str(report).startswith("12 steps warmed in")
     assert all(torch.equal(layer.kv_cache, old) for layer, old in zip(layers.values(), before, strict=True))
 
 
@@ -66,7 +67,7 @@ def test_a_function_runs_in_the_place_of_the_layers() -> None:
         make_inputs=lambda step: [torch.zeros(step.slot_mapping.shape[0], 64)],
         progress=False,
     )
-    assert seen == [(3, 64), (5, 64), (6, 64)] and next(iter(report.seconds)) == "decode of 3: function"
+    assert seen == [(3, 64), (5, 64), (15, 64), (6, 64)] and next(iter(report.seconds)) == "decode of 3: function"
 
 
 def test_layers_that_need_more_are_named() -> None:
