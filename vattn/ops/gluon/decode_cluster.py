@@ -26,7 +26,7 @@ from vattn.ops.gluon.cluster_inbox import (
 )
 from vattn.ops.gluon.cluster_output import side_by_side, store_columns
 from vattn.ops.gluon.compat import as_tiles, block_barrier, copy_rows, let_next_kernel_start, wait_for_previous_kernel
-from vattn.ops.gluon.decode import keep_rows, load_query, multiply_values, take_scores, tile_scores
+from vattn.ops.gluon.decode_products import keep_rows, load_query, multiply_values, take_scores, tile_scores
 from vattn.ops.gluon.epilogue import QUERY_ROWS, load_scale, store_result
 from vattn.ops.triton.decode_fast_kernels import LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.ops.triton.mask import LN2, LOG2E

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier, load_box, take_over
-from vattn.ops.gluon.decode import unpack_keys, unpack_values
+from vattn.ops.gluon.decode_products import unpack_keys, unpack_values
 from vattn.ops.gluon.mla_gather import THREADS, gather_codes
 from vattn.ops.gluon.mla_items import (
     LATENT,

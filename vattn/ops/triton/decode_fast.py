@@ -2,8 +2,9 @@
 
 Shapes choose it: as many query rows as requests, the shape of a decode step, or a few times as many, that of a
 speculative one. The op reads no length on the host, so counts do not prove that rows are dealt out evenly; the
-schedule, made on the device, is right for any split of the rows: requests of up to so many rows are spread over CTAs, a
-request of more is walked by one CTA, some rows after the others (slow, but right).
+schedule, made on the device, is right for any split of the rows. Where several rows of a request are attended at a
+time, requests are cut into chunks of so many, which are spread over CTAs; otherwise a request of several rows is walked
+by one CTA, one row after the other (slow, but right). Short requests that fill the card go without a schedule.
 """
 
 from __future__ import annotations
