@@ -5,7 +5,7 @@ import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch, relative_l2
-from vattn.backends import torch_sdpa
+from vattn.backends import torch_sdpa, written_out
 from vattn.backends.base import DeviceInfo, requested_features
 from vattn.errors import DtypeError, GraphContractError, VattnError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
@@ -123,16 +123,16 @@ def test_shapes(shape, lens):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_small_chunks_change_nothing(feature, monkeypatch):
-    monkeypatch.setattr(torch_sdpa, "_MASK_PER_CHUNK", 100)
-    monkeypatch.setattr(torch_sdpa, "_SCORES_PER_CHUNK", 1000)
+    monkeypatch.setattr(written_out, "_MASK_PER_CHUNK", 100)
+    monkeypatch.setattr(written_out, "_SCORES_PER_CHUNK", 1000)
     config = make_config(num_heads=6, num_kv_heads=2, block_size=8, **FEATURES[feature])
     check(random_paged_batch(config, *LONG, seed=1))
 
 
 def test_chunks_stay_within_their_budget():
     config = make_config(num_heads=8, num_kv_heads=8, lse=True)
-    request = torch_sdpa._Request(0, 0, 3000, 9000, 6000, 9000, causal=True)
-    chunks = list(torch_sdpa._chunks(request, config, plain=False))
+    request = written_out.Request(0, 0, 3000, 9000, 6000, 9000, causal=True)
+    chunks = list(written_out.chunks(request, config, plain=False))
     assert [c.first_row for c in chunks] == [0, *(c.end_row for c in chunks[:-1])] and chunks[-1].end_row == 3000
     assert max((c.end_row - c.first_row) * (c.end_key - c.first_key) * 8 for c in chunks) <= 1 << 22
 

@@ -12,7 +12,6 @@ Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vattn import kv_formats, quantization
 from vattn.backends.base import FEATURES, PACKED_STRIPES, Backend, Capabilities, Sizes, refuse_capture
+from vattn.backends.written_out import Args, Chunk, Request, chunks, visible_keys, written_out
 from vattn.config import AttentionConfig
-from vattn.context_parallel.stripe import Stripe
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.ops import rope_reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -31,67 +30,7 @@ from vattn.ops.reference import held_lengths
 from vattn.ops.stored_rows import decode_stored, encode_stored, stored_views
 from vattn.rope_config import RopeConfig
 
-_SCORES_PER_CHUNK = 1 << 22
-"""Scores that the written-out math holds at once (16 MiB in fp32)."""
-
-_MASK_PER_CHUNK = 1 << 22
-"""Mask entries of one `scaled_dot_product_attention` call."""
-
-Args = AttentionArgs | VarlenAttentionArgs
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the host knows of one request.
-
-    Attributes:
-        index: row of the block table.
-        first_row: first row of the packed query.
-        query_len, seq_len: new tokens, and keys in all.
-        context_len: position of query row 0; negative when some rows lie before the sequence.
-        num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
-        causal: causal or bidirectional.
-        tree: which tree bias applies, -1 = none.
-        held: how many of its keys can be read on this rank, under context parallelism.
-    """
-
-    index: int
-    first_row: int
-    query_len: int
-    seq_len: int
-    context_len: int
-    num_keys: int
-    causal: bool
-    tree: int = -1
-    held: int = 0
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first_row, self.first_row + self.query_len)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most.
-
-    Keys are counted as they are held: under context parallelism `stripe` tells their positions.
-    """
-
-    first_row: int
-    end_row: int
-    first_key: int
-    end_key: int
-    stripe: Stripe | None
-
-    def rows_and_keys(self, request: _Request, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of the rows `[rows, 1]` and of the keys `[1, keys]`."""
-        start = request.context_len
-        q = torch.arange(start + self.first_row, start + self.end_row, device=device)
-        k = torch.arange(self.first_key, self.end_key, device=device)
-        return q[:, None], (k if self.stripe is None else self.stripe.position(k))[None, :]
-
-
-Read = Callable[[_Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
+Read = Callable[[Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
 """Returns the keys `[L, K, D]` and values `[L, K, V]` that are held at `[first, end)` of a request in fp32, and bool
 `[L]`: which of them exist (`None`: all)."""
 
@@ -143,7 +82,7 @@ class TorchSDPABackend(Backend):
         lengths = [max(0, end - start) for start, end in pairwise(starts)]
         requests = list(_requests(args, config, lengths, lengths, lengths))
 
-        def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
             rows = slice(starts[request.index] + first, starts[request.index] + end)
             key = _decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
             return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
@@ -217,7 +156,7 @@ def _is_plain(config: AttentionConfig) -> bool:
     )
 
 
-def _is_even(requests: list[_Request]) -> bool:
+def _is_even(requests: list[Request]) -> bool:
     """Whether padding the requests to the longest wastes less than it saves."""
     longest = max(r.seq_len for r in requests)
     return longest * len(requests) <= 4 * sum(r.seq_len for r in requests)
@@ -225,7 +164,7 @@ def _is_even(requests: list[_Request]) -> bool:
 
 def _requests(
     args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int], held: list[int]
-) -> Iterator[_Request]:
+) -> Iterator[Request]:
     """Yield the requests that have query rows."""
     starts = _to_host(args.query_start_loc)
     flags = None if args.causal_flags is None else _to_host(args.causal_flags)
@@ -241,10 +180,10 @@ def _requests(
         # Rows that have no position among the keys are counted from 0, which is before no key.
         context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
         keys = max(0, num_keys[index])
-        yield _Request(index, start, end - start, seq_len, context_len, keys, causal, tree, max(0, held[index]))
+        yield Request(index, start, end - start, seq_len, context_len, keys, causal, tree, max(0, held[index]))
 
 
-def _start_result(args: Args, requests: list[_Request], config: AttentionConfig) -> Tensor:
+def _start_result(args: Args, requests: list[Request], config: AttentionConfig) -> Tensor:
     """Return zeros `[T, H, V]` in the model dtype (the output itself if it is not quantised) and fill `lse`."""
     if args.lse is not None:
         args.lse.fill_(float("-inf"))
@@ -257,12 +196,12 @@ def _start_result(args: Args, requests: list[_Request], config: AttentionConfig)
     return args.query.new_zeros(shape, dtype=MODEL_DTYPES[config.dtype])
 
 
-def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Read, result: Tensor) -> None:
+def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Read, result: Tensor) -> None:
     plain = _is_plain(config)
     for request in requests:
         query = _load_query(args.query[request.rows], args, config)
         ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]
-        for chunk in _chunks(request, config, plain):
+        for chunk in chunks(request, config, plain):
             key, value, exists = read(request, chunk.first_key, chunk.end_key)
             rows = query[chunk.first_row : chunk.end_row]
             place = slice(request.first_row + chunk.first_row, request.first_row + chunk.end_row)
@@ -272,10 +211,10 @@ def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Re
                 if not bool((out == 0).all(-1).any()):
                     result[place] = out.to(result.dtype)
                     continue
-            visible = _visible(request, chunk, ranges, config, query.device)
+            visible = visible_keys(request, chunk, ranges, config, query.device)
             if exists is not None:
                 visible &= exists
-            result[place], lse = _written_out(rows, key, value, visible, args, request, chunk, config)
+            result[place], lse = written_out(rows, key, value, visible, args, request, chunk, config)
             if args.lse is not None:
                 args.lse[place] = lse
     if config.output_format != "none":
@@ -290,46 +229,10 @@ def _run(args: Args, config: AttentionConfig, requests: list[_Request], read: Re
         )
 
 
-def _chunks(request: _Request, config: AttentionConfig, plain: bool) -> Iterator[_Chunk]:
-    """Split a request's query rows so that mask or scores stay bounded; rows before position 0 are left out."""
-    if request.num_keys == 0:
-        return
-    budget = _MASK_PER_CHUNK if plain else _SCORES_PER_CHUNK // config.num_heads
-    step, stripe = max(1, budget // request.num_keys), config.stripe
-    for first in range(max(0, -request.context_len), request.query_len, step):
-        end = min(first + step, request.query_len)
-        first_key, end_key = _key_range(request, request.context_len + first, request.context_len + end, config)
-        if stripe is not None:
-            first_key, end_key = stripe.count(first_key), min(stripe.count(end_key), request.held)
-        if first_key < end_key:
-            yield _Chunk(first, end, first_key, end_key, stripe)
-
-
-def _key_range(request: _Request, first: int, end: int, config: AttentionConfig) -> tuple[int, int]:
-    """Return bounds of the keys that query positions `[first, end)` can see."""
-    window, chunk, lookback = config.sliding_window, config.chunk_size, config.chunk_lookback
-    low, high = 0, _last_key(request, config)
-    if config.mm_prefix != "none":
-        return low, high
-    if chunk is not None and lookback is not None:
-        low = (first // chunk - lookback) * chunk
-        high = ((end - 1) // chunk + lookback + 1) * chunk
-    elif window is not None:
-        low, high = first - window + 1, end - 1 + window
-    if request.causal:
-        high = min(high, end)
-    return max(0, low), min(high, _last_key(request, config))
-
-
-def _last_key(request: _Request, config: AttentionConfig) -> int:
-    """Return behind which position no row of a request sees a key."""
-    return min(request.num_keys, max(0, request.context_len)) if config.context_only else request.num_keys
-
-
 def _paged_reader(args: AttentionArgs, config: AttentionConfig, keys: PackedRows, values: PackedRows) -> Read:
     size = config.block_size
 
-    def read(request: _Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
         blocks = args.block_table[request.index, first // size : (end + size - 1) // size].long()
         inside = slice(first % size, first % size + end - first)
         known = (blocks >= 0) & (blocks < keys.codes.shape[0])
@@ -352,7 +255,7 @@ def _gather(rows: PackedRows, blocks: Tensor, tokens: slice | Tensor) -> PackedR
 
 
 def _plain_rows(
-    query: Tensor, key: Tensor, value: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig
+    query: Tensor, key: Tensor, value: Tensor, request: Request, chunk: Chunk, config: AttentionConfig
 ) -> Tensor:
     """Return `[n, H, V]` of one chunk of a plain request."""
     square = request.context_len + chunk.first_row == chunk.first_key and len(query) == len(key)
@@ -361,7 +264,7 @@ def _plain_rows(
     mask = None
     everything = windowless and (not request.causal or len(query) == 1)
     if not is_causal and not everything:
-        mask = _visible(request, chunk, None, config, query.device)
+        mask = visible_keys(request, chunk, None, config, query.device)
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
@@ -377,7 +280,7 @@ def _plain_rows(
 def _plain_decodes(
     args: AttentionArgs,
     config: AttentionConfig,
-    requests: list[_Request],
+    requests: list[Request],
     keys: PackedRows,
     values: PackedRows,
     result: Tensor,
@@ -415,90 +318,3 @@ def _plain_decodes(
     empty = ~visible.any(1)[:, None, None]
     out = kv_formats.rotate_back(out[:, :, 0], config.kv_cache_dtype)
     result[row] = out.masked_fill(empty, 0).to(result.dtype)
-
-
-def _visible(
-    request: _Request, chunk: _Chunk, ranges: Tensor | None, config: AttentionConfig, device: torch.device
-) -> Tensor:
-    """Return bool `[rows, keys]` of a chunk: which query row sees which key."""
-    q, k = chunk.rows_and_keys(request, device)
-    seen = k <= q if request.causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=device)
-    window, size = config.sliding_window, config.chunk_size
-    if size is not None and config.chunk_lookback is not None:
-        apart = q // size - k // size
-        seen = seen & (apart <= config.chunk_lookback) & (-apart <= config.chunk_lookback)
-    elif window is not None:
-        seen = seen & (q - k < window)
-        if not request.causal:
-            seen = seen & (k - q < window)
-    if ranges is not None:
-        low, high = ranges[:, :1], ranges[:, 1:]
-        query_inside = (q.view(-1) >= low) & (q.view(-1) <= high) & (low < high)
-        key_inside = (k >= low) & (k <= high)
-        together = (query_inside.float().T @ key_inside.float()) > 0
-        if config.mm_prefix == "clamped" and window is not None:
-            together &= q - k < window
-        seen = seen | together
-    return seen
-
-
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    args: Args,
-    request: _Request,
-    chunk: _Chunk,
-    config: AttentionConfig,
-) -> tuple[Tensor, Tensor]:
-    """Return `[n, H, V]` and log-sum-exp `[n, H]` of one chunk, every feature included, in fp32."""
-    rows, num_keys, heads = query.shape[0], key.shape[0], config.num_heads
-    # Keys that no row sees may be garbage: zero times NaN would still be NaN.
-    unseen = ~visible.any(0)[:, None, None]
-    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
-    grouped = query.transpose(0, 1).reshape(config.num_kv_heads, config.group_size * rows, -1)
-    scores = (grouped @ key.permute(1, 2, 0)).view(heads, rows, num_keys) * config.scale
-    if config.logits_soft_cap is not None:
-        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if config.alibi != "none" and args.alibi_slopes is not None:
-        scores += _alibi(args.alibi_slopes, request, chunk, config)
-    if request.tree >= 0 and args.bias is not None:
-        _add_tree_bias(scores, args.bias[request.tree], request, chunk)
-    sinks = None if args.sinks is None else args.sinks.float()[:, None]
-    peak = scores.amax(-1) if sinks is None else torch.maximum(scores.amax(-1), sinks)
-    peak = peak.masked_fill(peak == float("-inf"), 0)
-    weights = torch.exp(scores - peak[:, :, None])
-    total = weights.sum(-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks - peak)
-    weighted = weights.view(config.num_kv_heads, -1, num_keys) @ value.transpose(0, 1)
-    out = weighted.view(heads, rows, -1) / total.masked_fill(total == 0, 1)[:, :, None]
-    out = kv_formats.rotate_back(out.transpose(0, 1), config.kv_cache_dtype)
-    return out, (peak + torch.log(total)).transpose(0, 1)
-
-
-def _alibi(slopes: Tensor, request: _Request, chunk: _Chunk, config: AttentionConfig) -> Tensor:
-    """Return `[H, rows, keys]` to add to the scores."""
-    q, k = chunk.rows_and_keys(request, slopes.device)
-    if config.alibi == "sqrt":
-        distance = -(q - k).clamp(min=0).float().sqrt()
-    else:
-        distance = ((k - q) if request.causal else -(k - q).abs()).float()
-    return slopes.float()[:, None, None] * distance
-
-
-def _add_tree_bias(scores: Tensor, bias: Tensor, request: _Request, chunk: _Chunk) -> None:
-    """Add `bias[row, key - context_len]` where both are inside the tree, in place."""
-    size = bias.shape[0]
-    rows = slice(chunk.first_row, min(chunk.end_row, size))
-    stripe, context = chunk.stripe, request.context_len
-    # Keys are held in order, so those inside the tree are neighbours.
-    held = [place if stripe is None else stripe.count(place) for place in (context, context + size)]
-    first, end = (min(max(place, chunk.first_key), chunk.end_key) for place in held)
-    if rows.start >= rows.stop or first >= end:
-        return
-    key = torch.arange(first, end, device=bias.device)
-    columns = (key if stripe is None else stripe.position(key)) - context
-    scores[:, : rows.stop - rows.start, first - chunk.first_key : end - chunk.first_key] += bias[rows, columns].float()
