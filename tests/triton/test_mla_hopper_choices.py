@@ -28,22 +28,22 @@ def layer(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "chunks", "ways"),
+    ("changes", "chunks", "runs"),
     [
-        ({}, 1, {"measured", "gluon"}),
-        ({}, 2, set()),
-        ({"qk_nope_head_dim": 64, "v_head_dim": 64}, 1, {"gluon"}),
-        ({"qk_nope_head_dim": 64}, 1, set()),
-        ({"output_format": "nvfp4"}, 1, {"measured", "gluon"}),
+        ({}, 1, True),
+        ({}, 2, False),
+        ({"qk_nope_head_dim": 64, "v_head_dim": 64}, 1, True),
+        ({"qk_nope_head_dim": 64}, 1, False),
+        ({"output_format": "nvfp4"}, 1, True),
     ],
 )
-def test_prompts(changes: dict[str, Any], chunks: int, ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts(changes: dict[str, Any], chunks: int, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = layer(**changes)
     monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, device: not mla_prefill_launch.refusals(c, HOPPER))
     args = random_mla_batch(config, [70], [90])
-    for way in ("plain", "measured", "gluon"):
+    for way in ("plain", "gluon"):
         with variants.using(latent_prefill=way):
-            assert mla_prefill_launch.accepts(args, config, 128, chunks) == (way in ways)
+            assert mla_prefill_launch.accepts(args, config, 128, chunks) == (runs and way == "gluon")
             assert not mla_prefill_launch.accepts(args, config, 64, chunks)
 
 

@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed": ("general", "packed", "two", "overlapped"),
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
-    "latent_prefill": ("measured", "plain", "gluon"),
+    "latent_prefill": ("plain", "gluon"),
     "latent_quotients": ("corrected", "limited", "parts16", "parts32"),
     "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
@@ -80,7 +80,7 @@ class Variants:
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
-            Hopper's; "measured", Hopper's but for heads of other columns than 192 and 128.
+            Hopper's.
         latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients, by products
             that are corrected to the same bytes: "corrected", where these are finite; "limited", of products that are
             made finite before; "parts16" and "parts32", so, but for groups of
@@ -95,7 +95,7 @@ class Variants:
     mixed: str = "overlapped"
     mixed_below: int = 256
     latent_fp8: str = "measured"
-    latent_prefill: str = "measured"
+    latent_prefill: str = "gluon"
     latent_quotients: str = "corrected"
     latent_queries: str = "behind"
     latent_sparse: str = "gluon"

@@ -53,26 +53,21 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
     return not refusals(config, DeviceInfo.of(device))
 
 
-def _is_taken(config: MLAConfig) -> bool:
-    way = variants.current().latent_prefill
-    return way == "gluon" or (way == "measured" and _widths(config)[0] == 128)
-
-
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
     """Return whether a step goes this way: the layer does, and its keys lie in whole tiles, all at once."""
-    if not _is_taken(config) or align % KEYS.value or chunks > 1:
+    if variants.current().latent_prefill == "plain" or align % KEYS.value or chunks > 1:
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
 
 
 def plans(config: MLAConfig, device: torch.device) -> bool:
     """Return whether plans of a layer have room for row tiles: steps with prompts go this way."""
-    return device.type == "cuda" and _is_taken(config) and _can_run(config, device)
+    return device.type == "cuda" and variants.current().latent_prefill == "gluon" and _can_run(config, device)
 
 
 def plan_key(config: MLAConfig) -> str:
     """Return what layers that share a plan have in common."""
-    return " tiles" if not refusals(config, DeviceInfo("cuda", hopper.CAPABILITY)) and _is_taken(config) else ""
+    return "" if refusals(config, DeviceInfo("cuda", hopper.CAPABILITY)) else " tiles"
 
 
 def tile_room(num_tokens: int, num_reqs: int) -> int:
