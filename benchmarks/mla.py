@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
                 missing[name] = str(error)[:200]
         return steps, {**notes, **({"left out": missing} if missing else {})}
     alone = cell.kind == "prefill" and inputs.device == "cuda"
-    make = inputs.prefill if alone else inputs.op
+    # Row tiles are listed before, as a step's plan has them.
+    make = partial(inputs.prefill, planned=True) if alone else inputs.op
     steps["vattn"] = make(**cell.changes)
     if cell.kind == "ways":
         steps = {name: inputs.op_under(way, **cell.changes) for name, way in (("vattn", _GLUON), ("plain", _PLAIN))}
