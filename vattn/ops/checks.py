@@ -6,22 +6,16 @@ nothing is read from a device and no value of a tensor matters. Letters are thos
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from vattn.config import AttentionConfig
 from vattn.errors import (
     ConfigError,
-    DeviceError,
-    DtypeError,
-    ScaleError,
     ShapeError,
     StrideError,
-    VattnError,
 )
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
+from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -31,6 +25,16 @@ from vattn.ops.arguments import (
     VarlenAttentionArgs,
 )
 from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
+from vattn.ops.tensor_checks import (
+    check_column_major,
+    check_optional,
+    check_rows,
+    check_scale,
+    check_tensor,
+    count_of,
+    refuse,
+    refuse_dtype,
+)
 from vattn.rope_config import RopeConfig
 
 _FP32 = (torch.float32,)
@@ -38,60 +42,6 @@ _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)
 _FLOATS = tuple(MODEL_DTYPES.values())
 _CPU = torch.device("cpu")
-
-_LAYOUTS = {
-    "query": "[T, num_heads, head_size]",
-    "key": "[T, num_kv_heads, head_size]",
-    "value": "[T, num_kv_heads, head_size_v]",
-    "kv_cache": "vattn.kv_cache_shape(config, num_blocks) with num_blocks >= 1",
-    "cos": "[N, rotary_dim / 2] or [N, rotary_dim]; N = T without positions",
-    "sin": "as cos",
-    "positions": "[T]",
-    "query_out": "[T, num_heads, head_size]",
-    "q_weight": "[head_size]",
-    "k_weight": "[head_size]",
-    "slot_mapping": "[T], one slot per row of key",
-    "query_start_loc": "[B + 1] with B = len(seq_lens)",
-    "kv_start_loc": "[B + 1] with B >= 1",
-    "seq_lens": "[B] with B >= 1",
-    "block_table": "[B, W] with W >= 1",
-    "output": "[T, num_heads, head_size_v], or head_size_v // 2 columns for NVFP4",
-    "output_block_scale": "the output format's block_scale_shape(T, num_heads * head_size_v)",
-    "lse": "[T, num_heads]",
-    "alibi_slopes": "[num_heads]",
-    "sinks": "[num_heads]",
-    "causal_flags": "[B]",
-    "bias": "[trees, n, n]",
-    "tree_id": "[B]",
-    "mm_ranges": "[B, R, 2]",
-    "local_seq_lens": "[B]",
-    "output_lse": "[T, H]",
-    "prefix_output": "[T, H, V], as output",
-    "suffix_output": "[T, H, V], as output",
-    "prefix_lse": "[T, H]",
-    "suffix_lse": "[T, H]",
-    "input": "[T, N]",
-}
-"""What each tensor's shape means, for messages."""
-
-_ASKED_BY = {
-    "lse": "lse=True",
-    "alibi_slopes": "alibi='linear' or 'sqrt'",
-    "sinks": "sinks=True",
-    "causal_flags": "causality='per_request'",
-    "bias": "tree_bias=True",
-    "tree_id": "tree_bias=True",
-    "mm_ranges": "mm_prefix='full' or 'clamped'",
-    "local_seq_lens": "context_parallel=True",
-    "output_block_scale": "an output_format with dynamic scales",
-    "output_scale": "an output_format with a static scale",
-    "q_weight": "a norm in its rope config",
-    "k_weight": "a norm in its rope config",
-    "q_scale": "query_scale='tensor' or 'head'",
-    "k_scale": "kv_scale='tensor' or 'head'",
-    "v_scale": "kv_scale='tensor' or 'head'",
-}
-"""Which config value goes with each optional tensor, for messages."""
 
 
 def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
@@ -103,12 +53,12 @@ def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> Non
     device = args.key.device
     num_tokens, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
     dtypes = _stored_or_not(config)
-    _check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
-    _check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
-    _check("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
+    check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
+    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
     _check_kv_cache(args.kv_cache, config, device)
-    _check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
-    _check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
+    check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
+    check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
 
 
 def _stored_or_not(config: AttentionConfig) -> tuple[torch.dtype, ...]:
@@ -138,21 +88,21 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
             "leave query_arithmetic out",
         )
     query_shape = (num_tokens, config.num_heads, config.head_size)
-    _check_rows("query", args.query, query_shape, (model,), device)
-    _check_rows("key", args.key, (num_tokens, config.num_kv_heads, config.head_size), (model,), device)
+    check_rows("query", args.query, query_shape, (model,), device)
+    check_rows("key", args.key, (num_tokens, config.num_kv_heads, config.head_size), (model,), device)
     value_shape = (num_tokens, config.num_kv_heads, config.head_size_v)
-    _check_rows("value", args.value, value_shape, _stored_or_not(config), device)
+    check_rows("value", args.value, value_shape, _stored_or_not(config), device)
     _check_tables(args, rope, num_tokens, device)
     out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
-    _check("query_out", args.query_out, query_shape, (out_dtype,), device)
-    _check("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    check_tensor("query_out", args.query_out, query_shape, (out_dtype,), device)
+    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
     _check_kv_cache(args.kv_cache, config, device)
     for name, weight in (("q_weight", args.q_weight), ("k_weight", args.k_weight)):
         if weight is not None:
-            _check_optional(name, weight, rope.norm != "none", (config.head_size,), (torch.float32, model), device)
-    _check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
-    _check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
-    _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
+            check_optional(name, weight, rope.norm != "none", (config.head_size,), (torch.float32, model), device)
+    check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
+    check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
+    check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
     for part in (args.query, args.key, args.value):
         _check_no_overlap("query_out", args.query_out, part)
 
@@ -163,12 +113,12 @@ def _check_tables(args: RopeUpdateArgs, rope: RopeConfig, num_tokens: int, devic
     if args.positions is None:
         rows = num_tokens
     else:
-        _check("positions", args.positions, (num_tokens,), (torch.int32, torch.int64), device)
+        check_tensor("positions", args.positions, (num_tokens,), (torch.int32, torch.int64), device)
         rows = max(1, rows)
     if columns != rope.rotary_dim:
         columns = rope.rotary_dim // 2
-    _refuse("cos", args.cos, (rows, columns), _FLOATS, device)
-    _refuse("sin", args.sin, (rows, columns), (args.cos.dtype,), device)
+    refuse("cos", args.cos, (rows, columns), _FLOATS, device)
+    refuse("sin", args.sin, (rows, columns), (args.cos.dtype,), device)
 
 
 def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -178,12 +128,12 @@ def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
     device = args.query.device
-    num_reqs = _count("seq_lens", args.seq_lens, 1)
+    num_reqs = count_of("seq_lens", args.seq_lens, 1)
     _check_kv_cache(args.kv_cache, config, device)
-    _check("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
     width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
-    _check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
-    _check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
+    check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
+    check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
 
 
@@ -198,12 +148,12 @@ def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -
         raise ConfigError(
             f"varlen_attention with block_size={config.block_size}", "block_size=0", "use a config without a cache"
         )
-    num_reqs = _count("kv_start_loc", args.kv_start_loc, 2) - 1
+    num_reqs = count_of("kv_start_loc", args.kv_start_loc, 2) - 1
     num_keys, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
     dtypes = (KV_FORMATS[config.kv_cache_dtype].value_dtype,)
-    _check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
-    _check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
-    _check("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), _INT32, device)
+    check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
+    check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
+    check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
 
 
@@ -214,10 +164,10 @@ def check_plan(args: PlanArgs, config: AttentionConfig) -> None:
         ShapeError, DtypeError, DeviceError, StrideError: by kind of mistake.
     """
     device = args.seq_lens.device
-    num_reqs = _count("seq_lens", args.seq_lens, 1)
-    _check("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
-    _check("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
-    _check("schedule", args.schedule, tuple(args.schedule.shape), _INT32, device)
+    num_reqs = count_of("seq_lens", args.seq_lens, 1)
+    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    check_tensor("schedule", args.schedule, tuple(args.schedule.shape), _INT32, device)
 
 
 def check_schedules(plan: list[Tensor], device: torch.device) -> None:
@@ -228,9 +178,9 @@ def check_schedules(plan: list[Tensor], device: torch.device) -> None:
     """
     for schedule in plan:
         if schedule.dtype not in (torch.int32, torch.int64):
-            _refuse_dtype("plan", schedule, (torch.int32, torch.int64))
+            refuse_dtype("plan", schedule, (torch.int32, torch.int64))
         home = device if schedule.dtype == torch.int32 else _CPU  # Half of a plan on the host stays there.
-        _check("plan", schedule, tuple(schedule.shape), (schedule.dtype,), home)
+        check_tensor("plan", schedule, tuple(schedule.shape), (schedule.dtype,), home)
 
 
 def check_merge(args: MergeArgs) -> None:
@@ -243,13 +193,13 @@ def check_merge(args: MergeArgs) -> None:
     device, shape = args.output.device, tuple(args.output.shape)
     if len(shape) != 3:
         raise ShapeError(f"output has shape {shape}", "[T, H, V]", "pass three dimensions")
-    _check("output", args.output, shape, _FLOATS, device)
-    _check_rows("prefix_output", args.prefix_output, shape, _FLOATS, device)
-    _check_rows("suffix_output", args.suffix_output, shape, (args.prefix_output.dtype,), device)
-    _check_rows("prefix_lse", args.prefix_lse, shape[:2], _FP32, device)
-    _check_rows("suffix_lse", args.suffix_lse, shape[:2], _FP32, device)
+    check_tensor("output", args.output, shape, _FLOATS, device)
+    check_rows("prefix_output", args.prefix_output, shape, _FLOATS, device)
+    check_rows("suffix_output", args.suffix_output, shape, (args.prefix_output.dtype,), device)
+    check_rows("prefix_lse", args.prefix_lse, shape[:2], _FP32, device)
+    check_rows("suffix_lse", args.suffix_lse, shape[:2], _FP32, device)
     if args.output_lse is not None:
-        _check("output_lse", args.output_lse, shape[:2], _FP32, device)
+        check_tensor("output_lse", args.output_lse, shape[:2], _FP32, device)
         _check_no_alias("output_lse", args.output_lse, args)
     _check_no_alias("output", args.output, args)
 
@@ -263,7 +213,7 @@ def check_quantiser_input(name: str, input: Tensor, scale: Tensor | None = None,
     if input.ndim != 2 or input.shape[1] == 0:
         raise ShapeError(f"{name}: input has shape {tuple(input.shape)}", "[T, N] with N >= 1", "flatten the heads")
     if input.dtype not in _FLOATS:
-        _refuse_dtype(f"{name}: input", input, _FLOATS)
+        refuse_dtype(f"{name}: input", input, _FLOATS)
     if group_size is not None and (group_size < 1 or input.shape[1] % group_size):
         raise ShapeError(
             f"{name}: input has {input.shape[1]} columns for groups of {group_size}",
@@ -271,7 +221,7 @@ def check_quantiser_input(name: str, input: Tensor, scale: Tensor | None = None,
             "pad the columns or choose another group size",
         )
     if scale is not None:
-        _check_scale("scale", scale, "tensor", 1, input.device)
+        check_scale("scale", scale, "tensor", 1, input.device)
 
 
 def _check_shared(
@@ -280,16 +230,16 @@ def _check_shared(
     """Check what both attention ops have in common."""
     num_tokens, num_heads = args.query.shape[0] if args.query.ndim else 0, config.num_heads
     query_dtype = torch.float8_e4m3fn if config.takes_fp8_query else MODEL_DTYPES[config.dtype]
-    _check_rows("query", args.query, (num_tokens, num_heads, config.head_size), (query_dtype,), device)
-    _check("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    check_rows("query", args.query, (num_tokens, num_heads, config.head_size), (query_dtype,), device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
     _check_outputs(args, config, num_tokens, device)
-    _check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
-    _check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
-    _check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
+    check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
+    check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
+    check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
     _check_mask_inputs(args, config, num_reqs, device)
     check_schedules(args.plan, device)
     if args.workspace is not None:
-        _check("workspace", args.workspace, tuple(args.workspace.shape), (args.workspace.dtype,), device)
+        check_tensor("workspace", args.workspace, tuple(args.workspace.shape), (args.workspace.dtype,), device)
 
 
 def _check_outputs(
@@ -298,17 +248,17 @@ def _check_outputs(
     fmt, num_heads = OUTPUT_FORMATS[config.output_format], config.num_heads
     dtype = MODEL_DTYPES[config.dtype] if fmt.container is None else fmt.container
     shape = (num_tokens, num_heads, fmt.output_columns(config.head_size_v))
-    _check("output", args.output, shape, (dtype,), device)
-    _check_optional("lse", args.lse, config.lse, (num_tokens, num_heads), _FP32, device)
-    _check_scale("output_scale", args.output_scale, "tensor" if fmt.static_scale else "none", 1, device)
+    check_tensor("output", args.output, shape, (dtype,), device)
+    check_optional("lse", args.lse, config.lse, (num_tokens, num_heads), _FP32, device)
+    check_scale("output_scale", args.output_scale, "tensor" if fmt.static_scale else "none", 1, device)
     scale_shape = fmt.block_scale_shape(num_tokens, num_heads * config.head_size_v)
     scales = args.output_block_scale
     if scales is None or scale_shape is None or fmt.block_scale_dtype is None:
-        _check_optional("output_block_scale", scales, scale_shape is not None, (), _FP32, device)
+        check_optional("output_block_scale", scales, scale_shape is not None, (), _FP32, device)
     elif fmt.column_major:
-        _check_column_major("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
+        check_column_major("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
     else:
-        _check("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
+        check_tensor("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
 
 
 def _check_mask_inputs(
@@ -316,14 +266,14 @@ def _check_mask_inputs(
 ) -> None:
     num_heads, bias, ranges = config.num_heads, args.bias, args.mm_ranges
     model_dtype = (torch.float32, MODEL_DTYPES[config.dtype])
-    _check_optional("alibi_slopes", args.alibi_slopes, config.alibi != "none", (num_heads,), _FP32, device)
-    _check_optional("sinks", args.sinks, config.sinks, (num_heads,), model_dtype, device)
-    _check_optional("causal_flags", args.causal_flags, config.causality == "per_request", (num_reqs,), _INT32, device)
-    _check_optional("tree_id", args.tree_id, config.tree_bias, (num_reqs,), _INT32, device)
+    check_optional("alibi_slopes", args.alibi_slopes, config.alibi != "none", (num_heads,), _FP32, device)
+    check_optional("sinks", args.sinks, config.sinks, (num_heads,), model_dtype, device)
+    check_optional("causal_flags", args.causal_flags, config.causality == "per_request", (num_reqs,), _INT32, device)
+    check_optional("tree_id", args.tree_id, config.tree_bias, (num_reqs,), _INT32, device)
     trees, size = bias.shape[:2] if bias is not None and bias.ndim == 3 else (1, 1)
-    _check_optional("bias", bias, config.tree_bias, (trees, size, size), _FP32, device)
+    check_optional("bias", bias, config.tree_bias, (trees, size, size), _FP32, device)
     count = ranges.shape[1] if ranges is not None and ranges.ndim == 3 else 1
-    _check_optional("mm_ranges", ranges, config.mm_prefix != "none", (num_reqs, count, 2), _INT32, device)
+    check_optional("mm_ranges", ranges, config.mm_prefix != "none", (num_reqs, count, 2), _INT32, device)
 
 
 def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.device) -> None:
@@ -332,7 +282,7 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
             "a paged op with block_size=0", "a positive block_size", "use varlen_attention without a cache"
         )
     shape = shape_of_storage(kv_cache, config, max(1, num_blocks_of(kv_cache, config)))
-    _check("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
+    check_tensor("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
     alignment = storage_alignment(config)
     if is_in_bytes(config) and kv_cache.storage_offset() % alignment:
         raise StrideError(
@@ -340,90 +290,6 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
             f"a multiple of {alignment}, the size of one element",
             "align the allocation that the cache is cut from",
         )
-
-
-def _count(name: str, tensor: Tensor, least: int) -> int:
-    """Return the length of a vector that other shapes are derived from."""
-    if tensor.ndim == 1 and tensor.shape[0] >= least:
-        return tensor.shape[0]
-    raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", _LAYOUTS[name], "pass one entry per request")
-
-
-def _check(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    """Check a tensor that must be contiguous."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.is_contiguous():
-        return
-    _refuse(name, tensor, shape, dtypes, device)
-    raise StrideError(
-        f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
-        "contiguous memory",
-        f"allocate {name} contiguous; a copy made on the way would not be written back",
-    )
-
-
-def _check_column_major(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.t().is_contiguous():
-        return
-    _refuse(name, tensor, shape, dtypes, device)
-    raise StrideError(
-        f"{name} has strides {tensor.stride()} for shape {shape}",
-        f"column-major memory, strides (1, {shape[0]})",
-        f"allocate {name} as {shape[::-1]} and pass its transpose",
-    )
-
-
-def _check_rows(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    """Check a tensor whose last dimension alone must be dense."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.stride(-1) == 1:
-        return
-    _refuse(name, tensor, shape, dtypes, device)
-    if tensor.shape[-1] > 1 and tensor.numel():
-        raise StrideError(
-            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
-            "a last dimension of stride 1",
-            f"call {name}.contiguous()",
-        )
-
-
-def _check_optional(
-    name: str,
-    tensor: Tensor | None,
-    wanted: bool,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    if tensor is None:
-        if wanted:
-            _refuse_presence(name, given=False, error=ConfigError)
-        return
-    if not wanted:
-        _refuse_presence(name, given=True, error=ConfigError)
-    _check(name, tensor, shape, dtypes, device)
-
-
-def _check_scale(name: str, scale: Tensor | None, kind: str, num_kv_heads: int, device: torch.device) -> None:
-    """Check a scale of one value (`tensor`), of one value per KV head (`head`), or that there is none (`none`)."""
-    if scale is None:
-        if kind != "none":
-            _refuse_presence(name, given=False, error=ScaleError)
-        return
-    if kind == "none":
-        _refuse_presence(name, given=True, error=ScaleError)
-    right = scale.shape == (num_kv_heads,) if kind == "head" else scale.shape in ((), (1,))
-    if right and scale.dtype == torch.float32 and scale.device == device and scale.is_contiguous():
-        return
-    if not right:
-        allowed = f"shape ({num_kv_heads},), one per KV head" if kind == "head" else "one value: shape () or (1,)"
-        raise ScaleError(f"{name} has shape {tuple(scale.shape)}", allowed, "match the scale kind of the config")
-    _refuse(name, scale, tuple(scale.shape), _FP32, device)
-    raise StrideError(f"{name} has strides {scale.stride()}", "contiguous memory", f"call {name}.contiguous()")
 
 
 def _check_no_alias(name: str, output: Tensor, args: MergeArgs) -> None:
@@ -443,35 +309,3 @@ def _check_no_overlap(name: str, output: Tensor, part: Tensor) -> None:
     start, first = output.data_ptr(), part.data_ptr()
     if start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize:
         raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
-
-
-def _refuse(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    """Raise for a wrong shape, dtype or device; return if the fault is elsewhere."""
-    if tensor.shape != shape:
-        meaning = _LAYOUTS[name]
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}",
-            f"{shape} = {meaning}",
-            f"build {name} from the config and the lengths of this call",
-        )
-    if tensor.dtype not in dtypes:
-        _refuse_dtype(name, tensor, dtypes)
-    if tensor.device != device:
-        raise DeviceError(f"{name} is on {tensor.device}", f"{device}, as the other tensors", f"move {name} there once")
-
-
-def _refuse_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> NoReturn:
-    allowed = dict.fromkeys(dtype_name(dtype) for dtype in dtypes)
-    raise DtypeError(
-        f"{name} has dtype {dtype_name(tensor.dtype)}", " or ".join(allowed), f"convert {name} or change the config"
-    )
-
-
-def _refuse_presence(name: str, *, given: bool, error: type[VattnError]) -> NoReturn:
-    asked_by = _ASKED_BY[name]
-    if given:
-        raise error(f"{name} was given, but the config has no {asked_by}", "None", f"pass None or set {asked_by}")
-    layout = _LAYOUTS.get(name, "1 value or one per KV head")
-    raise error(f"{name} is missing, but the config has {asked_by}", f"a tensor: {layout}", f"pass {name}")
