@@ -6,7 +6,7 @@ Device implementations are found when an op is called (`vattn.backends.dispatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,23 +100,26 @@ _DEVICE_KEYS = ("CPU", "CUDA")
 library = torch.library.Library("vattn", "FRAGMENT")
 
 
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    found = [a for a in args if isinstance(a, Tensor)]
-    for a in args:
-        if isinstance(a, (list, tuple)):
-            found.extend(t for t in a if isinstance(t, Tensor))
-    return found
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from (tensor for tensor in arg if isinstance(tensor, Tensor))
 
 
 def asked_gradient(tensors: Iterable[Tensor | None]) -> tuple[str, str] | None:
     """Return by what a tensor asks for a gradient, backwards or forwards, and how not to; `None` if none does.
 
-    Tangents are followed without grad mode too.
+    Tangents are followed without grad mode too. Looks at the tensors only where there can be a gradient at all.
     """
+    backwards, forwards = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not (backwards or forwards):
+        return None
     given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    if backwards and any(tensor.requires_grad for tensor in given):
         return "requires a gradient while grad mode is on", ""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
+    if forwards and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
         return "carries a tangent of forward-mode AD", "pass torch.autograd.forward_ad.unpack_dual(input).primal"
     return None
 
