@@ -35,7 +35,7 @@ def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
     assert isinstance(old_query, Node)
     try:
         with value(old_query).fake_mode, graph.inserting_before(attention):
-            call = _new_call(builder, found)
+            call = _new_call(builder, found, order)
             query = graph.call_function(operator.getitem, (call, 1))
             builder.nodes.append(query)
             query.meta["val"] = call.meta["val"][1]
@@ -62,7 +62,7 @@ def rewrite_rope(found: FoundRope, order: dict[Node, int]) -> None:
         stable_topological_sort(graph)
 
 
-def _new_call(builder: Builder, found: FoundRope) -> Node:
+def _new_call(builder: Builder, found: FoundRope, order: dict[Node, int]) -> Node:
     """Add the functionalised call of the op, and what it reads, in front of the attention call."""
     update, config = found.update, found.config
     query = _heads(builder, found.query, config.num_heads, config.head_size)
@@ -75,7 +75,7 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     out = builder.call(aten.empty.memory_format, shape, dtype=dtype, device=value(query).device)
     moved = {name: at for name, at in update.kwargs.items() if name.startswith("_kv_cache_")}
     moved["_kv_cache_base_index"] = update.kwargs["_kv_cache_base_index"] + 1  # type: ignore[operator]
-    cos, sin, positions = _tables(builder, found, tokens)
+    cos, sin, positions = _tables(builder, found, tokens, order)
     _check_tables(cos, sin)
     kwargs: dict[str, Any] = {
         "query": query,
@@ -123,7 +123,7 @@ def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_
     return node
 
 
-def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node, Node | None]:
+def _tables(builder: Builder, found: FoundRope, tokens: Any, order: dict[Node, int]) -> tuple[Node, Node, Node | None]:
     """Return tables and positions: the user's own if this layer alone looks up rows of them, else rows and `None`.
 
     Rows that other layers read are gathered once for all: a position that is read first costs a kernel a wait.
@@ -136,7 +136,8 @@ def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node
             if value(positions).dim() != 1:
                 positions = builder.call(aten.reshape.default, positions, [tokens])
             return _columns(builder, cos, cos_part), _columns(builder, sin, sin_part), positions
-    cos, sin = (_table(builder, place, tokens) for place in places)
+    earlier = {node for node in order if order[node] < order[found.attention]}
+    cos, sin = (_table(builder, place, tokens, earlier) for place in places)
     return cos, sin, None
 
 
@@ -197,8 +198,8 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | Non
     return (table, positions, part) if whole and same_size(value(positions).numel(), count) else None
 
 
-def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:
-    """View a table as `[T, columns]`."""
+def _table(builder: Builder, place: tuple[Node, str], tokens: Any, earlier: set[Node]) -> Node:
+    """View a table as `[T, columns]`, by the node that a layer before made if there is one."""
     node, part = place
     if part:
         pairs = builder.call(aten.view_as_real.default, node)
@@ -208,6 +209,10 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any) -> Node:
     val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
     columns = int(expression(val.numel()) / expression(count))
     if val.is_contiguous():
+        for user in node.users:
+            is_view = user.target is aten.as_strided.default and user.args[2:] == ([columns, 1],)
+            if is_view and user in earlier and all(map(same_size, value(user).shape, (count, columns))):
+                return user
         # Inductor gives each op a copy, made by a kernel, of what is no buffer yet; this makes one of it, once.
         return builder.call(aten.as_strided.default, node, [tokens, columns], [columns, 1])
     if val.dim() != 2 or not same_size(val.shape[0], count):
