@@ -190,8 +190,8 @@ def test_step_options_and_tokens_per_request() -> None:
     assert output.shape[0] == 5 and rows.shape[0] == 2
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [9]])
-def test_bad_batch_sizes(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[], [0], [9], [1.5], [True], [(2, 2.0)]])
+def test_bad_batch_sizes(sizes: list[object]) -> None:
     with pytest.raises(ConfigError, match="batch_sizes"):
         make_runner(batch_sizes=sizes)
 

@@ -199,6 +199,8 @@ def test_more_bad_calls() -> None:
         layer(ROWS, ROWS, ROWS, offsets([5]), 5, padded="no")  # type: ignore[arg-type]
     with pytest.raises(GradientError):
         layer(ROWS.clone().requires_grad_(), ROWS, ROWS)
+    with pytest.raises(StrideError, match=r"key is torch\.sparse_coo"):
+        layer(ROWS, ROWS.to_sparse(), ROWS)
     refused = vattn.MMEncoderAttention(2, 12)
     with pytest.raises(UnsupportedRequestError, match="head_size 12"):
         refused(*[torch.zeros(1, 5, 24)] * 3)

@@ -85,6 +85,7 @@ def test_mistakes() -> None:
         ({"decode_batches": [0]}, "decode_batches with 0"),
         ({"prefill_lens": [17]}, "1 to 16"),
         ({"decode_batches": []}, "at least one size"),
+        ({"decode_batches": [1.5]}, "decode_batches with 1.5"),
         ({"function": print}, "both or neither"),
     ):
         with pytest.raises(ConfigError, match=text):

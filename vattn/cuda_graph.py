@@ -18,6 +18,7 @@ from vattn.backends.mla import mla_backends
 from vattn.context import forward_context
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.graph_edges import start_early
+from vattn.host_integers import integer
 from vattn.keywords import known_keywords
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
@@ -179,7 +180,8 @@ class CUDAGraphRunner:
             self.builder.max_num_reqs, self.builder.max_num_tokens, self.builder.max_seq_len
         )  # fmt: skip
         for pair in pairs or {(0, 0)}:
-            fits = len(pair) == 2 and 1 <= pair[0] <= most_reqs and 1 <= pair[1] <= min(most_tokens, pair[0] * longest)
+            counts = len(pair) == 2 and None not in map(integer, pair)
+            fits = counts and 1 <= pair[0] <= most_reqs and 1 <= pair[1] <= min(most_tokens, pair[0] * longest)
             if not fits:
                 raise ConfigError(
                     f"batch_sizes {sorted(sizes, key=repr)!r:.80} with {tokens} tokens per request",

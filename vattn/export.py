@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vattn.backends.base import parse_version
 from vattn.context import forward_context
-from vattn.errors import CacheNotBoundError, MetadataError, UnsupportedRequestError
+from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, UnsupportedRequestError
 from vattn.metadata import TENSOR_FIELDS, AttentionMetadata
 
 StepInputs = tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
@@ -117,6 +117,15 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
         >>> exported.program.module()(*exported.inputs((torch.randn(4, 32),), step)).shape
         torch.Size([4, 32])
     """
+    for what, came, kind in (
+        ("model", model, nn.Module),
+        ("args", args, tuple),
+        ("metadata", metadata, AttentionMetadata),
+    ):
+        if not isinstance(came, kind):
+            raise ConfigError(
+                f"{what} of type {type(came).__name__}", f"{kind.__name__}", "export_step(model, (x,), step)"
+            )
     layers = _cached_layers(model)
     if not layers and not any(hasattr(layer, "get_kv_cache_spec") for layer in model.modules()):
         raise CacheNotBoundError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vattn.context import forward_context
 from vattn.errors import ConfigError
+from vattn.host_integers import integer
 from vattn.keywords import known_keywords
 from vattn.layers.attention import Attention
 from vattn.layers.bound_cache import BoundCache
@@ -117,7 +118,7 @@ def _steps(
         ("prefill_lens", prefill_lens, min(builder.max_num_tokens, builder.max_seq_len)),
     ):
         for size in sizes:
-            if not 1 <= size <= most:
+            if not 1 <= (integer(size) or 0) <= most:
                 raise ConfigError(
                     f"{name} with {size}", f"1 to {most}, what the builder holds", "give it more capacity"
                 )

@@ -13,7 +13,7 @@ from torch import nn
 import vattn
 from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 from vattn.backends.base import parse_version
-from vattn.errors import CacheNotBoundError, MetadataError, UnsupportedRequestError
+from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, UnsupportedRequestError
 
 STEPS = [[1] * 3, [1] * 9, [4, 3], [1, 1], [300]]
 
@@ -93,6 +93,13 @@ def test_refusals() -> None:
     ids, step = make_step(make_builder(model), [1])
     with pytest.raises(MetadataError, match="a sample step of 1 tokens"):
         vattn.export_step(model, (ids,), step)
+    for wrong, named in (
+        ((None, (ids,), step), "model"),
+        ((model, ids, step), "args"),
+        ((model, (ids,), None), "metadata"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named} of type"):
+            vattn.export_step(*wrong)
 
 
 def test_aot_inductor_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

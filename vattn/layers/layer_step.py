@@ -165,6 +165,13 @@ class LayerStep(NamedTuple):
         )
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse sparse and nested tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
+
+
 def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
     """Return `[tokens, heads, width]` of a tensor that has two or three dimensions.
 
@@ -178,9 +185,7 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
             f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
             f"pass {name}",
         )
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
-        raise StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
+    check_strided(name, tensor)
     if tensor.dim() == 2 and tensor.shape[1] == heads * width:
         # No unflatten: where a default device is set, Dynamo breaks the graph at it.
         return tensor.view(tensor.shape[0], heads, width)

@@ -18,6 +18,7 @@ from vattn.layers.encoder_scales import (
     record_amax,
     scales_of_layer,
 )
+from vattn.layers.layer_step import check_strided
 from vattn.layers.packed_attention import PackedAttention
 from vattn.layers.scales import make_scale
 from vattn.layers.sequences import check_cu_seqlens
@@ -194,6 +195,7 @@ class MMEncoderAttention(PackedAttention):
                 f"a tensor [{batch}, {tokens}, {heads * self.head_size}]",
                 f"pass {name}",
             )
+        check_strided(name, tensor)
         wide = tensor.dim() == 3 and tensor.shape[2] == heads * self.head_size
         split = tensor.dim() == 4 and tensor.shape[2] == heads and tensor.shape[3] == self.head_size
         if not (wide or split) or tensor.shape[0] != batch or tensor.shape[1] != tokens:
