@@ -127,10 +127,12 @@ def test_wide_heads_take_long_turns() -> None:
 def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
     """Half as many rows where whole tiles would not fill the card; several short tiles where few keys are seen."""
     one_head = make_config(**{**LLAMA, "num_heads": 4, "num_kv_heads": 1})
-    groups = [prefill_launch.cut_of(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4224, 8192)]
+    groups = [prefill_launch.cut_of(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4256, 8192)]
     assert groups == [1, 1, 2, 2]
     quantised = one_head.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     assert prefill_launch.cut_of(quantised, 2048, 1, 132).groups == 2
+    of_both = quantised.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert [prefill_launch.cut_of(of_both, tokens, 1, 132).groups for tokens in (4096, 4352)] == [1, 2]
     window = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sliding_window": 128}
     narrow = make_config(**{**LLAMA, **window})
     assert prefill_launch.cut_of(narrow, 8192, 1, 132) == Cut(1, 8, keys=64, residents=3)
@@ -144,7 +146,6 @@ def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
 def test_row_tiles_are_taken_late_where_they_are_few() -> None:
     config, takes = make_config(**LLAMA), prefill_launch.takes_late
     assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)
-    assert takes(config, Cut(1, 8, keys=64, residents=3), 9000, 132)
     assert not any(takes(config, cut, 1, 132) for cut in (Cut(3), Cut(2, 4, ahead=True)))
 
 

@@ -115,8 +115,9 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: 
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
     cut = Cut(groups, packs(config) if side_by_side else 1)
-    timed = config.head_size == 128 and products_of(config) == "plain"
-    if timed and items_of(config, num_tokens, num_reqs, cut) <= processors:
+    timed = config.head_size == 128 and products_of(config) != "widened"
+    heads = config.num_heads // min(cut.pack, config.group_size)
+    if timed and (num_tokens // cut.tokens + num_reqs - 1) * heads <= processors:
         # The longest of few row tiles are the step: half as many rows take less time.
         return replace(cut, groups=1)
     return cut
@@ -320,8 +321,7 @@ def takes_late(config: AttentionConfig, cut: Cut, items: int, ctas: int) -> bool
     So the longest that are left go to who is free first, which counts while tiles are few; with many it costs a wait a
     tile. Three warpgroups leave no registers for it, and wide heads were not timed so.
     """
-    few = items <= LATE_BELOW * ctas or cut.residents > 1
-    return few and not cut.ahead and cut.groups < 3 and config.head_size < 256
+    return items <= LATE_BELOW * ctas and not cut.ahead and cut.groups < 3 and config.head_size < 256
 
 
 def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
