@@ -32,10 +32,10 @@ from benchmarks.timing import Timer
 from vattn.backends import selector
 from vattn.formats import KV_FORMATS
 from vattn.ops import reference
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.triton import decode_fast, decode_packed, packed_update
 from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.variants import ALLOWED, Variants, using
+from vattn.ops.variants import ALLOWED, using
 
 CUTS = tuple(
     Tuning(*cut, **more)
@@ -88,26 +88,19 @@ def decode_steps(
     expected, _ = reference.paged_attention(two, config)
     shape = selector.get_backend("TRITON_ATTN").plan_shape(config, num_reqs, *table.shape)
     cuts = SHORT_CUTS if any(part.bits == 3 for part in fmt.parts) else LONE if lone else (*CUTS, *LONE)
-    ways = ALLOWED["code_shifts"] if 4 in {part.bits for part in fmt.parts} else (Variants().code_shifts,)
-    for tuning, way in itertools.product(cuts, ways):
-        label = f"{way} {name_of(tuning)}"
+    for tuning in cuts:
         schedule = torch.empty(shape, dtype=torch.int32, device="cuda")
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
         own = args._replace(plan=[schedule], output=torch.full_like(args.output, float("nan")))
-
-        def call(own: AttentionArgs = own, tuning: Tuning = tuning, way: str = way) -> None:
-            with using(code_shifts=way):
-                decode_packed.decode(own, config, tuning)
-
         try:
-            call()
+            decode_packed.decode(own, config, tuning)
             error = float((own.output[:2] - expected).norm() / expected.norm())
             if not error < 5e-3:
                 raise ValueError(f"relative error {error:.1e}")
         except Exception as problem:  # a cut that fails is reported, the rest goes on
-            print(f"{config.kv_cache_dtype}, {label}: {problem!r}"[:300], file=sys.stderr)
+            print(f"{config.kv_cache_dtype}, {name_of(tuning)}: {problem!r}"[:300], file=sys.stderr)
             continue
-        steps[label] = call
+        steps[name_of(tuning)] = lambda own=own, tuning=tuning: decode_packed.decode(own, config, tuning)
     return steps
 
 

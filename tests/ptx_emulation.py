@@ -45,11 +45,6 @@ def _floats(x: np.ndarray) -> np.ndarray:
     return x.view(np.float32)
 
 
-def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`mul.hi.u32`: the upper half of a product."""
-    return ((a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
-
-
 def convert_e4m3(pair: np.ndarray) -> np.ndarray:
     """`cvt.rn.f16x2.e4m3x2`: two bytes as two fp16."""
     codes = torch.from_numpy((pair & np.uint32(0xFFFF)).astype(np.uint16).view(np.uint8).copy())
@@ -64,10 +59,8 @@ OPERATIONS = {
     "shl.b32": np.left_shift,
     "shf.r.wrap.b32": funnel,
     "add.u32": np.add,
-    "sub.u32": np.subtract,
     "mad.lo.s32": lambda a, b, c: a * b + c,
     "mad.lo.u32": lambda a, b, c: a * b + c,
-    "mul.hi.u32": multiply_high,
     "mul.rn.f16x2": lambda a, b: (a.view(np.float16) * b.view(np.float16)).view(np.uint32),
     "cvt.rn.f16x2.e4m3x2": convert_e4m3,
     "add.rn.f32": lambda a, b: (_floats(a) + _floats(b)).view(np.uint32),

@@ -82,17 +82,6 @@ def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
 
 
-@pytest.mark.parametrize("fmt", ["int4_per_token_head", "turboquant_4bit_nc", "nvfp4"])
-def test_codes_taken_apart_by_products(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.ops.triton import decode_fast, decode_packed
-
-    with using(code_shifts="products"):
-        for tuning in (decode_fast.Tuning(1, 3, 16, max_registers=128), decode_fast.Tuning(2, 3, 4, slots=2)):
-            monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
-            for size in (64, 128):
-                check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2, head_size=size)
-
-
 def test_small_and_large_queries_keep_their_digits() -> None:
     for factor in (2.0**-20, 2.0**14):
         config = make_config(

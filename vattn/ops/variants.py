@@ -25,7 +25,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
-    "code_shifts": ("logic", "products"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
     "cluster_results": ("wide", "narrow"),
@@ -56,8 +55,6 @@ class Variants:
             rows of a request and its group of heads, or "eight".
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
-        code_shifts: how decode over packed caches of four bits takes codes apart: "logic"; "products", by products and
-            differences in part, which other units do.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
             "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
@@ -102,7 +99,6 @@ class Variants:
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"
-    code_shifts: str = "logic"
     few_requests: str = "measured"
     cluster_results: str = "wide"
     group_quotients: str = "divided"

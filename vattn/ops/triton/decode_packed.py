@@ -26,7 +26,6 @@ from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
 from vattn.ops.triton.decode_fast_kernels import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
 from vattn.ops.triton.decode_packed_kernels import decode_packed_kernel
-from vattn.ops.variants import current
 
 KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4), ("codebook", 3)}
 VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4), ("uniform", 3)}
@@ -162,8 +161,8 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
     """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
     constants: dict[str, Any] = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
-        "ASSEMBLY": 2 if current().code_shifts == "products" else True, "SOFT_CAP": config.logits_soft_cap is not None,
-        "STAGES": tuning.stages, "PAIR": tuning.slots == 2,
+        "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
+        "PAIR": tuning.slots == 2,
     }  # fmt: skip
     width = config.head_size
     for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):

@@ -59,24 +59,6 @@ UNPACK_NIBBLES = tl.constexpr(
 )
 """PTX: codes of four bits, every other one 16 times as large."""
 
-MULTIPLY_NIBBLES = tl.constexpr(
-    """
-    {
-    .reg .b32 low, high, zero;
-    mov.u32 zero, %lanemask_lt;
-    and.b32 zero, zero, 0x80000000;
-    or.b32 zero, zero, 0x01000000;
-    mov.b32 low, $4;
-    mul.hi.u32 high, low, zero;
-    and.b32 $0, low, 0x000F000F;
-    and.b32 $1, low, 0x00F000F0;
-    and.b32 $2, high, 0x000F000F;
-    and.b32 $3, high, 0x00F000F0;
-    }
-    """
-)
-"""The same with a product for the shift, which other units do than logic; see `decode_packed_e2m1`."""
-
 
 def centroid_tables(levels: Sequence[float]) -> list[str]:
     """Return PTX of the low and high bytes of eight fp16 numbers, in registers that permutes read; it needs `zero`."""
@@ -99,15 +81,14 @@ def centroid_tables(levels: Sequence[float]) -> list[str]:
     ]
 
 
-def _codebook_ptx(multiplied: bool) -> str:
+def _codebook_ptx() -> str:
     # `code ^ code >> 1` is the same in its three lowest bits for a code and its mirror image, `15 - code`.
     positive = {(code ^ code >> 1) & 7: CENTROIDS[4][code] for code in range(8, 16)}
-    lines = [".reg .b32 zero, by31, by16, codes, moved, place, l, h, sign;"]
+    lines = [".reg .b32 zero, codes, moved, place, l, h, sign;"]
     lines += centroid_tables([positive[place] for place in range(8)])
     lines += [
         "mov.b32 codes, $4;",
-        *(["or.b32 by31, zero, 0x80000000;", "or.b32 by16, zero, 65536;"] if multiplied else []),
-        "mul.hi.u32 place, codes, by31;" if multiplied else "shr.u32 place, codes, 1;",
+        "shr.u32 place, codes, 1;",
         # (codes ^ place) & 0x77777777
         "lop3.b32 place, codes, place, 0x77777777, 0x28;",
         "shl.b32 moved, codes, 4;",
@@ -123,16 +104,12 @@ def _codebook_ptx(multiplied: bool) -> str:
             f"prmt.b32 ${first}, l, h, 0x5140;",
             f"prmt.b32 ${first + 1}, l, h, 0x7362;",
         ]
-        if first == 0:
-            lines += ["mul.hi.u32 place, place, by16;" if multiplied else "shr.u32 place, place, 16;"]
+        lines += ["shr.u32 place, place, 16;"] if first == 0 else []
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx(False))
+UNPACK_CODEBOOK = tl.constexpr(_codebook_ptx())
 """PTX: centroids of codes of four bits, two columns next to each other in each result."""
-
-MULTIPLY_CODEBOOK = tl.constexpr(_codebook_ptx(True))
-"""The same with products for the shifts to the right."""
 
 
 @triton.jit
@@ -173,7 +150,7 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
     elif CODEC == "codebook":
         if ASSEMBLY:
             return tl.inline_asm_elementwise(
-                MULTIPLY_CODEBOOK if ASSEMBLY == 2 else UNPACK_CODEBOOK, "=r,=r,=r,=r,r", [codes],
+                UNPACK_CODEBOOK, "=r,=r,=r,=r,r", [codes],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
@@ -183,7 +160,7 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
             )  # fmt: skip
     elif ASSEMBLY:
         return tl.inline_asm_elementwise(
-            MULTIPLY_NIBBLES if ASSEMBLY == 2 else UNPACK_NIBBLES, "=r,=r,=r,=r,r", [codes],
+            UNPACK_NIBBLES, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:

@@ -20,7 +20,7 @@ from vattn.ops.triton.codec import decode
 from vattn.ops.triton.decode_packed_codes import nibble
 
 
-def _unpack_ptx(of_keys: bool, by_difference: bool) -> str:
+def _unpack_ptx(of_keys: bool) -> str:
     """Return the assembly for two registers: words of their four int16 are $10 to $13, selectors $14 to $17."""
     lines = [
         ".reg .b32 even, odd, scale, pick, other, zero, by512, by32, by2, first, second;",
@@ -60,7 +60,7 @@ def _unpack_ptx(of_keys: bool, by_difference: bool) -> str:
         a, b, c, d = (f"${2 * result + place}" for result in range(4))
         lines += [
             f"and.b32 even, ${8 + place}, 0x0F0F0F0F;",
-            f"sub.u32 odd, ${8 + place}, even;" if by_difference else f"and.b32 odd, ${8 + place}, 0xF0F0F0F0;",
+            f"and.b32 odd, ${8 + place}, 0xF0F0F0F0;",
             f"mad.lo.u32 {a}, even, by512, 0x70007000;",
             f"mad.lo.u32 {b}, odd, by32, 0x70007000;",
             f"mad.lo.u32 {c}, even, by2, 0x70007000;",
@@ -72,13 +72,9 @@ def _unpack_ptx(of_keys: bool, by_difference: bool) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-UNPACK_KEYS = tl.constexpr(_unpack_ptx(True, False))
-UNPACK_VALUES = tl.constexpr(_unpack_ptx(False, False))
+UNPACK_KEYS = tl.constexpr(_unpack_ptx(True))
+UNPACK_VALUES = tl.constexpr(_unpack_ptx(False))
 """PTX: e2m1 codes of two registers times their scales."""
-
-MULTIPLY_KEYS = tl.constexpr(_unpack_ptx(True, True))
-MULTIPLY_VALUES = tl.constexpr(_unpack_ptx(False, True))
-"""The same with a difference for one of the masks."""
 
 
 @triton.jit
@@ -104,10 +100,8 @@ def unpack_e2m1(codes, words, selectors, OF_KEYS: tl.constexpr, ASSEMBLY: tl.con
     word = tl.reshape(tl.broadcast_to(words[:, :, :, None], SHAPE), codes.shape)
     selector = tl.reshape(tl.broadcast_to(selectors[None, None, None, :], SHAPE), codes.shape)
     if ASSEMBLY:
-        KEYS: tl.constexpr = MULTIPLY_KEYS if ASSEMBLY == 2 else UNPACK_KEYS
-        VALUES: tl.constexpr = MULTIPLY_VALUES if ASSEMBLY == 2 else UNPACK_VALUES
         return tl.inline_asm_elementwise(
-            KEYS if OF_KEYS else VALUES,
+            UNPACK_KEYS if OF_KEYS else UNPACK_VALUES,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [codes, word, selector],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
