@@ -44,11 +44,8 @@ FORMATS: dict[str, tuple[str, str]] = {
 }
 DECODE = [(1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 4096), (128, 2048), (256, 1024)]
 PREFILL = ["1 x 8k", "16 x 1k", "chunk 4 x 512 of 8k"]
-WAYS = {"split": {"few_requests": "split"}, "narrow": {"cluster_results": "narrow"}}
+WAYS = {"split": {"few_requests": "split"}}
 """Of one request, beside what runs now."""
-
-BATCH_WAYS = {"corrected": {"group_quotients": "corrected"}}
-"""Of 32 requests."""
 
 SMALL_DECODE, SMALL_PREFILL = [(1, 1024), (32, 1024)], ["1 x 8k"]
 
@@ -179,9 +176,6 @@ def cells(small: bool) -> list[tuple[str, Callable[[], list[Inputs]], Callable[[
         for context, (way, changes) in itertools.product((1024,) if small else (1024, 8192), WAYS.items()):
             name = f"decode {'fp8' if fp8 else 'bf16'} 1 x {context}, {way}"
             found.append((name, lambda c=context, f=fp8: decode_inputs(1, c, f), by_way(**changes)))
-        for way, changes in BATCH_WAYS.items():
-            name = f"decode {'fp8' if fp8 else 'bf16'} 32 x 1024, {way}"
-            found.append((name, lambda f=fp8: decode_inputs(32, 1024, f), by_way(**changes)))
     for cell in SMALL_PREFILL if small else PREFILL:
         found.append((f"prefill bf16 {cell}", lambda c=cell: prefill_inputs(c), by_backend))
         found.append((f"prefill bf16 {cell}, Triton", lambda c=cell: prefill_inputs(c), by_triton))

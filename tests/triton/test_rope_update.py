@@ -53,10 +53,10 @@ def test_when_a_launch_of_few_tokens_starts(changes: dict[str, object], tokens: 
     asked = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_size": 128, "kv_cache_dtype": "fp8_e4m3"}
     config = make_config(**{**asked, "backend": "TRITON_ATTN", **changes})
     hopper = TARGETS["sm_90"]
-    assert start_of_launch(config, tokens, 6, hopper) == "", "the default"
-    with using(rope_launch="overlapped"):
-        assert start_of_launch(config, tokens, 6, hopper) == expected
-        assert start_of_launch(config, tokens, 6, TARGETS["sm_80"]) == ""
+    assert start_of_launch(config, tokens, 6, hopper) == expected
+    assert start_of_launch(config, tokens, 6, TARGETS["sm_80"]) == ""
+    with using(rope_launch="after"):
+        assert start_of_launch(config, tokens, 6, hopper) == ""
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])

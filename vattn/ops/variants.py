@@ -27,8 +27,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
-    "cluster_results": ("wide", "narrow"),
-    "group_quotients": ("divided", "corrected"),
     "one_wave": ("scheduled", "whole"),
     "mixed_rows": ("sixteen", "eight"),
     "rope_launch": ("after", "overlapped"),
@@ -61,10 +59,6 @@ class Variants:
             8 KV heads.
         one_wave: decode of short requests on Hopper whose pairs of KV heads are about as many as multiprocessors:
             "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
-        cluster_results: how many columns of an NVFP4 output a thread of "clusters" has at the end: four ("wide"), or
-            two ("narrow"), as of other outputs.
-        group_quotients: how kernels of attention quantise groups by IEEE's quotients: "divided", by the division, which
-            branches for each value; "corrected", by products that are corrected to the same bytes.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
             before has ended; "overlapped", while that runs, in a captured graph where decode in clusters follows, which
             then starts while RoPE's runs (over caches with which other decode makes no use of that).
@@ -100,11 +94,9 @@ class Variants:
     graph_edges: str = "early"
     packed_store: str = "words"
     few_requests: str = "measured"
-    cluster_results: str = "wide"
-    group_quotients: str = "divided"
     one_wave: str = "whole"
     mixed_rows: str = "eight"
-    rope_launch: str = "after"
+    rope_launch: str = "overlapped"
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

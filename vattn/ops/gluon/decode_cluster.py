@@ -98,7 +98,7 @@ def decode_cluster_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr,
     SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr,
-    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, NARROW_FP4: gl.constexpr,
+    CLUSTER: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attend as many rows as requests; grid: rows x KV heads x CLUSTER, launched in clusters of CLUSTER.
 
@@ -119,8 +119,7 @@ def decode_cluster_kernel(
     MERGED: gl.constexpr = gl.SliceLayout(0, MERGE)
     MERGED_ROWS: gl.constexpr = gl.SliceLayout(0, MERGED)
     # Columns of a thread at the end: a warp has a whole group, or 64 columns.
-    WIDE: gl.constexpr = GROUPS[0] == 128 or (GROUPS[1] and not NARROW_FP4)
-    VECTOR: gl.constexpr = 4 if HEAD_SIZE == 128 and WIDE else 2
+    VECTOR: gl.constexpr = 4 if HEAD_SIZE == 128 and (GROUPS[0] == 128 or GROUPS[1]) else 2
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [SLOTS], [0])
     SWIZZLE: gl.constexpr = gl.SwizzledSharedLayout(8, 1 if WIDTH >= 64 else 2, 8 if WIDTH >= 64 else 4, [2, 1, 0])
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -131,7 +131,6 @@ def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
         "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
         "num_blocks": num_blocks, "num_reqs": args.seq_lens.shape[0], "score_scale": score_scale,
         "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages,
-        "NARROW_FP4": variants.current().cluster_results == "narrow",
         "num_warps": SLOTS, "launch_pdl": True,
     }  # fmt: skip
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import os
 import re
 import sys
@@ -33,7 +32,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.triton import decode_fast, decode_packed, launch
 from vattn.ops.triton.epilogue import groups_fit_heads
-from vattn.ops.variants import ALLOWED, using
+from vattn.ops.variants import using
 
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
@@ -153,9 +152,8 @@ def recorded(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> list[tu
         if num_reqs == decode_fast.FEW_REQUESTS and tokens == 1 and not decode_cluster_launch.refusals(args, config):
             finished = OUTPUT_FORMATS[config.output_format].group_size == 0 or groups_fit_heads(config)
             written = config if finished else config.with_plain_output()
-            for size, results in itertools.product((8, 16), ALLOWED["cluster_results"]):
-                with using(cluster_results=results):
-                    arguments = decode_cluster_launch.kernel_arguments(args, written, output, size)
+            for size in (8, 16):
+                arguments = decode_cluster_launch.kernel_arguments(args, written, output, size)
                 found.append((decode_cluster_launch.decode_cluster_kernel, arguments))
         if num_reqs > 4 and tokens == mixed_launch.short_rows(config):
             # A step that the prefill kernel shares, and that starts before that one has ended.

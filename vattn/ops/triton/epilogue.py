@@ -16,7 +16,6 @@ import triton.language as tl
 from vattn.config import AttentionConfig
 from vattn.formats import OUTPUT_FORMATS
 from vattn.ops.triton.codec import INTERPRETED, cast, decode, encode_e2m1, encode_e4m3, encode_native
-from vattn.ops.variants import current
 
 EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 MIN_ABSMAX = tl.constexpr(1e-10)
@@ -39,9 +38,7 @@ def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     size = fmt.group_size if groups_fit_heads(config) else 0
     arithmetic = config.output_arithmetic
-    if arithmetic == "divide" and current().group_quotients == "corrected":
-        arithmetic = "corrected"
-    return size, fmt.static_scale, fmt.power_of_two, least, arithmetic
+    return size, fmt.static_scale, fmt.power_of_two, least, "corrected" if arithmetic == "divide" else arithmetic
 
 
 def row_output(config: AttentionConfig) -> str:
