@@ -43,14 +43,14 @@ class Variants:
             group of heads: "general", the general kernel; "packed", Hopper's prefill kernel with the heads of a group
             as rows of one tile.
         few_drafts: speculative steps whose tiles are fewer than multiprocessors: "general", the general kernel;
-            "measured", the decode kernel, some rows of a request at a time, for fewer than five eighths, else what
+            "measured", the decode kernel, some rows of a request at a time, for fewer than half, else what
             `speculative` says, as for three eighths and more where the decode kernel cannot.
         mixed: other steps of several rows a request on average: "general"; "packed"; "two", requests of few rows by the
             decode kernel and the others by the prefill kernel, heads packed; "overlapped", the same two, the second of
             which starts where the first leaves multiprocessors free.
         mixed_below: rows per request on average below which `mixed` holds.
         mixed_rows: what the decode kernel of "two" and "overlapped" steps attends at once over an FP8 cache: "sixteen"
-            rows of a request and its group of heads, or "eight".
+            rows of a request and its group of heads, or "eight", slower where requests have three or four rows.
         packed_store: how new keys and values are packed on GPUs that convert FP8: "plain", or "words", eight columns at
             a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
