@@ -10,7 +10,6 @@ import torch
 import vattn
 from tests.support import relative_l2
 from tests.test_linear_op import call, expected, make_args
-from vattn import graph_edges
 from vattn.graph_edges import start_early
 from vattn.ops.linear import LinearArgs
 from vattn.ops.variants import using
@@ -101,9 +100,8 @@ def test_streamed_rows_lie_apart() -> None:
      for rows, own in ((8, "values"), (32, "values"), (2, "streamed"), (8, "streamed"))
      for codes in ("", "tensor")],
 )  # fmt: skip
-def test_chains(rows: int, codes: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains(rows: int, codes: str, own: str) -> None:
     """Each product needs what the kernel before it wrote, and overwrites what others read, with nothing between."""
-    monkeypatch.setattr(graph_edges, "EARLY_KERNELS", {*graph_edges.EARLY_KERNELS, "few_rows_kernel"})
     torch.manual_seed(0)
     dtype = torch.float8_e4m3fn if codes else torch.bfloat16
     ones = torch.ones(1, device="cuda") if codes else None
@@ -125,8 +123,7 @@ def test_chains(rows: int, codes: str, own: str, monkeypatch: pytest.MonkeyPatch
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         got = run(x, own)
-    # Codes of more than eight rows are torch's.
-    assert (start_early(graph.raw_cuda_graph()) > 0) == (own == "streamed" or not codes)
+    assert (start_early(graph.raw_cuda_graph()) > 0) == (own == "streamed")
     graph.instantiate()
     for _ in range(50):
         got.fill_(torch.nan)
@@ -149,9 +146,8 @@ class Seen:
 
 @pytest.mark.parametrize(("which", "overlap"), [("values", False), ("values", True), ("streamed", True)])
 @pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
-def test_models(fmt: str, which: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models(fmt: str, which: str, overlap: bool) -> None:
     """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""
-    monkeypatch.setattr(graph_edges, "EARLY_KERNELS", {*graph_edges.EARLY_KERNELS, "few_rows_kernel"})
     from tests.gpu.test_fp8_linears_gpu import PROMPTS, WIDE
     from tests.test_fp8_linears import calibrated, make_llama
     from vattn.integrations.transformers import disable, enable
