@@ -227,14 +227,14 @@ def test_no_short_request_makes_an_empty_schedule() -> None:
 @pytest.mark.parametrize(
     ("reqs", "tokens", "changes", "whole"),
     [
-        (32, 2048, {}, True),
-        (25, 1024, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, True),
+        (32, 1024, {}, True),
+        (29, 1024, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, True),
         (33, 16, {"head_size": 64}, True),
         (32, 1040, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, False),
         (128, 1024, {}, False),
-        (24, 1024, {}, False),
+        (28, 1024, {}, False),
         (34, 1024, {}, False),
-        (32, 2064, {}, False),
+        (32, 1040, {}, False),
         (32, 1024, {"head_size": 256}, False),
         (32, 1024, {"num_heads": 15, "num_kv_heads": 5}, False),
     ],
@@ -269,9 +269,13 @@ def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
         return decode_fast.rows_at_a_time(make_config(**{**layer, **changes}), reqs * tokens, reqs, device)
 
     assert [rows(64, tokens) for tokens in (1, 2, 3, 4, 8, 9)] == [1, 2, 2, 2, 2, 0]
-    assert [rows(reqs, 4) for reqs in (1, 82, 83)] == [2, 2, 0]
-    assert rows(83, 2) == 2 and rows(64, 4, head_size=256) == 0
+    assert [rows(reqs, 4) for reqs in (1, 65, 66)] == [2, 2, 0]
+    assert rows(66, 2) == 2 and rows(64, 4, head_size=256) == 0
     assert rows(8, 8, num_heads=32, num_kv_heads=8) == 4 and rows(64, 4, num_heads=16) == 0
     assert decode_fast.rows_at_a_time(make_config(**layer), 257, 64, device) == 0
+    config = make_config(**layer)
+    assert (
+        decode_fast.choose_tuning(config, 64, 2).ctas == 1 and decode_fast.choose_tuning(config, 64, 2, True).ctas == 2
+    )
     with using(few_drafts="general"):
         assert [rows(64, tokens) for tokens in (1, 2, 3, 4)] == [1, 2, 0, 0]

@@ -51,12 +51,11 @@ FEW_REQUESTS = 4
 MOST_CHUNKS = 3
 """Of a request whose rows the decode kernel attends in a step of two kernels."""
 
-LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 3 / 4, (2048, 1024)
-"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for, of
-plain and of FP8 caches."""
+LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 7 / 8, 1024
+"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
 
-MOST_DRAFTS_PER_PROCESSOR = 5 / 8
-"""Drafting requests' KV heads up to which their rows go in chunks."""
+MOST_DRAFTS_PER_PROCESSOR = 1 / 2
+"""KV heads of drafting requests below which their rows go in chunks: two chunks each are less than a wave of CTAs."""
 
 DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
@@ -93,12 +92,15 @@ class Tuning:
     whole: bool = False
 
 
-def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
+def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
     """Return the tuning of a layer for this many requests: what was best on an H200 in `benchmarks/attention.py`.
 
     The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
     need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs
     of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
+
+    Args:
+        tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
     row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
@@ -106,7 +108,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
-        if heads == 1 and tokens > 1:
+        if heads == 1 and chunked:
             return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
             return Tuning(4, stages, ctas=1, slots=2, overlap=True)
@@ -121,14 +123,12 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
 
     One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel behind it.
-    How evenly it does is not known here; block tables without room for long requests bound that. A CTA reads plain keys
-    at twice its share of the memory's rate, FP8 keys, which it converts, at little more than that share.
+    How evenly it does is not known here; block tables without room for long requests bound that.
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
-    short = room <= MOST_WHOLE_TOKENS[0 if plain else 1]
-    if current().one_wave == "scheduled" or not (fits and short) or args.query.shape[0] != num_reqs:
+    if current().one_wave == "scheduled" or not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
         return None
     if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device) <= 1:
         return None
@@ -300,7 +300,7 @@ def plan(
         num_tokens: rows of all requests, if they are not `tokens` each on average.
     """
     num_reqs = seq_lens.shape[0]
-    tuning = tuning or choose_tuning(config, num_reqs, tokens)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens, num_tokens, longest)
     chunks = None
     if tokens > 1 or longest:
@@ -327,7 +327,8 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         if decode_cluster_launch.takes(args, config):
             decode_cluster_launch.decode(args, config)
             return
-    tuning = tuning or whole_tuning(args, config) or choose_tuning(config, num_reqs, tokens)
+    tuning = tuning or whole_tuning(args, config)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
     shape = plan_shape(config, num_tokens, num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
