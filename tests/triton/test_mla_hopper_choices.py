@@ -114,11 +114,7 @@ def test_heads_of_prompts_side_by_side(heads: int, together: int) -> None:
     ],
 )
 def test_which_outputs_of_prompts_are_corrected_products(output: str, groups: Any, corrects: bool) -> None:
-    for number, way in enumerate(("corrected", "limited"), 1):
-        with variants.using(latent_quotients=way):
-            assert mla_prefill_launch.quotients(output, groups) == (number if corrects else 0)
-    with variants.using(latent_quotients="parts32"):
-        assert mla_prefill_launch.quotients(output, groups) == ((2 if groups[0] == 128 else 32) if corrects else 0)
+    assert mla_prefill_launch.corrects(output, groups) == corrects
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mixed_below": tuple(range(2, 4097)),
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
-    "latent_quotients": ("corrected", "limited", "parts16", "parts32"),
-    "latent_queries": ("behind", "early"),
     "latent_sparse": ("plain", "gluon"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
@@ -72,12 +70,6 @@ class Variants:
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's.
-        latent_quotients: how Hopper's kernel of expanded latent attention quantises by IEEE's quotients, by products
-            that are corrected to the same bytes: "corrected", where these are finite; "limited", of products that are
-            made finite before; "parts16" and "parts32", so, but for groups of
-            128 columns by a loop, so many rows at a time.
-        latent_queries: when that kernel loads the queries of a row tile: "behind", when the tile before has been
-            multiplied; "early", when its last keys have been, and behind the first keys.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
     """
 
@@ -87,8 +79,6 @@ class Variants:
     mixed_below: int = 256
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
-    latent_quotients: str = "corrected"
-    latent_queries: str = "behind"
     latent_sparse: str = "gluon"
     few_rows: str = "streamed"
     graph_edges: str = "early"

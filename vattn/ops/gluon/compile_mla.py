@@ -28,7 +28,6 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
 from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
@@ -151,15 +150,6 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
     return found
 
 
-def recorded_corrected(config: MLAConfig) -> list[Launch]:
-    """Return the launches of a step of prompts whose outputs are quantised by products, every way."""
-    found = recorded_prompts(config)
-    for way in ("limited", "parts16", "parts32"):
-        with variants.using(latent_quotients=way, latent_queries="early"):
-            found += recorded_prompts(config)
-    return found
-
-
 def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
     """Return the launches of a sparse decode."""
     found: list[Launch] = []
@@ -235,7 +225,7 @@ def main() -> int:
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
-    cases += [partial(recorded_corrected, case) for case in corrected() if options.only in "corrected " + case.encode()]
+    cases += [partial(recorded_prompts, case) for case in corrected() if options.only in "corrected " + case.encode()]
     if not options.all:
         cases = random.Random(options.seed).sample(cases, min(2, len(cases)))
     failed = 0

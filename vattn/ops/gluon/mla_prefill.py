@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vattn.ops.gluon.compat import block_barrier, load_box
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
 from vattn.ops.gluon.mla_prefill_parts import PART_COLUMNS, store_parts
-from vattn.ops.gluon.mla_prefill_store import fp4_of, store_fp8
+from vattn.ops.gluon.mla_prefill_store import store_fp8
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
 from vattn.ops.gluon.prefill_softmax import LOWEST, add_tile, as_left, weights_of
@@ -76,7 +76,7 @@ def load_queries(
 @gluon.jit
 def produce(
     arguments, HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr,
-    VALUES: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    VALUES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
@@ -101,11 +101,10 @@ def produce(
                 first_row = read_word(fields.index(1), 1)
                 head = read_word(fields.index(7), 1)
                 request = read_word(fields.index(0), 1)
-                if not EARLY:
-                    load_queries(
-                        query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
-                        head * query_head_stride, used, NOPE,
-                    )  # fmt: skip
+                load_queries(
+                    query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
+                    head * query_head_stride, used, NOPE,
+                )  # fmt: skip
                 table = block_table + request.to(gl.int64) * table_stride
                 origin = gl.load(line + request)
                 column = head * (NOPE + VALUES)
@@ -123,13 +122,6 @@ def produce(
                     mbarrier.expect(key_full.index(stage), KEYS * (NOPE + ROPE) * 2)
                     load_box(key_boxes, [place, column], key_full.index(stage), keys.index(stage))
                     load_box(rope_boxes, [place, 0], key_full.index(stage), ropes.index(stage))
-                    if EARLY:
-                        # Behind the first keys, whose room is there before that of the queries.
-                        if back == 0:
-                            load_queries(
-                                query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
-                                head * query_head_stride, used, NOPE,
-                            )  # fmt: skip
                     mbarrier.wait(value_empty.index(stage), free)
                     mbarrier.expect(value_full.index(stage), KEYS * VALUES * 2)
                     load_box(key_boxes, [place, column + NOPE], value_full.index(stage), values.index(stage))
@@ -159,17 +151,14 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 def store_fp4(
     output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
     HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
     COUNT: gl.constexpr = VALUES // 16
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUES, VALUES // 8], [4, 1], [1, 0])
     rounded = gl.convert_layout(result.to(MODEL), HELD).to(gl.float32)
     values = rounded.reshape([GROUP_ROWS, COUNT, 16])
-    if CORRECTED:
-        codes, stored = fp4_of(values, load_scale(output_scale), OUTPUT_GROUPS, CORRECTED == 2)
-    else:
-        stored, step = group_scales(group_maximum(values), load_scale(output_scale), OUTPUT_GROUPS)
+    stored, step = group_scales(group_maximum(values), load_scale(output_scale), OUTPUT_GROUPS)
     PLACE: gl.constexpr = stored.type.layout
     row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
     group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
@@ -180,8 +169,7 @@ def store_fp4(
     else:
         place = token * scale_stride + group.to(gl.int64) * group_stride
     gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-    if not CORRECTED:
-        codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
+    codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
     codes = codes.reshape([GROUP_ROWS, VALUES // 2, 2])
     PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, codes.type.layout))
     pairs = gl.sum(codes << (4 * gl.arange(0, 2, layout=PAIR))[None, None, :], 2).to(gl.uint8)
@@ -200,20 +188,20 @@ def finish(
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
     if CORRECTED or OUTPUT_GROUPS[1]:
-        if CORRECTED > 2:
+        if CORRECTED and OUTPUT_GROUPS[1]:
             store_parts(
                 output, block_scale, output_scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
-                first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         elif OUTPUT_GROUPS[1]:
             store_fp4(
                 output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
-                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         else:
             store_fp8(
                 output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
-                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, CORRECTED == 2,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS,
             )  # fmt: skip
         if lse is not None:
             row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -229,7 +217,7 @@ def finish(
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    CORRECTED: gl.constexpr, EARLY: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    CORRECTED: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -276,9 +264,6 @@ def consume(
             give_turn(NEXT)
             scores0 = warpgroup_mma_wait(num_outstanding=0, deps=(scores0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
-            if EARLY:
-                if own_end == 1:
-                    mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             scores0 = hide(scores0, position, own_end - 1, held, missing, BLOCK_SIZE, SCORES)
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
             weights0 = weights_of(scores0, maximum, scale, 0.0, False)
@@ -301,9 +286,6 @@ def consume(
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
                 key_tile = own_end - 1 - back
-                if EARLY:
-                    if key_tile == 0:
-                        mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
                 if (key_tile >= whole_from) | (missing != 0):
                     scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
@@ -311,8 +293,7 @@ def consume(
                     MODEL, LEFT,
                 )  # fmt: skip
                 step += 1
-            if not EARLY:
-                mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
+            mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
             step += 1
@@ -349,13 +330,13 @@ def mla_prefill_gluon_kernel(
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
     STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
     value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. CORRECTED: quantised
-    outputs by `vattn.ops.gluon.mla_prefill_store`.
+    outputs by `vattn.ops.gluon.mla_prefill_store` and, NVFP4, `mla_prefill_parts`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -366,7 +347,7 @@ def mla_prefill_gluon_kernel(
     values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, VALUES], panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     room = words
-    if CORRECTED > 2:
+    if CORRECTED and OUTPUT_GROUPS[1]:
         room = gl.allocate_shared_memory(MODEL, [GROUPS, GROUP_ROWS, PART_COLUMNS], panels)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     query_full = new_barriers(GROUPS, 1)
@@ -393,13 +374,13 @@ def mla_prefill_gluon_kernel(
         [
             (consume, (
                 consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
-                EARLY, 0,
+                0,
             )),
             (consume, (
                 consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
-                EARLY, 1,
+                1,
             )),
-            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES, EARLY)),
+            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -142,19 +142,8 @@ def attend_expanded(
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
-        CORRECTED=quotients(output, groups), EARLY=variants.current().latent_queries == "early", num_warps=4,
+        CORRECTED=corrects(output, groups), num_warps=4,
     )  # fmt: skip
-
-
-def quotients(output: str, groups: tuple[Any, ...]) -> int:
-    """Return how an output is quantised: 1 by corrected products, 2 limited ones, 16 or 32 these in parts.
-
-    Groups of 128 columns do not lie in a part.
-    """
-    way = variants.current().latent_quotients
-    if not corrects(output, groups) or way == "corrected":
-        return int(corrects(output, groups))
-    return int(way[5:]) if way != "limited" and groups[0] in (0, 16, 64) else 2
 
 
 def corrects(output: str, groups: tuple[Any, ...]) -> bool:

@@ -1,7 +1,7 @@
-"""How Hopper's kernel of expanded latent attention quantises its rows part by part.
+"""How Hopper's kernel of expanded latent attention quantises its rows to NVFP4, part by part.
 
-Rows go through shared memory in the model dtype, half of a head's columns at a time, and a loop quantises 16 or 32
-of them in each turn. A row tile's results are quantised once in many microseconds: one straight stretch of instructions
+Rows go through shared memory in the model dtype, half of a head's columns at a time, and a loop quantises 32 of them
+in each turn. A row tile's results are quantised once in many microseconds: one straight stretch of instructions
 for all of a thread's values would come from afar every time, while a loop's stay near.
 """
 
@@ -11,56 +11,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
-from vattn.ops.gluon.epilogue import encode_e4m3, group_maximum, load_scale
-from vattn.ops.gluon.mla_prefill_store import (
-    LEAST_DIVISOR,
-    MOST_DIVISOR,
-    divisors_of,
-    fp4_of,
-    fp8_scales,
-    limited_quotients,
-)
+from vattn.ops.gluon.epilogue import load_scale
+from vattn.ops.gluon.mla_prefill_store import fp4_of
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 
+PART_ROWS = gl.constexpr(32)
 PART_COLUMNS = gl.constexpr(64)
 
 
 @gluon.jit
-def store_part_fp8(
-    output, scales, scale, scale_stride, group_stride, values, token, known, first_column, STRIDE: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Quantise rows `[R, 64]` in groups of 64, or under the given scale."""
-    PART_ROWS: gl.constexpr = values.shape[0]
-    if OUTPUT_GROUPS[0] > 0:
-        largest = group_maximum(values.reshape([PART_ROWS, 1, PART_COLUMNS])).reshape([PART_ROWS])
-        largest = gl.convert_layout(largest, token.type.layout)
-        stored = fp8_scales(largest, OUTPUT_GROUPS)
-        place = token * scale_stride + (first_column // PART_COLUMNS).to(gl.int64) * group_stride
-        gl.store(scales + place, stored, mask=known)
-        divisor, reciprocal = divisors_of(stored)
-        ratio = limited_quotients(values, divisor[:, None], reciprocal[:, None])
-    elif (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
-        ratio = limited_quotients(values, scale, 1.0 / scale)
-    else:
-        ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
-    column = first_column + gl.arange(0, PART_COLUMNS, layout=gl.SliceLayout(0, values.type.layout))
-    gl.store(
-        output + token[:, None] * STRIDE + column[None, :],
-        encode_e4m3(ratio),
-        mask=known[:, None] & (column >= 0)[None, :],
-    )
-
-
-@gluon.jit
-def store_part_fp4(
+def store_part(
     output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column,
     STRIDE: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise rows `[R, 64]` to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
-    PART_ROWS: gl.constexpr = values.shape[0]
+    """Quantise rows `[32, 64]`; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
     COUNT: gl.constexpr = PART_COLUMNS // 16
-    codes, stored = fp4_of(values.reshape([PART_ROWS, COUNT, 16]), scale, OUTPUT_GROUPS, True)
+    codes, stored = fp4_of(values.reshape([PART_ROWS, COUNT, 16]), scale, OUTPUT_GROUPS)
     PLACE: gl.constexpr = stored.type.layout
     row = gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
     group = first_column // 16 + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
@@ -85,12 +51,11 @@ def store_part_fp4(
 def store_half(
     output, scales, scale, scale_stride, group_stride, room, half, first_row, rows, first_column,
     GROUP_INDEX: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, PART_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise 64 columns of a warpgroup's rows."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, HELD)
     block_barrier()
     room.store(half.to(MODEL))
     block_barrier()
@@ -100,24 +65,17 @@ def store_half(
         values = parts.index(part).load(HELD).to(gl.float32)
         first_token = first_row + GROUP_INDEX * GROUP_ROWS + part * PART_ROWS
         known_rows = left - part * PART_ROWS
-        if OUTPUT_GROUPS[1]:
-            store_part_fp4(
-                output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column,
-                STRIDE, OUTPUT_GROUPS, SCALE_COLUMNS,
-            )  # fmt: skip
-        else:
-            row = gl.arange(0, PART_ROWS, layout=ROW)
-            store_part_fp8(
-                output, scales, scale, scale_stride, group_stride, values, (first_token + row).to(gl.int64),
-                row < known_rows, first_column, STRIDE, OUTPUT_GROUPS,
-            )  # fmt: skip
+        store_part(
+            output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column, STRIDE,
+            OUTPUT_GROUPS, SCALE_COLUMNS,
+        )  # fmt: skip
 
 
 @gluon.jit
 def store_parts(
     output, scales, output_scale, scale_stride, group_stride, room, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, PART_ROWS: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows by way of `room` `[64, 64]` in shared memory."""
     scale = load_scale(output_scale)
@@ -126,14 +84,14 @@ def store_parts(
         low, high = result.reshape(GROUP_ROWS, 2, PART_COLUMNS).permute(0, 2, 1).split()
         store_half(
             output, scales, scale, scale_stride, group_stride, room, low, first_row, rows, head * VALUES, GROUP_INDEX,
-            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
+            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip
         store_half(
             output, scales, scale, scale_stride, group_stride, room, high, first_row, rows,
-            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
+            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip
     else:
         store_half(
             output, scales, scale, scale_stride, group_stride, room, result, first_row, rows, head * VALUES,
-            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, PART_ROWS,
+            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip

@@ -11,8 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vattn.ops.gluon.epilogue import (
-    MIN_ABSMAX,
-    encode_e2m1,
     encode_e4m3,
     group_codes,
     group_maximum,
@@ -84,34 +82,9 @@ def limited_quotients(x, divisor, reciprocal):
 
 
 @gluon.jit
-def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
-    """Return what `group_scales` returns for FP8 by IEEE's quotients, without a branch a value."""
-    if OUTPUT_GROUPS[3] < 0.0:
-        largest = gl.where(largest < MIN_ABSMAX, MIN_ABSMAX, largest)
-    product = largest * (1.0 / 448.0)
-    zero = gl.zeros_like(largest)
-    corrected = gl.fma(gl.fma(-product, zero + 448.0, largest), zero + (1.0 / 448.0), product)
-    made = gl.where(largest < float("inf"), corrected, product)
-    if OUTPUT_GROUPS[3] >= 0.0:
-        made = gl.where(made < OUTPUT_GROUPS[3], OUTPUT_GROUPS[3], made)
-    if OUTPUT_GROUPS[2]:
-        bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
-    return made
-
-
-@gluon.jit
-def divisors_of(step):
-    """Return what `limited_quotients` divides by, and its reciprocals."""
-    infinite = step == float("inf")
-    return gl.where(infinite, 0.0, step), gl.where(infinite, 0.0, 1.0 / step)
-
-
-@gluon.jit
 def store_fp8(
     output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
     HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    LIMITED: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale."""
     values = rounded(result, MODEL)
@@ -119,31 +92,18 @@ def store_fp8(
         COUNT: gl.constexpr = VALUES // OUTPUT_GROUPS[0]
         groups = values.reshape([GROUP_ROWS, COUNT, OUTPUT_GROUPS[0]])
         largest = group_maximum(groups)
-        if LIMITED:
-            stored = fp8_scales(largest, OUTPUT_GROUPS)
-            step = stored
-        else:
-            stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
+        stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
         PLACE: gl.constexpr = largest.type.layout
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
         group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
         place = (first_row + row).to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
         gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-        if LIMITED:
-            divisor, reciprocal = divisors_of(step)
-            ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal.expand_dims(2))
-        else:
-            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-            ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
+        reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
+        ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
         codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
     else:
         scale = load_scale(output_scale)
-        if LIMITED:
-            if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
-                ratio = limited_quotients(values, scale, 1.0 / scale)
-            else:
-                ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
-        elif is_usual(scale):
+        if is_usual(scale):
             ratio = corrected_quotients(values, scale, gl.div_rn(1.0, scale))
         else:
             ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
@@ -155,21 +115,6 @@ def store_fp8(
     column = gl.arange(0, VALUES, layout=gl.SliceLayout(0, HELD))[None, :]
     target = (first_row + row).to(gl.int64) * (HEADS * VALUES) + head * VALUES + column
     gl.store(output + target, codes, mask=(row < rows) & (column >= 0))
-
-
-@gluon.jit
-def fp4_scales(largest, scale):
-    """Return what `group_scales` returns for NVFP4 under a usual scale.
-
-    A sixth of a maximum is a corrected product too. Of maxima so small that it is inexact the block scale is zero.
-    """
-    sixth = largest * (1.0 / 6.0)
-    zero = gl.zeros_like(largest)
-    corrected = gl.fma(gl.fma(-sixth, zero + 6.0, largest), zero + (1.0 / 6.0), sixth)
-    sixth = gl.where(largest < float("inf"), corrected, sixth)
-    stored = encode_e4m3(corrected_quotients(sixth, scale, gl.div_rn(1.0, scale)))
-    step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
-    return stored, gl.where(step == 0.0, float("inf"), step)
 
 
 @gluon.jit
@@ -187,28 +132,22 @@ def encode_number(x):
 
 
 @gluon.jit
-def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr):
-    """Return NVFP4 codes of groups `[rows, groups, 16]` in int32, and the bytes of their block scales."""
+def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr):
+    """Return NVFP4 codes of groups `[rows, groups, 16]` in int32, and the bytes of their block scales.
+
+    A sixth of a maximum is a corrected product too. Of maxima so small that it is inexact the block scale is zero.
+    """
     largest = group_maximum(values)
-    if LIMITED:
-        if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
-            sixth = largest * (1.0 / 6.0)
-            zero = gl.zeros_like(largest)
-            corrected = gl.fma(gl.fma(-sixth, zero + 6.0, largest), zero + (1.0 / 6.0), sixth)
-            sixth = gl.where(largest < float("inf"), corrected, sixth)
-            stored = encode_e4m3(limited_quotients(sixth, scale, 1.0 / scale))
-            step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
-            reciprocal = gl.where(step == 0.0, 0.0, 1.0 / step)
-            codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
-        else:
-            stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
-            codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
+    if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
+        sixth = largest * (1.0 / 6.0)
+        zero = gl.zeros_like(largest)
+        corrected = gl.fma(gl.fma(-sixth, zero + 6.0, largest), zero + (1.0 / 6.0), sixth)
+        sixth = gl.where(largest < float("inf"), corrected, sixth)
+        stored = encode_e4m3(limited_quotients(sixth, scale, 1.0 / scale))
+        step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
+        reciprocal = gl.where(step == 0.0, 0.0, 1.0 / step)
+        codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
     else:
-        if is_usual(scale):
-            stored, step = fp4_scales(largest, scale)
-            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-            codes = encode_e2m1(corrected_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
-        else:
-            stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
-            codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
+        stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
+        codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
     return codes, stored

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
-from vattn.ops import variants
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.triton.codec import cast, encode_quotient
 from vattn.ops.triton.epilogue import (
@@ -85,15 +84,6 @@ def finish_rows(values: Tensor, args: MLAAttentionArgs, config: MLAConfig, limit
     fmt, scales = OUTPUT_FORMATS[config.output_format], args.output_block_scale
     assert scales is not None
     columns = config.num_heads * config.v_head_dim
-    quick = fmt.group_size < 0 and config.output_arithmetic == "divide" and limits.native_fp8 and columns <= 8192
-    if quick and variants.current().latent_quotients != "corrected":
-        mla_token_kernel[(values.shape[0],)](
-            values, args.query_start_loc, as_bytes(args.output), scales, args.seq_lens.shape[0], args.output.stride(0),
-            args.output.stride(1), scales.stride(0), COLUMNS=columns, V=config.v_head_dim,
-            MIN_SCALE=-1.0 if config.output_min_scale is None else config.output_min_scale,
-            BLOCK=next_power_of_two(max(columns, 16)), num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
-        return
     block = max(16, min(next_power_of_two(columns), 8192 if fmt.group_size < 0 else 1024))
     finish_kernel[(values.shape[0], 1 if fmt.group_size < 0 else -(-columns // block))](
         source=values, source_lse=None, query_start_loc=args.query_start_loc, output=as_bytes(args.output),
@@ -165,24 +155,6 @@ def store_columns(
         else:
             offset = token.to(tl.int64)[:, None] * stride_br + place.to(tl.int64)[None, :] * stride_bg
         tl.store(output_block_scale + offset, tl.reshape(made, [ROWS, COUNT]), mask=known_groups)
-
-
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["query_start_loc", "output_block_scale"])
-def mla_token_kernel(
-    source, query_start_loc, output, output_block_scale, num_reqs, stride_ot, stride_oh, stride_br,
-    COLUMNS: tl.constexpr, V: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Quantise a row to FP8 by a scale of its own, by IEEE's quotients and no branch a value. Grid: rows."""
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < COLUMNS
-    is_real = row < tl.load(query_start_loc + num_reqs)
-    x = tl.load(source + row.to(tl.int64) * COLUMNS + column, mask=inside & is_real, other=0.0).to(tl.float32)
-    scale = dynamic_scale(absolute_maximum(x[None, :]), False, MIN_SCALE, "divide")
-    codes = divided(x[None, :], scale[:, None])
-    place = row.to(tl.int64) * stride_ot + column // V * stride_oh + column % V
-    tl.store(output + place[None, :], codes, mask=inside[None, :])
-    tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), scale)
 
 
 @triton.jit
