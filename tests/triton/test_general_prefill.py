@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import triton
 
 from tests.conformance.compare import compare
 from tests.support import make_config, random_packed_batch, random_paged_batch
+from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
 from vattn.ops.triton.tiles import Tiles, choose_tiles
@@ -20,6 +22,7 @@ WAYS = {
     "both": replace(FULL, masked_tile=32, folded=True),
     "hoisted": replace(FULL, masked_tile=32, folded=True, hoisted=True),
     "positive": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True),
+    "ahead": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True, scores_ahead=True),
     "together": replace(FULL, masked_tile=32, folded=True, together=2),
 }
 FEATURES: dict[str, dict[str, Any]] = {
@@ -34,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 PAIRS = [("both", features) for features in FEATURES] + [("folded", "causal"), ("narrower masks", "causal")]
 PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap"), ("positive", "causal"), ("positive", "window, sinks")]
 PAIRS += [("together", "causal")]
+PAIRS += [("ahead", features) for features in ("causal", "window, sinks", "soft cap", "bidirectional")]
 
 
 @pytest.mark.parametrize(("way", "features"), PAIRS)
@@ -51,11 +55,22 @@ def test_hoisted_places_of_other_blocks(block_size: int) -> None:
     compare(batch, *batch.expected())
 
 
-@pytest.mark.parametrize("way", ["both"])
-def test_packed_keys_and_invalid_blocks(way: str) -> None:
+def test_nothing_comes_before_the_first_tile() -> None:
+    """Where keys are multiplied ahead, zeros stand before the first tile's values, which may be infinite."""
+    batch = random_paged_batch(make_config(block_size=8), [20], [203])
+    key_value_views(batch.args.kv_cache, batch.config)[1][batch.args.block_table[0, :8].long()] = float("inf")
+    launch.paged_attention(batch.args, batch.config, WAYS["ahead"])
+    assert batch.args.output.isposinf().all()
+
+
+def test_packed_keys() -> None:
     batch = random_packed_batch(make_config(block_size=0, lse=True), [70, 20], [70, 20])
-    launch.packed_attention(batch.args, batch.config, WAYS[way])
+    launch.packed_attention(batch.args, batch.config, WAYS["both"])
     compare(batch, *batch.expected())
+
+
+@pytest.mark.parametrize("way", ["both", "ahead"])
+def test_invalid_blocks(way: str) -> None:
     batch = random_paged_batch(make_config(block_size=8, lse=True), [10, 7], [140, 130])
     batch.args.block_table[0, 2] = 2**31 - 1
     launch.paged_attention(batch.args, batch.config, WAYS[way])
@@ -65,12 +80,13 @@ def test_packed_keys_and_invalid_blocks(way: str) -> None:
 BOXED = replace(FULL, d_step=32, folded=True, boxes=True, positive=True, masked_tile=32)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("features", ["causal", "window, sinks"])
-def test_packed_keys_loaded_by_tensor_maps(features: str) -> None:
+def test_packed_keys_loaded_by_tensor_maps(features: str, ahead: bool) -> None:
     """Tiles begin anywhere: requests follow each other without gaps."""
     config = make_config(block_size=0, lse=True, head_size=32, head_size_v=32, **FEATURES[features])
     batch = random_packed_batch(config, [70, 131], [70, 190])
-    launch.packed_attention(batch.args, batch.config, BOXED)
+    launch.packed_attention(batch.args, batch.config, replace(BOXED, scores_ahead=ahead))
     compare(batch, *batch.expected())
 
 
@@ -83,7 +99,9 @@ def tiles_of(target: str = "sm_90", mapped: bool = True, rows: int = 8192, **cha
 
 def test_tiles_of_long_prefills_over_a_cache() -> None:
     tiles = tiles_of()
-    assert tiles == Tiles(64, 4, 64, 128, 1, True, 4, 3, masked_tile=32, folded=True, hoisted=True, positive=True)
+    paired = Tiles(64, 4, 64, 128, 1, True, 4, 3, masked_tile=32, folded=True, hoisted=True, positive=True)
+    assert tiles == replace(paired, together=8)
+    assert tiles_of(num_kv_heads=4).together == 4 and tiles_of(rows=8193) == tiles_of("sm_100") == paired
     # Query, keys and values of two programs share a multiprocessor's memory with what the system keeps.
     assert 2 * (64 * 128 * 2 + 3 * 2 * 64 * 128 * 2 + 1024) <= 233472
     for other in ({"block_size": 24}, {"block_size": 128}, {"head_size_v": 64}):
@@ -96,11 +114,16 @@ def test_tiles_of_long_prefills_over_a_cache() -> None:
     assert not choose_tiles(make_config(**LONG), 64, 64, 8192, TARGETS["sm_90"]).folded
 
 
-def test_tiles_of_long_prefills_over_packed_keys() -> None:
+def test_tiles_of_long_prefills_over_packed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: dict[str, Any] = {"block_size": 0}
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
     boxed = tiles_of(**packed)
-    assert boxed == replace(tiles_of(), hoisted=False, boxes=True)
-    assert tiles_of(**packed, sliding_window=100, sinks=True) == tiles_of(**packed, dtype="float16") == boxed
+    short = replace(tiles_of(), hoisted=False, boxes=True, together=1)
+    assert boxed == tiles_of(**packed, dtype="float16") == replace(short, together=4, scores_ahead=True)
+    assert tiles_of(**packed, sliding_window=100, sinks=True) == tiles_of(**packed, scale=1e-40) == short
+    assert tiles_of(**packed, rows=4095) == tiles_of(**packed, rows=8193) == short
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert tiles_of(**packed) == short
     for tiles in (tiles_of(**packed, mapped=False), tiles_of("sm_100", **packed)):
         assert (tiles.block_m, tiles.tile, tiles.positive, tiles.boxes) == (128, 64, True, False)
     for other in ({"scale": -0.1}, {"head_size": 80}, {"head_size_v": 64}, {"alibi": "linear"}, {"rows": 8}):

@@ -24,6 +24,7 @@ from vattn.ops.triton.mask import (
     visible,
 )
 from vattn.ops.triton.rotation import rotate_back, rotate_query
+from vattn.ops.triton.softmax import attend_ahead, softmax_step, softmax_step_of_products
 
 SEARCH = tl.constexpr(256)
 """Requests or block ids that one program looks at in one step."""
@@ -190,31 +191,6 @@ def value_tile(
         return decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)
 
 
-@triton.jit
-def softmax_step(s, v, acc, m, total):
-    """Fold scores (times log2 e) and values of one tile into the running sums."""
-    m_new = tl.maximum(m, tl.max(s, axis=1))
-    # A row that has seen nothing yet keeps its sums at zero instead of exp2(-inf + inf).
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    total = total * alpha + tl.sum(p, axis=1)
-    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
-    return acc, m_new, total
-
-
-@triton.jit
-def softmax_step_of_products(s, factor, v, acc, m, total):
-    """Do the same with products whose scores are `factor` times as large, which is not negative."""
-    m_new = tl.maximum(m, tl.max(s, axis=1) * factor)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * factor[:, None] - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    total = total * alpha + tl.sum(p, axis=1)
-    acc = dot(cast(p, v.dtype), v, acc * alpha[:, None])
-    return acc, m_new, total
-
-
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_reqs", "num_blocks", "table_width", "table_stride", "num_trees", "bias_size", "num_ranges",
@@ -241,7 +217,7 @@ def attention_kernel(
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, FULL_LOOP: tl.constexpr, STAGES: tl.constexpr,
     MASKED_TILE: tl.constexpr, FOLDED: tl.constexpr, HOISTED: tl.constexpr, POSITIVE: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, SCORES_AHEAD: tl.constexpr,
     KEY_SCALE_ROWS: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr,
     LOAD_KEY: tl.constexpr, LOAD_VALUE: tl.constexpr, KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -417,44 +393,52 @@ def attention_kernel(
             # Tiles are whole blocks: where a key lies in its block does not change from one to the next.
             key_rows += (n % BLOCK_SIZE * K_ROW)[:, None] + d[None, :]
             value_rows += (n % BLOCK_SIZE * V_ROW)[:, None] + dv[None, :]
-        for j in tl.range(full_begin, full_end, num_stages=STAGES):
-            k = j * TILE + n
-            # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
-            if HOISTED:
-                block = next_block
-                next_block = tl.load(table + tl.minimum(j + 1, full_end - 1) * (TILE // BLOCK_SIZE) + n // BLOCK_SIZE)
-            elif AHEAD:
-                block = next_block
-                next_block = tl.load(table + (tl.minimum(j + 1, full_end - 1) * TILE + n) // BLOCK_SIZE)
-            elif not BOXES:
-                block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
-            if BOXES:
-                k_tile = key_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_D])
-                s = dot(q, tl.trans(k_tile), tl.zeros([BLOCK_M, TILE], tl.float32))
-                v_tile = value_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_V])
-            elif HOISTED:
-                k_tile = tl.load(key_rows + (block.to(tl.int64) * K_BLOCK)[:, None])
-                s = tl.zeros([BLOCK_M, TILE], tl.float32)
-                s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
-                v_tile = tl.load(value_rows + (block.to(tl.int64) * V_BLOCK)[:, None])
-                v_tile = decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)
-            else:
-                s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE,
-                               BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT,
-                               COMPUTE, NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
-                v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
-                                    BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
-                                    LOAD_VALUE, MODEL)  # fmt: skip
-            if PRODUCTS:
-                acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
-            else:
-                s = s * row_factor[:, None]
-                if MODIFIED:
-                    if local_seq_lens is not None:
-                        k = position_held(k, RANK, WORLD, INTERLEAVE)
-                    s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
-                                      query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
-                acc, m, total = softmax_step(s, v_tile, acc, m, total)
+        if SCORES_AHEAD and PRODUCTS:
+            acc, m, total = attend_ahead(
+                q, row_factor, acc, m, total, next_block, table, key_rows, value_rows, key_boxes, value_boxes, kv_head,
+                kv_start, num_blocks, full_begin, full_end, TILE, BLOCK_SIZE, K_BLOCK, V_BLOCK, BLOCK_D, BLOCK_V,
+                STAGES,
+            )  # fmt: skip
+        else:
+            for j in tl.range(full_begin, full_end, num_stages=STAGES):
+                k = j * TILE + n
+                # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
+                if HOISTED:
+                    block = next_block
+                    column = tl.minimum(j + 1, full_end - 1) * (TILE // BLOCK_SIZE) + n // BLOCK_SIZE
+                    next_block = tl.load(table + column)
+                elif AHEAD:
+                    block = next_block
+                    next_block = tl.load(table + (tl.minimum(j + 1, full_end - 1) * TILE + n) // BLOCK_SIZE)
+                elif not BOXES:
+                    block = tl.load(table + k // BLOCK_SIZE) if PAGED else kv_start + k
+                if BOXES:
+                    k_tile = key_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_D])
+                    s = dot(q, tl.trans(k_tile), tl.zeros([BLOCK_M, TILE], tl.float32))
+                    v_tile = value_boxes.load([kv_head, kv_start + j * TILE, 0]).reshape([TILE, BLOCK_V])
+                elif HOISTED:
+                    k_tile = tl.load(key_rows + (block.to(tl.int64) * K_BLOCK)[:, None])
+                    s = tl.zeros([BLOCK_M, TILE], tl.float32)
+                    s = dot(q, tl.trans(decode(k_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)), s)
+                    v_tile = tl.load(value_rows + (block.to(tl.int64) * V_BLOCK)[:, None])
+                    v_tile = decode(v_tile, KV_FORMAT, COMPUTE, NATIVE_FP8)
+                else:
+                    s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, None, BLOCK_M, TILE,
+                                   BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT,
+                                   COMPUTE, NATIVE_FP8, KEY_SCALE_ROWS, KEY_PART, LOAD_KEY)  # fmt: skip
+                    v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
+                                        BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
+                                        LOAD_VALUE, MODEL)  # fmt: skip
+                if PRODUCTS:
+                    acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
+                else:
+                    s = s * row_factor[:, None]
+                    if MODIFIED:
+                        if local_seq_lens is not None:
+                            k = position_held(k, RANK, WORLD, INTERLEAVE)
+                        s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
+                                          query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
+                    acc, m, total = softmax_step(s, v_tile, acc, m, total)
 
     # The tiles before and after the full ones, as one loop; masks take registers, so these may be narrower.
     RATIO: tl.constexpr = TILE // MASKED_TILE

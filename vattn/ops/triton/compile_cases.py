@@ -428,6 +428,8 @@ def _long_prefills(target: str, dtype: str, cache: tuple[str, str]) -> Iterator[
     for shape, feature in itertools.product(shapes, ("plain", "window-sinks-lse")):
         config = _config(dtype, cache, shapes[shape], **FEATURES[feature])
         yield from attention_launches(f"{dtype}/{cache[0]} {shape} long {feature}", target, config, 2048, 2)
+    longest = _config(dtype, cache, packed)
+    yield from attention_launches(f"{dtype}/{cache[0]} packed-32x128 longest", target, longest, 8192, 1)
 
 
 def _features(target: str, dtype: str, cache: tuple[str, str], shape: str) -> Iterator[Launch]:

@@ -185,6 +185,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
         "ALIBI": config.alibi, "SPLIT": tiles.num_splits > 1, "FULL_LOOP": tiles.full_loop, "STAGES": tiles.num_stages,
         "MASKED_TILE": tiles.masked_tile or tiles.tile, "FOLDED": tiles.folded,
         "HOISTED": tiles.hoisted, "POSITIVE": tiles.positive, "TOGETHER": tiles.together,
+        "SCORES_AHEAD": tiles.scores_ahead,
         "CONTEXT_ONLY": config.context_only, **packed_constants(config),
     }  # fmt: skip
 

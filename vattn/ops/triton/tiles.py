@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 
 from vattn.config import AttentionConfig
 from vattn.formats import KV_FORMATS
@@ -92,6 +94,7 @@ class Tiles:
             shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
         together: KV heads (or head chunks, if a group has several) whose tiles start side by side.
+        scores_ahead: whether that loop, hoisted or by tensor maps, multiplies keys a tile ahead; `positive` then.
     """
 
     block_m: int
@@ -108,6 +111,7 @@ class Tiles:
     positive: bool = False
     boxes: bool = False
     together: int = 1
+    scores_ahead: bool = False
 
     @property
     def block_q(self) -> int:
@@ -136,6 +140,15 @@ TALL: dict[str, Any] = {"tile": 64, "masked_tile": 32, "num_stages": 3, "folded"
 PAIRED = {**TALL, "block_m": 64, "num_warps": 4}
 """How other long prefills are: 64 rows by 64 keys, two programs on a multiprocessor."""
 
+MOST_TOGETHER = 8192
+"""Tokens of a request, on average, up to which tiles of several KV heads start side by side: L2 holds their keys."""
+
+LONG_AHEAD = 4096
+"""Tokens of a request, on average, from which a program has so many tiles that one more for scores ahead pays."""
+
+LEAST_SCALE = 2.0**-100
+"""Below, products of minus infinity and the scale may be NaN, which fp32 rounds to zero."""
+
 
 def choose_tiles(
     config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits, mapped: bool = False
@@ -162,11 +175,18 @@ def choose_tiles(
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
     chosen = Tiles(block_m, group_tile, tile, 32 if item == 4 else wide, num_splits, full_loop, num_warps, num_stages)
-    return _cut_long_prefill(chosen, config, wide, limits, mapped) if full_loop and block_m >= 128 else chosen
+    if not full_loop or block_m < 128:
+        return chosen
+    return _cut_long_prefill(chosen, config, wide, limits, mapped, num_tokens // max(num_reqs, 1))
 
 
-def _cut_long_prefill(chosen: Tiles, config: AttentionConfig, wide: int, limits: Limits, mapped: bool) -> Tiles:
-    """Return how a prefill is cut that fills programs of 128 rows: what was fastest on an H200."""
+def _cut_long_prefill(
+    chosen: Tiles, config: AttentionConfig, wide: int, limits: Limits, mapped: bool, tokens: int
+) -> Tiles:
+    """Return how a prefill is cut that fills programs of 128 rows: what was fastest on an H200.
+
+    `tokens`: of a request, on average.
+    """
     fits = _fits_long_tiles(config, wide, compute_dtype(config).itemsize, limits)
     positive, packed = _has_positive_factors(config), config.block_size == 0
     boxes = mapped and packed and fits and positive and limits.hopper and _is_of_128_columns(config)
@@ -178,7 +198,17 @@ def _cut_long_prefill(chosen: Tiles, config: AttentionConfig, wide: int, limits:
     if packed and not boxes:
         return replace(chosen, **TALL, positive=positive)
     group_tile, hoisted = min(config.group_size, 64), _is_whole_blocks(config, PAIRED["tile"])
-    return replace(chosen, **PAIRED, group_tile=group_tile, positive=positive, boxes=boxes, hoisted=hoisted)
+    paired = replace(chosen, **PAIRED, group_tile=group_tile, positive=positive, boxes=boxes, hoisted=hoisted)
+    if tokens > MOST_TOGETHER or not limits.hopper:
+        return paired
+    heads = config.num_kv_heads * -(-config.group_size // group_tile)
+    if hoisted:
+        return replace(paired, together=math.gcd(heads, 8))
+    ahead = boxes and config.sliding_window is None and config.scale >= LEAST_SCALE
+    # The assembler of Triton 3.9 (CUDA 13) makes products wait for each other there.
+    if ahead and tokens >= LONG_AHEAD and triton.__version__.startswith("3.6."):
+        return replace(paired, together=math.gcd(heads, 4), scores_ahead=True)
+    return paired
 
 
 def _is_padded(config: AttentionConfig, wide: int) -> bool:
