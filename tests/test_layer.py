@@ -264,6 +264,48 @@ def test_forward_context_of_two_tasks_is_refused():
     asyncio.run(run(make_step(), 1))
 
 
+def test_a_forward_context_that_has_ended_is_in_nobodys_way():
+    async def task_that_outlives_the_block():
+        ended = asyncio.Event()
+
+        async def wait_and_enter():
+            await ended.wait()
+            with vattn.forward_context(step):
+                assert context.current is step
+
+        with vattn.forward_context(None):
+            task = asyncio.create_task(wait_and_enter())
+            await asyncio.sleep(0)
+        ended.set()
+        await task
+
+    def enter_and_pause():
+        with vattn.forward_context(step):
+            yield
+
+    def work():
+        with vattn.forward_context(None):
+            done.append(context.current)
+
+    step, done = make_step(), []
+    asyncio.run(task_that_outlives_the_block())
+    paused = enter_and_pause()
+    next(paused)
+    for target in (paused.close, work):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    paused = enter_and_pause()
+    next(paused)
+    with vattn.forward_context(None):  # One that ends before what began in it.
+        paused.close()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    work()
+    assert done == [None] * 3
+
+
 # Options
 
 

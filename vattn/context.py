@@ -20,11 +20,22 @@ from vattn.metadata import AttentionMetadata
 
 current: AttentionMetadata | None = None
 
+
+class _Block:
+    """One `with` block, and the running one that it began in."""
+
+    __slots__ = ("ended", "outer")
+
+    def __init__(self, outer: _Block | None) -> None:
+        self.outer, self.ended = outer, False
+
+
 _entering = threading.Lock()
-_innermost: object | None = None
-_own_innermost: ContextVar[object | None] = ContextVar("own_innermost", default=None)
+_innermost: _Block | None = None
+_own_innermost: ContextVar[_Block | None] = ContextVar("own_innermost", default=None)
 """The block that was entered last, of all and of this thread and task. Where they differ, another one is halfway
-through a model with its step."""
+through a model with its step. Either may have ended: a task that began in a block outlives it, and a generator may be
+closed elsewhere."""
 
 
 @contextmanager
@@ -39,14 +50,14 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         >>> with vattn.forward_context(None):
         ...     pass
     """
-    global current, _innermost
+    global current
     if metadata is not None and not isinstance(metadata, AttentionMetadata):
         raise MetadataError(
             f"metadata of type {type(metadata).__name__}",
             "AttentionMetadata, or None for a profiling run",
             "pass what builder.build returned, or its .common where it has one",
         )
-    outer = None if torch.compiler.is_compiling() else _enter()
+    block = None if torch.compiler.is_compiling() else _enter()
     before, parts = current, _set_parts(current, metadata)
     current = metadata
     try:
@@ -55,25 +66,31 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         current = before
         for group, part in parts:
             group.step = part
-        if outer is not None:
-            _innermost = outer[0]
-            _own_innermost.set(outer[0])
+        if block is not None:
+            block.ended = True
 
 
-def _enter() -> tuple[object | None]:
-    """Note that a block begins, and return which one it is inside of."""
+def _enter() -> _Block:
+    """Note that a block begins, and return it."""
     global _innermost
     with _entering:
-        outer = _own_innermost.get()
-        if outer is not _innermost:
+        outer = _running(_own_innermost.get())
+        if outer is not _running(_innermost):
             raise MetadataError(
                 "forward_context() while another thread or task is inside of its own",
                 "one at a time: all of them see the same step",
                 "pass metadata= to the layers where several run models at once",
             )
-        _innermost = object()
-        _own_innermost.set(_innermost)
-    return (outer,)
+        block = _innermost = _Block(outer)
+        _own_innermost.set(block)
+    return block
+
+
+def _running(block: _Block | None) -> _Block | None:
+    """Return the block, or the nearest around it that has not ended."""
+    while block is not None and block.ended:
+        block = block.outer
+    return block
 
 
 def _set_parts(
