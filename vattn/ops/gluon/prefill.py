@@ -343,7 +343,7 @@ def prefill_kernel(
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 1)), (consume, (consumer, SHAPE, 1, 0)), (produce, (producer, SHAPE))],
             [4, 1],
-            [240 if SHAPE.RESIDENTS == 1 else 104, 24],
+            [240, 24],
         )
     else:
         gl.warp_specialize(

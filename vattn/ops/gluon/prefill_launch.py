@@ -75,8 +75,8 @@ class Cut:
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
-        residents: CTAs that share a multiprocessor: more than one for heads of 64 alone, and not where a 16-bit query
-            meets an FP8 cache.
+        residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone, and not
+            where a 16-bit query meets an FP8 cache.
         ahead: whether a CTA takes its next row tile at the start of the one before even where there are few: these are
             about equally long.
     """
@@ -354,7 +354,6 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],
         LATE=late,
-        RESIDENTS=cut.residents,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
     )

@@ -30,7 +30,6 @@ class Shape:
         MODEL: dtype of the model.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
             longest that are left go to who is free first; or else at its beginning.
-        RESIDENTS: CTAs that share a multiprocessor.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """
@@ -57,6 +56,5 @@ class Shape:
     KV_SCALE: int
     MODEL: Any
     LATE: bool
-    RESIDENTS: int
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]
