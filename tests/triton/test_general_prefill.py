@@ -10,7 +10,6 @@ import triton
 
 from tests.conformance.compare import compare
 from tests.support import make_config, random_packed_batch, random_paged_batch
-from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton import launch
 from vattn.ops.triton.compile_cases import TARGETS
 from vattn.ops.triton.tiles import Tiles, choose_tiles
@@ -22,7 +21,6 @@ WAYS = {
     "both": replace(FULL, masked_tile=32, folded=True),
     "hoisted": replace(FULL, masked_tile=32, folded=True, hoisted=True),
     "positive": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True),
-    "ahead": replace(FULL, masked_tile=32, folded=True, hoisted=True, positive=True, scores_ahead=True),
     "together": replace(FULL, masked_tile=32, folded=True, together=2),
 }
 FEATURES: dict[str, dict[str, Any]] = {
@@ -37,7 +35,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 PAIRS = [("both", features) for features in FEATURES] + [("folded", "causal"), ("narrower masks", "causal")]
 PAIRS += [("hoisted", "window, sinks"), ("hoisted", "soft cap"), ("positive", "causal"), ("positive", "window, sinks")]
 PAIRS += [("together", "causal")]
-PAIRS += [("ahead", features) for features in ("causal", "window, sinks", "soft cap", "bidirectional")]
 
 
 @pytest.mark.parametrize(("way", "features"), PAIRS)
@@ -55,39 +52,41 @@ def test_hoisted_places_of_other_blocks(block_size: int) -> None:
     compare(batch, *batch.expected())
 
 
-def test_nothing_comes_before_the_first_tile() -> None:
-    """Where keys are multiplied ahead, zeros stand before the first tile's values, which may be infinite."""
-    batch = random_paged_batch(make_config(block_size=8), [20], [203])
-    key_value_views(batch.args.kv_cache, batch.config)[1][batch.args.block_table[0, :8].long()] = float("inf")
-    launch.paged_attention(batch.args, batch.config, WAYS["ahead"])
-    assert batch.args.output.isposinf().all()
-
-
 def test_packed_keys() -> None:
     batch = random_packed_batch(make_config(block_size=0, lse=True), [70, 20], [70, 20])
     launch.packed_attention(batch.args, batch.config, WAYS["both"])
     compare(batch, *batch.expected())
 
 
-@pytest.mark.parametrize("way", ["both", "ahead"])
-def test_invalid_blocks(way: str) -> None:
+def test_invalid_blocks() -> None:
     batch = random_paged_batch(make_config(block_size=8, lse=True), [10, 7], [140, 130])
     batch.args.block_table[0, 2] = 2**31 - 1
-    launch.paged_attention(batch.args, batch.config, WAYS[way])
+    launch.paged_attention(batch.args, batch.config, WAYS["both"])
     compare(batch, *batch.expected())
 
 
 BOXED = replace(FULL, d_step=32, folded=True, boxes=True, positive=True, masked_tile=32)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("features", ["causal", "window, sinks"])
+BOXED_PAIRS = [(features, False) for features in ("causal", "window, sinks")]
+BOXED_PAIRS += [(features, True) for features in FEATURES if features != "negative scale"]
+
+
+@pytest.mark.parametrize(("features", "ahead"), BOXED_PAIRS)
 def test_packed_keys_loaded_by_tensor_maps(features: str, ahead: bool) -> None:
     """Tiles begin anywhere: requests follow each other without gaps."""
     config = make_config(block_size=0, lse=True, head_size=32, head_size_v=32, **FEATURES[features])
     batch = random_packed_batch(config, [70, 131], [70, 190])
     launch.packed_attention(batch.args, batch.config, replace(BOXED, scores_ahead=ahead))
     compare(batch, *batch.expected())
+
+
+def test_nothing_comes_before_the_first_tile() -> None:
+    """Where keys are multiplied ahead, zeros stand before the first tile's values, which may be infinite."""
+    batch = random_packed_batch(make_config(block_size=0, head_size=32, head_size_v=32), [20], [203])
+    batch.args.value[:64] = float("inf")
+    launch.packed_attention(batch.args, batch.config, replace(BOXED, scores_ahead=True))
+    assert batch.args.output.isposinf().all()
 
 
 LONG: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}

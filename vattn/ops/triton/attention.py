@@ -395,9 +395,8 @@ def attention_kernel(
             value_rows += (n % BLOCK_SIZE * V_ROW)[:, None] + dv[None, :]
         if SCORES_AHEAD and PRODUCTS:
             acc, m, total = attend_ahead(
-                q, row_factor, acc, m, total, next_block, table, key_rows, value_rows, key_boxes, value_boxes, kv_head,
-                kv_start, num_blocks, full_begin, full_end, TILE, BLOCK_SIZE, K_BLOCK, V_BLOCK, BLOCK_D, BLOCK_V,
-                STAGES,
+                q, row_factor, acc, m, total, key_boxes, value_boxes, kv_head, kv_start, num_blocks, full_begin,
+                full_end, TILE, BLOCK_D, BLOCK_V, STAGES,
             )  # fmt: skip
         else:
             for j in tl.range(full_begin, full_end, num_stages=STAGES):

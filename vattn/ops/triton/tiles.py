@@ -94,7 +94,7 @@ class Tiles:
             shared memory as it was loaded.
         boxes: whether that loop loads keys and values by tensor maps.
         together: KV heads (or head chunks, if a group has several) whose tiles start side by side.
-        scores_ahead: whether that loop, hoisted or by tensor maps, multiplies keys a tile ahead; `positive` then.
+        scores_ahead: whether that loop multiplies keys a tile ahead; by tensor maps and `positive` then.
     """
 
     block_m: int
