@@ -13,6 +13,7 @@ from typing import Any
 
 import harness
 import pytest
+import rope_forms
 import torch
 from harness import Capture, step
 from hypothesis import given, settings
@@ -267,6 +268,21 @@ def test_a_model_of_equal_layers_asks_twice(monkeypatch: pytest.MonkeyPatch, alw
     capture, _ = captured(model)
     assert [node.rope_outcome for node in capture.report] == ["fused"] * 5
     assert len(calls) == 2
+
+
+class StackOfOneTable(Stack):
+    """As `Stack`, whose layers get cos and sin in the place of positions."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x, gathered(self.layers[0].inner, positions))  # type: ignore[arg-type]
+
+
+def test_layers_share_the_views_of_tables(monkeypatch: pytest.MonkeyPatch, always: None) -> None:
+    monkeypatch.setattr(rope_forms, "gathered", lambda layer, tables: tables)
+    capture, _ = captured(StackOfOneTable(3))
+    assert [node.rope_outcome for node in capture.report] == ["fused"] * 3
+    views = [node for node in capture.after[0].graph.nodes if node.target is torch.ops.aten.as_strided.default]
+    assert sorted(str(view.args[0]) for view in views) == ["cos", "sin"]
 
 
 def test_equal_regions_share_one_fused_graph() -> None:
