@@ -29,6 +29,7 @@ from vattn.integrations.fixed_frequencies import fix_frequencies, restore_freque
 from vattn.integrations.fp8_checkpoint import give_cache_hooks, take_cache_hooks
 from vattn.integrations.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.own_linears import give_linears, take_linears
+from vattn.integrations.packed_inputs import check_inputs
 from vattn.integrations.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation, allocate_kv_cache
@@ -130,10 +131,12 @@ class PackedModel(nn.Module):
 
         Raises:
             ConfigError: `disable` took the model off vattn.
+            DtypeError, ShapeError: inputs that are no such tensors.
             MetadataError: a request longer than `rope_length`; not told by compiled code.
         """
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
+        check_inputs(input_ids, positions, logits_indices)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if self.rope_length is not None and not torch.compiler.is_compiling():
             _check_lengths(self.rope_length)
