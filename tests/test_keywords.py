@@ -207,6 +207,13 @@ REFUSED_AT_ONCE = {
         ConfigError,
         "one of the two",
     ),
+    "no mode": (lambda: vattn.compile(abs, mode="fast"), ConfigError, "mode='fast'. Allowed: default, "),
+    "no option of Inductor": (
+        lambda: vattn.compile(abs, options=vattn.options({"triton.nope": True})),
+        UnknownOptionError,
+        "option 'triton.nope'. Allowed: Inductor's",
+    ),
+    "shortest over longest": (lambda: vattn.PromptLookup(longest=2, shortest=9), ConfigError, "longest=2, shortest=9"),
     "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
     "no builder": (lambda: vattn.warmup(nn.Identity()), ArgumentsError, "without builder"),
     "a builder of None": (lambda: vattn.warmup(nn.Identity(), None), ConfigError, "builder of type NoneType"),

@@ -104,6 +104,12 @@ def _check_options(of: str, options: dict[str, Any]) -> None:
             "vattn.strict, vattn.output_formats and vattn.rope, with backend=vattn.backend",
             "options=vattn.options(strict=...), or backend=vattn.backend",
         )
+    if options.get("backend", "inductor") == "inductor":
+        # Where the passes are, what torch has of Inductor is imported.
+        from vattn.passes.entry import check_inductor_options, check_mode
+
+        check_mode(mode)
+        check_inductor_options(inner or ())
 
 
 def _marking(compiled: Any) -> Any:

@@ -34,10 +34,16 @@ class PromptLookup:
     shortest: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("num_drafts", 1), ("longest", self.shortest), ("shortest", 1)):
+        for name in ("num_drafts", "shortest", "longest"):
             value = getattr(self, name)
-            if not whole_number(value, 1) or value < least:
-                raise ConfigError(f"PromptLookup({name}={value!r})", f"an int, at least {least}", f"change {name}")
+            if not whole_number(value, 1):
+                raise ConfigError(f"PromptLookup({name}={value!r})", "an int, at least 1", f"change {name}")
+        if self.longest < self.shortest:
+            raise ConfigError(
+                f"PromptLookup(longest={self.longest}, shortest={self.shortest})",
+                "a longest of at least the shortest",
+                "change one of them",
+            )
 
 
 class LookupIndex:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -160,12 +160,27 @@ def options(
 def _mode_options(mode: str | None) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
-    if mode is None or mode == "default":
-        return {}
+    check_mode(mode)
+    return {} if mode in (None, "default") else dict(list_mode_options(mode))
+
+
+def check_mode(mode: str | None) -> None:
+    """Refuse what is no mode of `torch.compile`."""
+    from torch._inductor import list_mode_options
+
     known = list_mode_options()
-    if mode not in known:
+    if mode not in (None, "default") and mode not in known:
         raise ConfigError(f"mode={mode!r}", ", ".join(known), "choose one of these names")
-    return dict(list_mode_options(mode))
+
+
+def check_inductor_options(names: Iterable[str], also: str = "") -> None:
+    """Refuse names that are no options of Inductor; `also`: what else is allowed, for the text."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name in names:
+        if str(name).replace("-", "_") not in known:
+            raise UnknownOptionError(f"option {name!r}", f"{also}Inductor's", "check the spelling")
 
 
 def backend(
@@ -189,11 +204,7 @@ def backend(
 
     given = dict(options or {})
     ours = {name: given.pop(f"vattn.{name}") for name in _OPTIONS if f"vattn.{name}" in given}
-    known = config.get_config_copy()
-    for name in given:
-        if name.replace("-", "_") not in known:
-            ours_listed = ", ".join(f"vattn.{option}" for option in _OPTIONS)
-            raise UnknownOptionError(f"option {name!r}", f"{ours_listed} and Inductor's", "check the spelling")
+    check_inductor_options(given, also=", ".join(f"vattn.{option}" for option in _OPTIONS) + " and ")
     given = {name.replace("-", "_"): value for name, value in given.items()}
     merged = {**_mode_options(mode), **given}
     merged[SLOT] = _new_pass(
