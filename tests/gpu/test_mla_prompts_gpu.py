@@ -197,12 +197,11 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
     quantise_output(values, output_format, *wanted, args.output_scale, "divide", config.output_min_scale)
     with variants.using(latent_prefill="gluon"):
         torch.ops.vattn.mla_attention(*args)
-    # Some bytes of FP8 groups have differed from those made of the bf16 kernel's values; why is not known.
-    allowed = 2e-3 if "group" in output_format else 0.0
     for made, known in zip((args.output, args.output_block_scale), wanted, strict=True):
         if made is not None and known is not None:
             off = made.contiguous().view(torch.uint8) != known.contiguous().view(torch.uint8)
-            assert off.float().mean() <= allowed
+            wrong = off.flatten(1).any(1).nonzero().flatten().tolist()
+            assert not wrong, f"{off.float().mean():.2e} of the bytes of a {made.dtype} tensor, in rows {wrong[:20]}"
 
 
 def test_a_step_with_prompts_has_no_sync_and_replays_other_lengths() -> None:
