@@ -297,8 +297,11 @@ def test_a_forward_context_that_has_ended_is_in_nobodys_way():
         thread.join()
     paused = enter_and_pause()
     next(paused)
-    with vattn.forward_context(None):  # One that ends before what began in it.
+    other = make_step([5])
+    with vattn.forward_context(other):  # One that ends before what began in it.
         paused.close()
+        assert context.current is other
+    assert context.current is None
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

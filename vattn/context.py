@@ -15,19 +15,19 @@ from contextvars import ContextVar
 import torch
 
 from vattn.errors import MetadataError
-from vattn.grouped_metadata import CacheGroup, GroupedMetadata
+from vattn.grouped_metadata import GroupedMetadata
 from vattn.metadata import AttentionMetadata
 
 current: AttentionMetadata | None = None
 
 
 class _Block:
-    """One `with` block, and the running one that it began in."""
+    """One `with` block: the running one that it began in, and the steps from before it and its own."""
 
-    __slots__ = ("ended", "outer")
+    __slots__ = ("before", "ended", "outer", "step")
 
-    def __init__(self, outer: _Block | None) -> None:
-        self.outer, self.ended = outer, False
+    def __init__(self, outer: _Block | None, before: AttentionMetadata | None, step: AttentionMetadata | None) -> None:
+        self.outer, self.before, self.step, self.ended = outer, before, step, False
 
 
 _entering = threading.Lock()
@@ -57,20 +57,19 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
             "AttentionMetadata, or None for a profiling run",
             "pass what builder.build returned, or its .common where it has one",
         )
-    block = None if torch.compiler.is_compiling() else _enter()
-    before, parts = current, _set_parts(current, metadata)
+    before = current
+    block = None if torch.compiler.is_compiling() else _enter(before, metadata)
+    _set_parts(before, metadata)
     current = metadata
     try:
         yield
     finally:
-        current = before
-        for group, part in parts:
-            group.step = part
-        if block is not None:
-            block.ended = True
+        left, after = (metadata, before) if block is None else _leave(block)
+        _set_parts(left, after)
+        current = after
 
 
-def _enter() -> _Block:
+def _enter(before: AttentionMetadata | None, step: AttentionMetadata | None) -> _Block:
     """Note that a block begins, and return it."""
     global _innermost
     with _entering:
@@ -81,9 +80,20 @@ def _enter() -> _Block:
                 "one at a time: all of them see the same step",
                 "pass metadata= to the layers where several run models at once",
             )
-        block = _innermost = _Block(outer)
+        block = _innermost = _Block(outer, before, step)
         _own_innermost.set(block)
     return block
+
+
+def _leave(block: _Block) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
+    """Note that a block ends; return the step that was current, and that of the innermost block that still runs."""
+    with _entering:
+        block.ended = True
+        running = _running(_innermost)
+    outermost = block
+    while outermost.outer is not None:
+        outermost = outermost.outer
+    return current, outermost.before if running is None else running.step
 
 
 def _running(block: _Block | None) -> _Block | None:
@@ -93,15 +103,12 @@ def _running(block: _Block | None) -> _Block | None:
     return block
 
 
-def _set_parts(
-    before: AttentionMetadata | None, metadata: AttentionMetadata | None
-) -> list[tuple[CacheGroup, AttentionMetadata | None]]:
-    """Give the groups of a step their parts, take those of the step before away, and return what all of them had."""
-    steps = [step for step in (before, metadata) if isinstance(step, GroupedMetadata)]
-    had = [(group, group.step) for step in steps for group in step.cache_groups]
-    for group, _ in had:
-        group.step = None
+def _set_parts(before: AttentionMetadata | None, metadata: AttentionMetadata | None) -> None:
+    """Take the parts of the step before away from their groups, and give the groups of a step theirs."""
+    for step in (before, metadata):
+        if isinstance(step, GroupedMetadata):
+            for group in step.cache_groups:
+                group.step = None
     if isinstance(metadata, GroupedMetadata):
         for group, part in zip(metadata.cache_groups, metadata.parts, strict=True):
             group.step = part
-    return had
