@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import block_barrier, load_box
-from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales, load_scale
 from vattn.ops.gluon.mla_prefill_parts import PART_COLUMNS, store_parts
 from vattn.ops.gluon.mla_prefill_store import store_fp8
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
@@ -148,55 +147,17 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 
 
 @gluon.jit
-def store_fp4(
-    output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
-    HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Quantise a warpgroup's rows to NVFP4; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
-    COUNT: gl.constexpr = VALUES // 16
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VALUES, VALUES // 8], [4, 1], [1, 0])
-    rounded = gl.convert_layout(result.to(MODEL), HELD).to(gl.float32)
-    values = rounded.reshape([GROUP_ROWS, COUNT, 16])
-    stored, step = group_scales(group_maximum(values), load_scale(output_scale), OUTPUT_GROUPS)
-    PLACE: gl.constexpr = stored.type.layout
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
-    group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
-    token = (first_row + row).to(gl.int64)
-    if SCALE_COLUMNS:
-        tile = (token // 128) * (SCALE_COLUMNS // 4) + group // 4
-        place = tile * 512 + token % 32 * 16 + token % 128 // 32 * 4 + group % 4
-    else:
-        place = token * scale_stride + group.to(gl.int64) * group_stride
-    gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-    codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
-    codes = codes.reshape([GROUP_ROWS, VALUES // 2, 2])
-    PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, codes.type.layout))
-    pairs = gl.sum(codes << (4 * gl.arange(0, 2, layout=PAIR))[None, None, :], 2).to(gl.uint8)
-    CODES: gl.constexpr = pairs.type.layout
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, CODES))[:, None]
-    byte = head * (VALUES // 2) + gl.arange(0, VALUES // 2, layout=gl.SliceLayout(0, CODES))[None, :]
-    target = (first_row + row).to(gl.int64) * (HEADS * VALUES // 2) + byte
-    gl.store(output + target, pairs, mask=(row < rows) & (byte >= 0))
-
-
-@gluon.jit
 def finish(
     output, lse, block_scale, output_scale, scale_stride, group_stride, room, result, log_sum, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for."""
-    if CORRECTED or OUTPUT_GROUPS[1]:
-        if CORRECTED and OUTPUT_GROUPS[1]:
+    if CORRECTED:
+        if OUTPUT_GROUPS[1]:
             store_parts(
                 output, block_scale, output_scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
                 first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
-            )  # fmt: skip
-        elif OUTPUT_GROUPS[1]:
-            store_fp4(
-                output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head,
-                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
             )  # fmt: skip
         else:
             store_fp8(
@@ -347,7 +308,7 @@ def mla_prefill_gluon_kernel(
     values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, VALUES], panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     room = words
-    if CORRECTED and OUTPUT_GROUPS[1]:
+    if OUTPUT_GROUPS[1]:
         room = gl.allocate_shared_memory(MODEL, [GROUPS, GROUP_ROWS, PART_COLUMNS], panels)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
     query_full = new_barriers(GROUPS, 1)
