@@ -144,11 +144,23 @@ def fp4_code(x, step, inverse):
 
 
 @gluon.jit
-def store_nibbles(output, c0, c1, c2, c3, VECTOR: gl.constexpr):
-    """Store codes of 4 bits of columns side by side, two a byte."""
-    codes = (c0 | (c1 << 4)).to(gl.uint8)
+def byte_of(low, high, step, inverse, GROUPS: gl.constexpr, CORRECTED: gl.constexpr):
+    """Return the codes of 4 bits of two columns side by side."""
+    if CORRECTED:
+        low, high = fp4_code(low, step, inverse), fp4_code(high, step, inverse)
+    else:
+        low, high = group_codes(low, step, GROUPS), group_codes(high, step, GROUPS)
+    return (low | (high << 4)).to(gl.uint8)
+
+
+@gluon.jit
+def store_fp4(
+    output, x0, x1, x2, x3, step, inverse, VECTOR: gl.constexpr, GROUPS: gl.constexpr, CORRECTED: gl.constexpr
+):
+    """Store the codes of 4 bits of columns side by side, two a byte; CORRECTED: by products with `inverse`."""
+    codes = byte_of(x0, x1, step, inverse, GROUPS, CORRECTED)
     if VECTOR == 4:
-        codes = gl.join(codes, (c2 | (c3 << 4)).to(gl.uint8)).reshape([2 * c0.shape[0]])
+        codes = gl.join(codes, byte_of(x2, x3, step, inverse, GROUPS, CORRECTED)).reshape([2 * x0.shape[0]])
     gl.store(output + gl.arange(0, codes.shape[0], layout=codes.type.layout), codes)
 
 
@@ -184,25 +196,11 @@ def store_columns(
             stored, step = fp4_scale(largest, scale)
             inverse = gl.where(step == 0.0, 0.0, reciprocal_of(step))
             gl.store(place, stored, mask=is_first)
-            c0 = fp4_code(x0, step, inverse)
-            c1 = fp4_code(x1, step, inverse)
-            c2 = c0
-            c3 = c1
-            if VECTOR == 4:
-                c2 = fp4_code(x2, step, inverse)
-                c3 = fp4_code(x3, step, inverse)
-            store_nibbles(start, c0, c1, c2, c3, VECTOR)
+            store_fp4(start, x0, x1, x2, x3, step, inverse, VECTOR, GROUPS, True)
         else:
             stored, step = group_scales(largest, scale, GROUPS)
             gl.store(place, stored, mask=is_first)
-            c0 = group_codes(x0, step, GROUPS)
-            c1 = group_codes(x1, step, GROUPS)
-            c2 = c0
-            c3 = c1
-            if VECTOR == 4:
-                c2 = group_codes(x2, step, GROUPS)
-                c3 = group_codes(x3, step, GROUPS)
-            store_nibbles(start, c0, c1, c2, c3, VECTOR)
+            store_fp4(start, x0, x1, x2, x3, step, step, VECTOR, GROUPS, False)
     else:
         stored, step = group_scales(largest, 1.0, GROUPS)
         gl.store(place, stored, mask=is_first)
