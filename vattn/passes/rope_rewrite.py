@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,8 +137,11 @@ def _tables(builder: Builder, found: FoundRope, tokens: Any, order: dict[Node, i
             if value(positions).dim() != 1:
                 positions = builder.call(aten.reshape.default, positions, [tokens])
             return _columns(builder, cos, cos_part), _columns(builder, sin, sin_part), positions
-    earlier = {node for node in order if order[node] < order[found.attention]}
-    cos, sin = (_table(builder, place, tokens, earlier) for place in places)
+
+    def is_earlier(node: Node) -> bool:
+        return node in order and order[node] < order[found.attention]
+
+    cos, sin = (_table(builder, place, tokens, is_earlier) for place in places)
     return cos, sin, None
 
 
@@ -198,7 +202,7 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | Non
     return (table, positions, part) if whole and same_size(value(positions).numel(), count) else None
 
 
-def _table(builder: Builder, place: tuple[Node, str], tokens: Any, earlier: set[Node]) -> Node:
+def _table(builder: Builder, place: tuple[Node, str], tokens: Any, is_earlier: Callable[[Node], bool]) -> Node:
     """View a table as `[T, columns]`, by the node that a layer before made if there is one."""
     node, part = place
     if part:
@@ -211,7 +215,7 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any, earlier: set[
     if val.is_contiguous():
         for user in node.users:
             is_view = user.target is aten.as_strided.default and user.args[2:] == ([columns, 1],)
-            if is_view and user in earlier and all(map(same_size, value(user).shape, (count, columns))):
+            if is_view and is_earlier(user) and all(map(same_size, value(user).shape, (count, columns))):
                 return user
         # Inductor gives each op a copy, made by a kernel, of what is no buffer yet; this makes one of it, once.
         return builder.call(aten.as_strided.default, node, [tokens, columns], [columns, 1])

@@ -346,7 +346,7 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
         CACHE=cache,
         GROUPS=cut.groups,
         CONVERTERS=cut.converters or converter_warps(config, cut),
-        TURN=cut.turn or turned_tokens(config, cut),
+        TURN=cut.turn or turned_tokens(config),
         LONG_TURNS=wide,
         # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
         HELD=128 if wide else 0,
@@ -384,7 +384,7 @@ def converter_warps(config: AttentionConfig, cut: Cut) -> int:
     return 8 if cut.groups == 1 else 4
 
 
-def turned_tokens(config: AttentionConfig, cut: Cut) -> int:
+def turned_tokens(config: AttentionConfig) -> int:
     """Return the tokens of a panel of turned values."""
     return 32 if config.head_size == 64 else 64
 

@@ -93,7 +93,7 @@ def _attend(
     if split or later:
         target, partial_lse = _scratch(args, config, num_tokens, tiles.num_splits)
         target_lse = partial_lse if split else args.lse
-    _launch_attention(args, config, sources, num_reqs, tiles, limits, target, target_lse, fmt)
+    _launch_attention(args, config, sources, num_reqs, tiles, limits, target, target_lse)
     if split or later:
         _launch_finish(args, config, num_reqs, tiles.num_splits, target, target_lse, fmt, limits)
 
@@ -124,7 +124,6 @@ def _launch_attention(
     limits: Limits,
     target: Tensor,
     target_lse: Tensor | None,
-    fmt: OutputFormat,
 ) -> None:
     num_tokens, splits, width = args.query.shape[0], tiles.num_splits, config.head_size_v
     chunks = -(-config.group_size // tiles.group_tile)
