@@ -151,6 +151,9 @@ NESTED: dict[str, tuple[Any, str]] = {
     "vocabulary": ([[[1, 97]]], "0 to 96"),
     "float tensor": ([torch.zeros(1, 2)], r"ints \[B, L\]"),
     "row": ([torch.zeros(2, dtype=torch.long)], r"ints \[B, L\]"),
+    "complex tensor": ([torch.zeros(1, 2, dtype=torch.complex64)], r"ints \[B, L\]"),
+    "negative tensor": ([torch.tensor([[1, -1]])], "holds int -1"),
+    "nothing": (None, "batches=None"),
 }
 
 
@@ -182,11 +185,46 @@ def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) ->
         ([[1]], {"calibration": 5}, "calibration=5"),
         ([[1]], {"output_format": "fp8_per_token", "calibration": found}, "fp8_per_token"),
         ([[1]], {"output_format": "fp8_static"}, "without calibration"),
+        (5, {}, "audit of 5"),
+        (None, {}, "no text"),
+        ([[1]], {"per_head": True}, "per_head and scales of 1"),
+        ([[1]], {"per_head": "no", "calibration": found}, "per_head='no'"),
+        ([[1]], {"kv_cache_dtype": "int8_per_token_head", "calibration": found}, "with a calibration"),
+        (
+            [[1]],
+            {
+                "kv_cache_dtype": "int8_per_token_head",
+                "calibration": found,
+                "output_format": "fp8_static",
+                "per_head": True,
+            },
+            "scales lie beside",
+        ),
     ):
         with pytest.raises(errors.ConfigError, match=text):
             vattn.audit(packed, texts, **options)  # type: ignore[arg-type]
     with pytest.raises(errors.UnknownOptionError, match="per_head"):
         vattn.audit(packed, [[1]], perhead=True)  # type: ignore[call-arg]
+    done = vattn.audit(packed, iter([[1]]))
+    for path in ("drift", "drift.foo", 5):
+        with pytest.raises(errors.ConfigError, match="png"):
+            done.plot(path)  # type: ignore[arg-type]
+
+
+def test_a_generator_stops_behind_what_writes_to_its_cache(found: vattn.Calibration) -> None:
+    """A calibration and an audit write over blocks whose prefixes a generator knows: its next tokens would be wrong."""
+    packed = enable(make_model("llama"), num_blocks=17)
+    sampling = vattn.Sampling(max_new_tokens=4, stop_token_ids=())
+    for write in (lambda: vattn.calibrate(packed, [[TEXTS[0][::-1]]]), lambda: vattn.audit(packed, [TEXTS[0][::-1]])):
+        generator = vattn.Generator(packed, max_num_reqs=2, token_budget=64)
+        expected = generator.generate([TEXTS[0]], sampling)[0].output
+        with pytest.raises(errors.ConfigError):
+            vattn.calibrate(packed, [[[97]]])  # refused: nothing was written
+        assert generator.generate([TEXTS[0]], sampling)[0].output == expected
+        write()
+        with pytest.raises(errors.CacheError, match="a calibration or an audit"):
+            generator.generate([TEXTS[0]], sampling)
+        assert vattn.Generator(packed, max_num_reqs=2).generate([TEXTS[0]], sampling)[0].output == expected
 
 
 BROKEN = {
@@ -212,6 +250,18 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
     for batches in ([[[]]], [[list(range(90)) * 9]]):
         with pytest.raises(errors.ConfigError, match="what the cache holds"):
             vattn.calibrate(packed, batches)
+    for margin in ("x", -1.0, float("nan"), True):
+        with pytest.raises(errors.ScaleError, match="margin="):
+            found.quant_config(next(iter(found.layers)), margin=margin)
+    with pytest.raises(errors.ConfigError, match="per_head='x'"):
+        found.quant_config(next(iter(found.layers)), per_head="x")
+    with pytest.raises(errors.UnknownOptionError, match="per_head"):
+        found.quant_config(next(iter(found.layers)), perhead=True)  # type: ignore[call-arg]
+    with pytest.raises(errors.ConfigError, match="linears='yes'"):
+        vattn.calibrate(packed, [[[1]]], linears="yes")  # type: ignore[arg-type]
+    for path in (5, None):
+        with pytest.raises(errors.ScaleError, match="calibration file"):
+            vattn.Calibration.load(path)  # type: ignore[arg-type]
     with pytest.raises(errors.ScaleError, match="no layer was called"):
         vattn.calibrate(packed, [])
     with pytest.raises(errors.ConfigError, match="without a bound KV cache"):

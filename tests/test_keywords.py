@@ -163,6 +163,10 @@ def test_methods_and_functions() -> None:
         scaled(factor=4)
     with pytest.raises(UnknownOptionError, match=r"factr.*Allowed: value, factor.*Try: factor"):
         scaled(3, factr=4)
+    with pytest.raises(ArgumentsError, match=r"scaled with value by place and by name"):
+        scaled(3, value=4)
+    with pytest.raises(ArgumentsError, match=r"Attention with head_size by place and by name"):
+        vattn.Attention(2, 16, head_size=16)
 
 
 def test_what_passes_options_on_does_not_know_their_names() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration import Calibration, StepRunner, as_calibration, cached_layers, checked_text
+from vattn.calibration import Calibration, StepRunner, as_calibration, cached_layers, check_switches, checked_text
 from vattn.errors import ConfigError, MissingPackageError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.keywords import known_keywords
@@ -82,11 +83,20 @@ class Audit:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw drift and clip rates by layer and write it to a file whose name says the kind (needs matplotlib)."""
+        """Draw drift and clip rates by layer and write it to a file whose name says the kind (needs matplotlib).
+
+        Raises:
+            ConfigError: no path, or a kind of file that matplotlib does not write.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
+        kinds = Figure().canvas.get_supported_filetypes()
+        if not isinstance(path, (str, os.PathLike)) or Path(path).suffix[1:].lower() not in kinds:
+            raise ConfigError(
+                f"plot({path!r:.80})", f"a path that ends in one of {', '.join(sorted(kinds))}", "drift.png"
+            )
         layers, places = self.rows[:-1], range(len(self.rows) - 1)
         figure = Figure(figsize=(max(5.0, 0.35 * len(layers) + 2), 5.0), layout="constrained")
         drift, clipped = figure.subplots(2, sharex=True)
@@ -111,7 +121,7 @@ def _clip_rates(row: AuditRow) -> tuple[float, float, float]:
 @known_keywords
 def audit(
     model: nn.Module,
-    texts: Sequence[Sequence[int]],
+    texts: Iterable[Sequence[int]],
     kv_cache_dtype: str = "fp8",
     calibration: Calibration | str | os.PathLike[str] = "unit",
     *,
@@ -124,14 +134,17 @@ def audit(
         model: as for `vattn.calibrate`, with a cache that is not quantised.
         texts: token lists, each a request.
         kv_cache_dtype: the format to try.
-        calibration: where scales come from, or its file; `"unit"`: scales of 1.
+        calibration: where scales come from, or its file; `"unit"`: scales of 1. For formats whose scales lie beside the
+            codes it is there for outputs alone.
         per_head: with a calibration, one scale per KV head.
         output_format: `"fp8_static"` rounds attention outputs too, by the calibration's scales, as a quantised output
             or an FP8 output projection would.
 
     Raises:
-        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a model that
-            has no cache or is not on vattn.
+        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a calibration or
+            `per_head` that nothing is made of; a model that has no cache or is not on vattn.
+
+    It writes to the model's cache, so that a generator made on it refuses further steps.
 
     Example:
         >>> import torch, transformers, vattn
@@ -145,8 +158,11 @@ def audit(
     """
     runner = StepRunner(model)
     layers = cached_layers(model)
-    if isinstance(texts, (str, bytes)) or len(texts) == 0:
-        what = repr(texts)[:40] if texts else "no text"
+    check_switches(per_head=per_head)
+    is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
+    texts = list(texts) if is_list else texts
+    if not is_list or not texts:
+        what = "no text" if is_list or not texts else repr(texts)[:40]
         raise ConfigError(f"an audit of {what}", "at least one text, a list of token ids", "pass some text")
     checked = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
     found = None if isinstance(calibration, str) and calibration == "unit" else as_calibration(calibration)
@@ -163,6 +179,18 @@ def audit(
                 "build the model with CacheConfig(cache_dtype='auto')",
             )
     fmt = resolve_kv_cache_dtype(kv_cache_dtype, next(model.parameters()).dtype)
+    scaled = KV_FORMATS[fmt].quantised
+    if per_head and (found is None or not scaled):
+        raise ConfigError(
+            f"an audit of {fmt} with per_head"
+            + (" and scales of 1" if scaled else ", whose scales lie beside the codes"),
+            "a calibration, and a format with given scales",
+            "drop per_head",
+        )
+    if found is not None and not scaled and output_format == "none":
+        raise ConfigError(
+            f"an audit of {fmt} with a calibration", "formats with given scales, such as fp8, or outputs", "drop it"
+        )
     roundings = {}
     for prefix, layer in layers.items():
         device = layer.kv_cache.device if layer.kv_cache is not None else None

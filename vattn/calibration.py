@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache_owner import take_cache
 from vattn.context import forward_context
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
@@ -28,6 +30,7 @@ CHUNK = 512
 """Tokens of one step while observing."""
 
 Batch = Sequence[Sequence[int]] | Tensor
+_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Calibration:
     tokens: int
     inputs: dict[str, float] = field(default_factory=dict)
 
+    @known_keywords
     def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
         """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
 
@@ -60,7 +64,7 @@ class Calibration:
             margin: above 1 leaves room for values beyond those seen.
 
         Raises:
-            ScaleError: a layer that was not seen, or that showed nothing but zeros.
+            ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
         """
         if name not in self.inputs:
             raise ScaleError(
@@ -70,6 +74,7 @@ class Calibration:
             )
         return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
+    @known_keywords
     def quant_config(
         self,
         prefix: str,
@@ -90,8 +95,10 @@ class Calibration:
             query_format, output_format: as in `QuantConfig`, to get their static scales too.
 
         Raises:
-            ScaleError: a layer that was not seen, or that showed nothing but zeros.
+            ConfigError: an unknown format, or a `per_head` that is neither `True` nor `False`.
+            ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
         """
+        check_switches(per_head=per_head)
         if prefix not in self.layers:
             raise ScaleError(f"no calibration of layer {prefix!r}", ", ".join(self.layers), "calibrate this model")
         fmt = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)]
@@ -138,13 +145,15 @@ class Calibration:
             return cls(layers, int(content["tokens"]), inputs)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScaleError(
-                f"calibration file {os.fspath(path)}: {type(error).__name__}: {error}",
+                f"calibration file {path}: {type(error).__name__}: {error}",
                 f"a file of Calibration.save, format 1 to {FILE_FORMAT}",
                 "vattn.calibrate(model, batches).save(path)",
             ) from error
 
 
 def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin: float) -> Tensor:
+    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not (0 < margin < math.inf):
+        raise ScaleError(f"margin={margin!r:.60}", "a positive number, 1.0 for none", "margin=1.5 leaves room")
     tops = torch.tensor(seen, dtype=torch.float32)
     top = (tops if per_head else tops.max()[None]) * margin
     scale = top / largest
@@ -156,6 +165,17 @@ def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin:
             "calibrate with text that reaches every head, or use one scale for all (per_head=False)",
         )  # fmt: skip
     return scale
+
+
+def check_switches(**switches: object) -> None:
+    """Refuse what is neither `True` nor `False`: any other value would count as one of them.
+
+    Raises:
+        ConfigError: such a value.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
 
 
 def as_calibration(source: Any) -> Calibration:
@@ -271,14 +291,15 @@ def calibrate(
 
     Args:
         model: with a bound cache; takes `(input_ids [T], positions [T])`, such as what
-            `vattn.integrations.transformers.enable` returned. Not compiled: the layers are watched by hooks.
+            `vattn.integrations.transformers.enable` returned. Not compiled: the layers are watched by hooks. Generators
+            that were made on this cache refuse further steps: make a new one.
         batches: each a list of token lists, or an int tensor `[B, L]`; every text is a request of its own.
         linears: note the inputs of linear layers too, for `vattn.quantise_linears(model, "fp8_static", ...)`.
         progress: show a bar (needs tqdm).
 
     Raises:
-        ConfigError: no layer with a cache, batches that are nested otherwise, an empty text, or one that the cache
-            cannot hold.
+        ConfigError: no layer with a cache, batches that are nested otherwise, an empty text, one that the cache
+            cannot hold, or a switch that is neither `True` nor `False`.
         ScaleError: nothing was seen.
 
     Example:
@@ -291,6 +312,9 @@ def calibrate(
         >>> found.tokens, len(found.layers)
         (6, 2)
     """
+    check_switches(linears=linears, progress=progress)
+    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+        raise ConfigError(f"batches={batches!r:.60}", "a list of batches", NESTING)
     runner, tokens = StepRunner(model), 0
     with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
         for number, batch in enumerate(_shown(batches, progress)):
@@ -314,10 +338,8 @@ def _texts(batch: Any, where: str) -> list[list[int]]:
     Raises:
         ConfigError: it holds something else than texts.
     """
-    if isinstance(batch, Tensor):
-        if batch.dim() != 2 or batch.is_floating_point() or batch.dtype is torch.bool:
-            raise ConfigError(f"{where}: a tensor {tuple(batch.shape)} in {batch.dtype}", "ints [B, L]", NESTING)
-        return batch.tolist()
+    if isinstance(batch, Tensor) and (batch.dim() != 2 or batch.dtype not in _INTS):
+        raise ConfigError(f"{where}: a tensor {tuple(batch.shape)} in {batch.dtype}", "ints [B, L]", NESTING)
     if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
         raise ConfigError(f"{where}={batch!r}", "a list of texts, each a list of token ids", NESTING)
     return [checked_text(text, f"{where}[{number}]") for number, text in enumerate(batch)]
@@ -378,6 +400,7 @@ class StepRunner:
         assert probe.num_blocks is not None
         self.capacity = (probe.num_blocks - 1) * config.block_size
         self.device = cache.device
+        self.storages = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
         self.builder = AttentionMetadataBuilder(
             2, max(2, chunk), self.capacity, config.block_size, self.device, layers=model
         )
@@ -397,6 +420,8 @@ class StepRunner:
         size = getattr(self.model, "vocab_size", None)
         if isinstance(size, int) and max(text) >= size:
             raise ConfigError(f"token {max(text)}", f"0 to {size - 1}, the model's vocabulary", "check the tokenizer")
+        for storage in self.storages:
+            take_cache(storage, self)
         for start in range(0, len(text), self.chunk):
             ids = text[start : start + self.chunk]
             step = self.builder.build([len(ids)], [start + len(ids)], [self.blocks])

@@ -111,6 +111,8 @@ def _checked(function: F, of: str, options: bool = False) -> F:
         if not options and not known.issuperset(kwargs):
             refuse_unknown(of, set(kwargs) - known, names)
         given = by_place[: len(args)]
+        if twice := [name for name in given if name in kwargs]:
+            raise ArgumentsError(f"{of} with {twice[0]} by place and by name", ", ".join(names), "pass it once")
         missing = [name for name in required if name not in kwargs and name not in given]
         if missing or len(args) > most:
             own = "self" in by_place

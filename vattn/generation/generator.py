@@ -10,10 +10,10 @@ from itertools import repeat
 from operator import attrgetter
 from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import nn
 
+from vattn.cache_owner import owns_cache, take_cache
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.assembly import (
     capture,
@@ -51,7 +51,8 @@ class Generator:
             what `vattn.integrations.transformers.enable` returned.
         tokenizer: with `encode(text)` and `decode(ids)`; without one, prompts are token ids.
         cache: what `vattn.allocate_kv_cache(model, ...)` returned, with groups (`hybrid=True`) or without; default
-            `model.kv_cache`. It belongs to the newest generator; an older one refuses further steps.
+            `model.kv_cache`. It belongs to the newest generator; an older one refuses further steps, as it does behind
+            `vattn.calibrate` or `vattn.audit` of the model.
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step; longer prompts are cut into chunks and mixed with decodes.
         max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768 and what the
@@ -140,7 +141,7 @@ class Generator:
         forward = compiled(model, compile, self.device, compile_options or {})
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
-        _OWNERS[_place(cache)] = self
+        take_cache(cache.kv_caches[0], self)
         layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._layers = [(layer, layer.kv_cache.data_ptr()) for layer in layers[:1]]
         self._launcher = Launcher(forward, builder, graphs, self._blocks)
@@ -210,11 +211,11 @@ class Generator:
                 "the cache that the generator was made for",
                 "make a new generator after allocating a cache",
             )
-        if _OWNERS.get(_place(self.cache)) is not self:
+        if not owns_cache(self.cache.kv_caches[0], self):
             raise CacheError(
-                "a step of a generator whose cache another generator has taken",
+                "a step of a generator whose cache another generator, a calibration or an audit has taken",
                 "one generator for a cache: the newest",
-                "use that one, or give each a model with a cache of its own",
+                "use that one or make a new one, or give each a model with a cache of its own",
             )
         if not self._step.acquire(blocking=False):
             raise RequestError(
@@ -474,17 +475,9 @@ class Generator:
         so_far.device_seconds += now.device_seconds
 
 
-_OWNERS: WeakValueDictionary[int, Generator] = WeakValueDictionary()
-"""Which generator writes to a cache, by where its first storage lies."""
-
-
 _TOKENS, _OUTPUT = attrgetter("tokens"), attrgetter("output")
 _PROGRESS = partial(tuple.__new__, Progress)
 """`Progress` of a tuple of its fields."""
-
-
-def _place(cache: KVCacheAllocation) -> int:
-    return cache.kv_caches[0].data_ptr()
 
 
 def _bar(total: int) -> Any:
