@@ -189,7 +189,8 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
     args = random_mla_batch(config, LONG[0][1:], LONG[1][1:], padding_tokens=3, device="cuda")
     if args.output_scale is not None:
         args.output_scale.fill_(scale)
-    plain, values = config.replace(output_format="none"), torch.empty_like(args.query[..., : config.v_head_dim])
+    plain = config.replace(output_format="none", output_min_scale=None)
+    values = torch.empty_like(args.query[..., : config.v_head_dim])
     bare = args._replace(output=values, output_block_scale=None, output_scale=None, config=plain.encode())
     with variants.using(latent_prefill="gluon"):
         torch.ops.vattn.mla_attention(*bare)
