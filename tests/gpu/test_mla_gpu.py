@@ -112,6 +112,19 @@ def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> 
         check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
 
 
+@pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
+def test_scores_in_turns(heads: int, block_size: int) -> None:
+    """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
+    config = deepseek(num_heads=heads, block_size=block_size)
+    with variants.using(latent_scores="turns"):
+        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+        check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
+        check(config, [1], [9000], True)
+        check(config, [3] * 3, [5000, 130, 4], True)
+        check(config, [1] * 300, [40 + 13 * (i % 17) for i in range(300)], True)
+        check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
+
+
 def codes(**changes: Any) -> MLAConfig:
     return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 
@@ -180,26 +193,31 @@ def test_decode_of_uneven_queries(heads: int) -> None:
     check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+WAYS = [(16, "first"), (128, "first"), (128, "turns")]
+
+
+@pytest.mark.parametrize(("heads", "scores"), WAYS)
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_blocks_that_are_none_are_not_seen(heads: int, block_size: int) -> None:
+def test_blocks_that_are_none_are_not_seen(heads: int, scores: str, block_size: int) -> None:
     hopper()
     config = deepseek(num_heads=heads, block_size=block_size)
     args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
     args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
     args.block_table[2] = -1
-    compare(args, config, 3)
+    with variants.using(latent_scores=scores):
+        compare(args, config, 3)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_scores_that_grow_along_the_sequence(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "scores"), WAYS)
+def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
     config = deepseek(num_heads=heads)
     args = random_mla_batch(config, [1, 1], [2000, 900], device="cuda")
     for request, length in enumerate((2000, 900)):
         for i in range(-(-length // 64)):
             block = int(args.block_table[request, i])
             args.kv_cache[block] = args.kv_cache[block] * (0.1 + 0.2 * i)
-    compare(args, config, 2)
+    with variants.using(latent_scores=scores):
+        compare(args, config, 2)
 
 
 @pytest.mark.parametrize("heads", [64, 128])

@@ -21,7 +21,11 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "few_rows": ("none", "values", "streamed"),
+    "latent_scores": ("first", "turns"),
+    "latent_quotients": ("corrected", "limited"),
+    "latent_loads": ("together", "spread", "late"),
+    "latent_turns": ("short", "long", "held", "ahead", "free"),
+    "few_rows": ("none", "values", "streamed", "tall"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
@@ -63,7 +67,7 @@ class Variants:
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "streamed", as "values", and up to eight rows of values or e4m3 codes by a
             kernel whose weights are on their way while the kernel before still runs, which must not be one that writes
-            them.
+            them; "tall", that, and nine and more rows of either by one of the same kind with tall tiles.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
@@ -71,6 +75,17 @@ class Variants:
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
+        latent_scores: which warpgroup scores keys in latent decode of 64 rows a program on Hopper: the "first" alone,
+            or both in "turns", a tile each.
+        latent_quotients: quotients of quantised outputs of Hopper's expanded latent attention: "corrected" products, or
+            FP8's by products "limited" first, and a given scale loaded once.
+        latent_loads: what Hopper's expanded latent attention loads first of a row tile: "together", the queries of both
+            warpgroups; "spread", those of the first and its keys, so that it starts while the second ends the row tile
+            before; "late", the same, and a row tile is taken when the last keys of the one before are asked for.
+        latent_turns: the turns of the two warpgroups of Hopper's expanded latent attention: "short", a product of
+            queries and keys; "long", a product of weights and values and the next of queries and keys; "held", the
+            same with rotated queries in registers; "ahead", a product of queries and keys, then that of the weights
+            and values before, beside which the new weights are computed; "free", the same without turns.
     """
 
     speculative: str = "packed"
@@ -80,6 +95,10 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
+    latent_scores: str = "first"
+    latent_quotients: str = "corrected"
+    latent_loads: str = "together"
+    latent_turns: str = "short"
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"

@@ -28,6 +28,7 @@ import triton
 
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.mla_config import MLAConfig
+from vattn.ops import variants
 from vattn.ops.gluon import compile_all, mla_launch, mla_prefill_launch, mla_sparse
 from vattn.ops.mla_arguments import MLAAttentionArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype
@@ -41,8 +42,9 @@ SPILL_ALLOWANCE = 512
 
 SHARED_BYTES = 227 << 10
 DECODE = ("mla_decode_kernel", "mla_decode_wide_kernel", "mla_decode_fp8_kernel")
-GLUON = (*DECODE, "mla_prefill_gluon_kernel")
-KERNELS = ("mla_schedule_kernel", *DECODE)
+TURNS = "mla_decode_turns_kernel"
+GLUON = (*DECODE, TURNS, "mla_prefill_gluon_kernel")
+KERNELS = ("mla_schedule_kernel", *DECODE, TURNS)
 MERGE = "mla_merge_parts_kernel"
 HARMLESS = "Too many maxnreg specified"
 
@@ -62,6 +64,14 @@ def configs() -> Iterator[tuple[MLAConfig, int]]:
         if heads < 32:
             yield layer.replace(query_format="fp8_e4m3"), 1
     yield base.replace(num_heads=64, block_size=32, dtype="float16", kv_cache_dtype="float16"), 1
+
+
+def turns() -> Iterator[tuple[MLAConfig, int]]:
+    """Yield what `configs` does, where 64 rows of the query are attended at a time from a cache of values."""
+    for config, tokens in configs():
+        wide = mla_launch.rows_per_program(config, tokens) == 64
+        if wide and config.kv_cache_dtype == config.dtype:
+            yield config, tokens
 
 
 def prompts() -> Iterator[MLAConfig]:
@@ -172,10 +182,15 @@ def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
     return found
 
 
-def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False) -> list[Launch]:
-    """Return the launches of a step, recorded on tensors without values. `uneven`: with a row more."""
+def recorded(
+    config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False, scores: str = "first"
+) -> list[Launch]:
+    """Return the launches of a step, recorded on tensors without values.
+
+    `uneven`: with a row more. `scores`: see `vattn.ops.variants`.
+    """
     found: list[Launch] = []
-    title = f"{'uneven ' if uneven else ''}tokens={tokens} {config.encode()}"
+    title = f"{'uneven ' if uneven else ''}{scores} tokens={tokens} {config.encode()}"
     dtype, rows = MODEL_DTYPES[config.dtype], tokens * reqs + uneven
     stored = mla_cache_dtype(config)
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
@@ -187,6 +202,7 @@ def recorded(config: MLAConfig, tokens: int, reqs: int = 4, uneven: bool = False
         "q_scale": None if config.query_format == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
+        stack.enter_context(variants.using(latent_scores=scores))
         stack.enter_context(mock.patch.object(mla_launch, "_multiprocessors", lambda device: 132))
         for module, names in ((mla_launch, KERNELS), (mla_reduce, (MERGE,))):
             for name in names:
@@ -221,6 +237,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VATTN_FUZZ_SEED", "1")))
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
+    cases += [
+        partial(recorded, *case, scores="turns") for case in turns() if options.only in "turns " + case[0].encode()
+    ]
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]

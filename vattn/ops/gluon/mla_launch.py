@@ -22,6 +22,7 @@ from vattn.mla_config import MLAConfig
 from vattn.ops import hopper, variants
 from vattn.ops.gluon.mla_decode import mla_decode_kernel
 from vattn.ops.gluon.mla_decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
+from vattn.ops.gluon.mla_decode_turns import mla_decode_turns_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.mla_arguments import MLAAttentionArgs
@@ -304,7 +305,10 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+        if variants.current().latent_scores == "turns":
+            mla_decode_turns_kernel[grid](**boxes, **common)
+        else:
+            mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
