@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vattn.ops.gluon.compat import as_tiles, block_barrier
-from vattn.ops.gluon.epilogue import load_scale
 from vattn.ops.gluon.mla_prefill_store import fp4_of
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 
@@ -73,12 +72,11 @@ def store_half(
 
 @gluon.jit
 def store_parts(
-    output, scales, output_scale, scale_stride, group_stride, room, result, first_row, rows, head,
+    output, scales, scale, scale_stride, group_stride, room, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
     OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows by way of `room` `[64, 64]` in shared memory."""
-    scale = load_scale(output_scale)
     STRIDE: gl.constexpr = HEADS * VALUES
     if VALUES == 128:
         low, high = result.reshape(GROUP_ROWS, 2, PART_COLUMNS).permute(0, 2, 1).split()

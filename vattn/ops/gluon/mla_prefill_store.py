@@ -11,11 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vattn.ops.gluon.epilogue import (
+    MIN_ABSMAX,
     encode_e4m3,
     group_codes,
     group_maximum,
     group_scales,
-    load_scale,
+    reciprocal_of,
 )
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 
@@ -82,28 +83,61 @@ def limited_quotients(x, divisor, reciprocal):
 
 
 @gluon.jit
+def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
+    """Return what `group_scales` returns for FP8 by IEEE's quotients, without a branch a value."""
+    if OUTPUT_GROUPS[3] < 0.0:
+        largest = gl.where(largest < MIN_ABSMAX, MIN_ABSMAX, largest)
+    zero = gl.zeros_like(largest)
+    product = largest * (1.0 / 448.0)
+    corrected = gl.fma(gl.fma(-product, zero + 448.0, largest), zero + (1.0 / 448.0), product)
+    made = gl.where(largest < float("inf"), corrected, product)
+    if OUTPUT_GROUPS[3] >= 0.0:
+        made = gl.where(made < OUTPUT_GROUPS[3], OUTPUT_GROUPS[3], made)
+    if OUTPUT_GROUPS[2]:
+        bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
+    return made
+
+
+@gluon.jit
 def store_fp8(
-    output, scales, output_scale, scale_stride, group_stride, result, first_row, rows, head, GROUP_INDEX: gl.constexpr,
-    HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    output, scales, scale, inverse, scale_stride, group_stride, result, first_row, rows, head,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr,
 ):  # fmt: skip
-    """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale."""
+    """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale.
+
+    inverse: 1 / scale, where LIMITED.
+    """
     values = rounded(result, MODEL)
     if OUTPUT_GROUPS[0] > 0:
         COUNT: gl.constexpr = VALUES // OUTPUT_GROUPS[0]
         groups = values.reshape([GROUP_ROWS, COUNT, OUTPUT_GROUPS[0]])
         largest = group_maximum(groups)
-        stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
+        if LIMITED:
+            stored = fp8_scales(largest, OUTPUT_GROUPS)
+            step = stored
+        else:
+            stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
         PLACE: gl.constexpr = largest.type.layout
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
         group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
         place = (first_row + row).to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
         gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-        reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-        ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
+        if LIMITED:
+            divisor = gl.where(step == float("inf"), 0.0, step)
+            ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal_of(step).expand_dims(2))
+        else:
+            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
+            ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
         codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
     else:
-        scale = load_scale(output_scale)
-        if is_usual(scale):
+        if LIMITED:
+            if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
+                ratio = limited_quotients(values, scale, inverse)
+            else:
+                ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
+        elif is_usual(scale):
             ratio = corrected_quotients(values, scale, gl.div_rn(1.0, scale))
         else:
             ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
