@@ -15,7 +15,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "rope_update_kernel")
+EARLY_KERNELS = ("streamed_kernel", "tall_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 ROPE, CLUSTERS = "rope_update_kernel", "decode_cluster_kernel"

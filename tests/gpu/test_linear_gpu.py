@@ -56,6 +56,20 @@ def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
     compare(streamed_linear(args), args)
 
 
+@pytest.mark.parametrize("codes", ["", "tensor", "row"])
+@pytest.mark.parametrize(("features", "columns"), [*SIZES, (6144, 4096), (2000, 14336), (4096, 4096), (4096, 14336)])
+@pytest.mark.parametrize("rows", [2, 9, 32])
+def test_tall(rows: int, features: int, columns: int, codes: str) -> None:
+    """Clusters of one, two, four and eight CTAs, whose parts differ in length; several tiles for each program."""
+    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, accepts
+    from vattn.ops.gluon.few_rows_tall_launch import tall_linear
+
+    args = made_on_gpu(rows, codes, features, columns)
+    assert accepts(args, MANY_ROWS)
+    for _ in range(3):
+        compare(tall_linear(args), args)
+
+
 def made_on_gpu(rows: int, codes: str, features: int, columns: int) -> LinearArgs:
     """Arguments as `make_args` makes them: rows that lie apart, with NaN between them and behind the weight."""
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -97,7 +111,7 @@ def test_streamed_rows_lie_apart() -> None:
 @pytest.mark.parametrize(
     ("rows", "codes", "own"),
     [(rows, codes, own)
-     for rows, own in ((8, "values"), (32, "values"), (2, "streamed"), (8, "streamed"))
+     for rows, own in ((8, "values"), (32, "values"), (2, "streamed"), (8, "streamed"), (9, "tall"), (32, "tall"))
      for codes in ("", "tensor")],
 )  # fmt: skip
 def test_chains(rows: int, codes: str, own: str) -> None:
@@ -123,7 +137,7 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         got = run(x, own)
-    assert (start_early(graph.raw_cuda_graph()) > 0) == (own == "streamed")
+    assert (start_early(graph.raw_cuda_graph()) > 0) == (own in ("streamed", "tall"))
     graph.instantiate()
     for _ in range(50):
         got.fill_(torch.nan)
@@ -144,7 +158,9 @@ class Seen:
         return scores
 
 
-@pytest.mark.parametrize(("which", "overlap"), [("values", False), ("values", True), ("streamed", True)])
+@pytest.mark.parametrize(
+    ("which", "overlap"), [("values", False), ("values", True), ("streamed", True), ("tall", True)]
+)
 @pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
 def test_models(fmt: str, which: str, overlap: bool) -> None:
     """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""
@@ -164,7 +180,7 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
         seen = Seen()
         with using(few_rows=which):
             generator = vattn.Generator(
-                packed, max_num_reqs=4, max_seq_len=128, graph_sizes=[4], compile="layers",
+                packed, max_num_reqs=4, max_seq_len=128, token_budget=24, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},
             )  # fmt: skip
             sampling = vattn.Sampling(8, stop_token_ids=(), logits_processors=(seen,))

@@ -36,7 +36,7 @@ from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import kv_cache_shape
-from vattn.ops.gluon import few_rows_cases, prefill_launch
+from vattn.ops.gluon import few_rows_cases, fp4_rows, prefill_launch
 from vattn.ops.gluon.prefill_launch import Cut
 from vattn.ops.triton import compile_all as triton_compile_all
 from vattn.ops.triton.compile_all import source_of as plain_source_of
@@ -131,7 +131,9 @@ def all_launches() -> Iterator[Launch]:
                 yield prefill_launch_of(config, Cut(groups))
     yield from _other_cuts()
     yield from _narrow_windows()
+    yield from _fp4_rows()
     yield from few_rows_cases.launches()
+    yield from few_rows_cases.tall_launches()
 
 
 def _other_cuts() -> Iterator[Launch]:
@@ -169,6 +171,23 @@ def _narrow_windows() -> Iterator[Launch]:
         )  # fmt: skip
         if prefill_launch.sees_few_keys(config):
             yield prefill_launch_of(config, prefill_launch.cut_of(config, 8192, 1, 132))
+
+
+def _fp4_rows() -> Iterator[Launch]:
+    """Yield what quantises the rows of other kernels to NVFP4."""
+    formats, arithmetics = ("nvfp4", "nvfp4_swizzled"), ("divide", "approximate_divide")
+    for dtype, fmt, arithmetic, heads in itertools.product(prefill_launch.DTYPES, formats, arithmetics, (3, 32, 128)):
+        size = 80 if heads == 3 else 128
+        config = AttentionConfig(
+            heads, 1, size, size, 0.1, dtype, kv_cache_dtype=dtype, output_format=fmt, output_arithmetic=arithmetic
+        )
+        values = torch.empty(5, heads, size, dtype=MODEL_DTYPES[dtype])
+        output, scales = OUTPUT_FORMATS[fmt].allocate(values, size, values.dtype)
+        nothing = dict.fromkeys(AttentionArgs._fields)
+        given = {"query": values, "output": output, "output_block_scale": scales, "output_scale": torch.empty(1)}
+        arguments = fp4_rows.kernel_arguments(AttentionArgs(**{**nothing, **given}), config, values)  # type: ignore[arg-type]
+        options = {"num_warps": arguments.pop("num_warps")}
+        yield Launch(f"fp4_rows {heads} {config.encode()}", TARGET, fp4_rows.fp4_rows_kernel, arguments, options)
 
 
 def source_of(launch: Launch) -> ASTSource:
