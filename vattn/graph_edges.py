@@ -6,6 +6,7 @@ that fill their memory with weights first touch nothing else before they wait fo
 they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
 RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait; but
 only decode in clusters is faster behind it then, so ahead of other kernels it starts when the kernel before has ended.
+The kernel of `vattn::linear` for up to 32 rows of values waits first as well: early, it has been launched by then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "tall_kernel", "rope_update_kernel")
+EARLY_KERNELS = ("streamed_kernel", "tall_kernel", "few_rows_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 ROPE, CLUSTERS = "rope_update_kernel", "decode_cluster_kernel"

@@ -57,8 +57,10 @@ def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])
-@pytest.mark.parametrize(("features", "columns"), [*SIZES, (6144, 4096), (2000, 14336), (4096, 4096), (4096, 14336)])
-@pytest.mark.parametrize("rows", [2, 9, 32])
+@pytest.mark.parametrize(
+    ("features", "columns"), [(24, 384), (16, 128), (28672, 4096), (6144, 4096), (2000, 14336), (4096, 14336)]
+)
+@pytest.mark.parametrize("rows", [9, 32])
 def test_tall(rows: int, features: int, columns: int, codes: str) -> None:
     """Clusters of one, two, four and eight CTAs, whose parts differ in length; several tiles for each program."""
     from vattn.ops.gluon.few_rows_launch import MANY_ROWS, accepts
@@ -137,7 +139,7 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         got = run(x, own)
-    assert (start_early(graph.raw_cuda_graph()) > 0) == (own in ("streamed", "tall"))
+    assert (start_early(graph.raw_cuda_graph()) > 0) == (own != "values" or not codes)
     graph.instantiate()
     for _ in range(50):
         got.fill_(torch.nan)
