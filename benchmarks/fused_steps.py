@@ -293,8 +293,8 @@ class Bench:
 
     def profile(self, variant: Variant, batch: int) -> tuple[list[Kernel], list[Kernel]]:
         """Return the kernels of one replay, and those of one layer in its middle."""
-        step = self.step(variant.runner, batch)
         self.run(variant.runner, batch)
+        step = self.step(variant.runner, batch)
         kernels = profile_kernels(self._replay(variant.runner, step, *self._inputs(step)))
         return kernels, kernels_of_layer(kernels, ATTENTION, self.sizes.layers)
 

@@ -607,7 +607,7 @@ def test_wrong_steps_are_refused_and_change_nothing() -> None:
         layer(*inputs(5), metadata=3)
     assert torch.equal(layer.kv_cache, before)
     with pytest.raises(CacheNotBoundError):
-        make_layer(blocks=0)(*inputs(5), metadata=step)
+        make_layer(blocks=0)(*inputs(5), metadata=builder.build([5], [5], TABLES[:1]))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -16,7 +16,7 @@ import torch
 
 from vattn.errors import MetadataError
 from vattn.grouped_metadata import GroupedMetadata
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 
 current: AttentionMetadata | None = None
 
@@ -43,7 +43,8 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     """Make `metadata` what layers use while the block runs; `None` is a profiling run. Nests; restored on exceptions.
 
     Raises:
-        MetadataError: `metadata` is something else than a step's metadata; another thread or task is in such a block.
+        MetadataError: `metadata` is something else than a step's metadata, or of a step over which its builder has
+            written another one; another thread or task is in such a block.
 
     Example:
         >>> import vattn
@@ -57,6 +58,8 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
             "AttentionMetadata, or None for a profiling run",
             "pass what builder.build returned, or its .common where it has one",
         )
+    if metadata is not None and is_rewritten(metadata):
+        raise rewritten(metadata, "forward_context()")
     before = current
     block = None if torch.compiler.is_compiling() else _enter(before, metadata)
     _set_parts(before, metadata)

@@ -20,7 +20,7 @@ from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestErro
 from vattn.graph_edges import start_early
 from vattn.host_integers import integer
 from vattn.keywords import known_keywords
-from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.metadata import AttentionMetadata, CaptureKey, is_rewritten, rewritten
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
 from vattn.ops import variants
 
@@ -332,7 +332,10 @@ class CUDAGraphRunner:
 
         Raises:
             GraphContractError: metadata, inputs or caches that contradict the capture.
+            MetadataError: an older step than the newest of its builder.
         """
+        if is_rewritten(metadata):
+            raise rewritten(metadata, "CUDAGraphRunner")
         entry = self._entry(metadata)
         if self._cache_addresses() != self._caches:
             raise GraphContractError(

@@ -152,6 +152,7 @@ class FlashAttentionMetadataBuilder:
             _common=common,
             _padded=(context_lens, seq_start_loc),
             _replan=self._inner.replan,
+            _built=common._built,
             **encoder,
         )
 

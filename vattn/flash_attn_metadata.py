@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vattn.built_step import BuiltStep
 from vattn.config import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
 from vattn.host_integers import read_count
-from vattn.metadata import AttentionMetadata, host_plan_key
+from vattn.metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
 from vattn.ops.advance_step import AdvanceArgs, advance
 
 Replan = Callable[[AttentionMetadata], None]
@@ -114,6 +115,8 @@ class FlashAttentionMetadata:
     """`context_lens_tensor` and `seq_start_loc` of as many requests as `common` has."""
     _replan: Replan | None = field(default=None, repr=False)
     _halves: dict[str, FlashAttentionMetadata | None] = field(default_factory=dict, repr=False)
+    _built: BuiltStep | None = field(default=None, repr=False)
+    """Which step of its builder this is, or a half of."""
 
     @property
     def common(self) -> AttentionMetadata:
@@ -213,14 +216,17 @@ class FlashAttentionMetadata:
             turn_prefills_into_decodes: the step had prefills, whose prompts are through: they decode from now on.
 
         Raises:
-            MetadataError: prefills, decodes of more than one token, tensors that do not fit, another block size, or
-                blocks without room for the token; nothing has changed.
+            MetadataError: prefills, decodes of more than one token, tensors that do not fit, another block size, blocks
+                without room for the token, or a step over which its builder has written another one; nothing has
+                changed.
             GraphContractError: padding in a step that was not built for a graph.
         """
         block_size, num_seqs, num_queries = (
             read_count(name, count, 1, "pass what the step was built for", MetadataError)
             for name, count in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries))
         )
+        if self._common is not None and is_rewritten(self._common):
+            raise rewritten(self._common, "advance_step()")
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
         if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
             raise MetadataError(
@@ -234,6 +240,9 @@ class FlashAttentionMetadata:
         _check_rows("input_positions", model_input.input_positions, num_seqs, self.slot_mapping.device)
         _check_rows("sampled_token_ids", sampled, num_queries, self.slot_mapping.device, longer=True)
         common = self.common
+        if self._built is not None:
+            # Halves and copies describe the step before from now on; this one goes on.
+            self._built = common._built = self._built.follow()
         if turn_prefills_into_decodes:
             self._turn_into_decodes(common, num_seqs)
         positions = model_input.input_positions if common.positions is None else common.positions
@@ -347,6 +356,7 @@ class FlashAttentionMetadata:
             seq_start_loc=self.seq_start_loc[: reqs + 1],
             block_size=self.block_size,
             cross_slot_mapping=self.cross_slot_mapping,
+            _built=self._built,
             **self._encoder_fields(0, reqs),
         )
 
@@ -371,6 +381,7 @@ class FlashAttentionMetadata:
             seq_start_loc=lengths[reqs:] - lengths[reqs],
             block_size=self.block_size,
             lookahead=self.lookahead,
+            _built=self._built,
             **self._encoder_fields(reqs, self.seq_lens_tensor.shape[0]),
         )
 
@@ -413,6 +424,7 @@ class FlashAttentionMetadata:
             num_decodes=real - self.num_prefills,
             num_decode_tokens=self.num_decode_tokens,
             block_size=self.block_size,
+            _built=self._built,
         )
 
 

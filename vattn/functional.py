@@ -11,7 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 from vattn.rope_config import RopeConfig
 
 
@@ -238,6 +238,8 @@ def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tens
             "AttentionMetadata",
             "pass what builder.build returned, or its .common where it has one",
         )
+    if is_rewritten(metadata):
+        raise rewritten(metadata, "paged_attention()")
     if metadata.causal is False and config.causality != "bidirectional":
         raise MetadataError(
             f"a step built with causal=False for a config with causality {config.causality}",

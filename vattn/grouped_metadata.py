@@ -9,7 +9,7 @@ from torch import Tensor
 from vattn.errors import MetadataError
 from vattn.kv_cache_groups import lifetime
 from vattn.kv_cache_spec import KVCacheSpec
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 
 
 class CacheGroup:
@@ -51,6 +51,8 @@ class CacheGroup:
                 "metadata of the model's own GroupedMetadataBuilder",
                 "build steps with GroupedMetadataBuilder(..., layers=model)",
             )
+        if is_rewritten(step):
+            raise rewritten(step, f"a layer of group {self.index} of {self.count}")
         return step
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vattn import context
 from vattn.cross_step import packed_rows
 from vattn.errors import MetadataError
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 from vattn.step_input import Lengths, check_count, read_integers
 
 
@@ -106,6 +106,8 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
             "AttentionMetadata and an int64 tensor",
             "vattn.fast_prefill(step, indices)",
         )
+    if is_rewritten(metadata):
+        raise rewritten(metadata, "fast_prefill()")
     starts, tokens = metadata.query_start_loc, metadata.slot_mapping.shape[0]
     right = logits_indices.dim() == 1 and logits_indices.dtype == torch.int64
     if not right or logits_indices.device != starts.device or logits_indices.shape[0] > tokens:
@@ -142,6 +144,10 @@ def kept_rows(rows: Tensor, metadata: AttentionMetadata | None = None) -> Tensor
     """
     if metadata is None:
         metadata = context.current
-    if metadata is None or metadata.logits_indices is None:
+    if metadata is None:
+        return rows
+    if is_rewritten(metadata):
+        raise rewritten(metadata, "kept_rows()")
+    if metadata.logits_indices is None:
         return rows
     return rows.index_select(0, metadata.logits_indices)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vattn.built_step import BuiltStep
 from vattn.context_parallel.stripe import Stripe
 from vattn.errors import MetadataError
 
@@ -149,6 +150,8 @@ class AttentionMetadata:
     num_decode_tokens: int = 0
     block_size: int = 0
     stripe: Stripe | None = None
+    _built: BuiltStep | None = field(default=None, repr=False)
+    """Which step of its builder this is; `None` for tensors that no builder rewrites."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; schedules as `plans.<key>`."""
@@ -188,8 +191,11 @@ class AttentionMetadata:
 
         Raises:
             MetadataError: offsets fall, a length is shorter than its query, a used block id or a slot is out of range,
-                two tokens share a slot, a padding row has a slot, or a tree id names no tree.
+                two tokens share a slot, a padding row has a slot, a tree id names no tree, or the builder has written
+                another step over this one.
         """
+        if is_rewritten(self):
+            raise rewritten(self, "check()")
         host = {name: tensor.cpu() for name, tensor in self.tensors().items() if not name.startswith("plans.")}
         _check_shapes(host)
         _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
@@ -244,6 +250,23 @@ def mark_once(tensor: Tensor, *dims: int) -> None:
     """
     if not set(dims) <= getattr(tensor, "_dynamo_weak_dynamic_indices", set()):
         torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+
+
+def is_rewritten(metadata: AttentionMetadata) -> bool:
+    """Return whether its builder has written a later step over this one; nothing that varies by step is read."""
+    built = metadata._built
+    return built is not None and built.rewritten is not None
+
+
+def rewritten(metadata: AttentionMetadata, where: str) -> MetadataError:
+    """Return the error of such a step; `where` it came."""
+    built = metadata._built
+    assert built is not None
+    return MetadataError(
+        f"{where} got {built.rewritten}",
+        "the newest step of a builder, all of whose steps share their tensors",
+        "run what build() or advance() returned last, and build steps that must last with a builder of their own",
+    )
 
 
 def _check_shapes(host: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends.base import DeviceInfo
+from vattn.built_step import BuiltSteps
 from vattn.capture_contract import refuse_contradiction, refuse_overflow
 from vattn.config import AttentionConfig
 from vattn.context_parallel.group import ContextParallel
@@ -63,9 +64,10 @@ class AttentionMetadataBuilder:
         CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
 
     A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
-    returns the same buffers, so it also rewrites the metadata that earlier calls returned. On CUDA it enqueues copies
-    on the current stream and does not wait for the device. Where `layers` holds `StaticSinkAttention`, it also writes
-    sinks whose weights have changed into their caches, and refuses blocks that are reserved for them.
+    writes into the same buffers, so that metadata of earlier steps is refused from then on, by contexts, layers and
+    runners. On CUDA it enqueues copies on the current stream and does not wait for the device. Where `layers` holds
+    `StaticSinkAttention`, it also writes sinks whose weights have changed into their caches, and refuses blocks that
+    are reserved for them.
 
     Example:
         >>> import vattn
@@ -150,6 +152,7 @@ class AttentionMetadataBuilder:
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
         self._builds = itertools.count()
+        self._steps = BuiltSteps()
         if context_parallel is not None:
             context_parallel.agree(builder_facts(self._limits, found.asked))
 
@@ -272,7 +275,7 @@ class AttentionMetadataBuilder:
             self.context_parallel.agree(step_facts(step, metadata, number))
         for layer in self._sink_layers:
             layer.write_changed_sinks()
-        self._built = None
+        self._built, metadata._built = None, self._steps.begin()
         self._write(step, padded_reqs, padded_tokens)
         self._derive(metadata, step)
         metadata.mark_dynamic()
@@ -290,7 +293,7 @@ class AttentionMetadataBuilder:
 
         Args:
             metadata: what `build` or `advance` returned last, with one new token for each request. Its buffers are
-                rewritten.
+                rewritten, so it is an older step from then on.
             new_blocks: ids of the blocks that begin with a new token, in the order of their requests: one wherever
                 `seq_lens` of the step before is a multiple of the block size, whether or not the table that `build`
                 got had an entry to spare. A list, or 1-D integers of numpy or torch on the host.
@@ -317,15 +320,15 @@ class AttentionMetadataBuilder:
         if isinstance(steps, Step):
             steps = FollowingSteps(self._limits, steps, self._buffers.block_table.shape[1])
         step = steps.read(new_blocks)
-        self._built = None
         for layer in self._sink_layers:
             layer.write_changed_sinks()
+        self._built, built = None, self._steps.begin()
         staging, copied = self._next_staging()
         write_following(step, staging, self._buffers)
         if copied is not None:
             copied.record(torch.cuda.current_stream(self.device))
         # Its tensors are those of the step before, which Dynamo knows as dynamic.
-        after = moved_on(before)
+        after = moved_on(before, built)
         self._derive(after, step)
         steps.move(step)
         self._built = after, steps

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vattn.built_step import BuiltStep
 from vattn.errors import MetadataError
 from vattn.host_integers import integer
 from vattn.metadata import AttentionMetadata, most_blocks
@@ -78,10 +79,11 @@ NextStep = Step
 """A step behind another; its `table` is int64 `[2, K]`: places of new entries in the flat block table, and blocks."""
 
 
-def moved_on(metadata: AttentionMetadata) -> AttentionMetadata:
-    """Return a step's metadata as that of the step behind it: the same tensors, other numbers."""
+def moved_on(metadata: AttentionMetadata, built: BuiltStep) -> AttentionMetadata:
+    """Return a step's metadata as that of the step behind it, `built`: the same tensors, other numbers."""
     after: AttentionMetadata = object.__new__(type(metadata))
     after.__dict__.update(metadata.__dict__)
+    after._built = built
     after.max_seq_len += 1
     after.max_position = after.max_seq_len - 1
     # One new token behind cached ones.

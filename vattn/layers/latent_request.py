@@ -21,7 +21,7 @@ from vattn.errors import (
 from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.host_integers import integer, read_count
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 
 if TYPE_CHECKING:
     from vattn.layers.mla_attention import MLAAttention
@@ -118,6 +118,8 @@ def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMeta
             "AttentionMetadata without groups, or None for a profiling call",
             "pass what builder.build returned",
         )
+    if is_rewritten(metadata):
+        raise rewritten(metadata, f"layer {prefix!r}")
     extras = {
         "causal": metadata.causal is not True,
         "tree_bias": metadata.tree_bias is not None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from vattn import context
 from vattn.errors import DtypeError, GradientError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.metadata import AttentionMetadata
+from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 from vattn.ops.schemas import asked_gradient
 
 
@@ -23,6 +23,8 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
             "AttentionMetadata, or None for a profiling call",
             "pass what builder.build returned, or its .common where it has one",
         )
+    if metadata is not None and is_rewritten(metadata):
+        raise rewritten(metadata, _called(layer))
     return metadata
 
 

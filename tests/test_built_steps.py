@@ -1,0 +1,358 @@
+"""A builder writes every step into the same tensors: metadata of an older step is refused wherever it enters."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vattn
+from tests import test_cross_attention as cross
+from tests import test_mla_layer as latent
+from tests.flash_steps import Greedy, builder_for
+from tests.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, make_builder, make_inputs, make_layer
+from tests.support import make_config
+from tests.test_hybrid_cache import Hybrid
+from vattn.errors import MetadataError, VattnError
+from vattn.export import ExportedStep
+from vattn.metadata import AttentionMetadata
+
+TABLES = [[3, 5, 6, 1], [2, 7, 4, 0]]
+OLDER = r"got step \d+ of a builder, over which its step \d+ has been written"
+
+
+def refused(where: str = "") -> Any:
+    return pytest.raises(MetadataError, match=f"{where}.*{OLDER}")
+
+
+def zeroed(layer: Any) -> Any:
+    layer.kv_cache.zero_()
+    return layer
+
+
+def test_a_layer_refuses_an_older_step_and_changes_nothing() -> None:
+    layer, builder = zeroed(make_layer(prefix="layers.0")), make_builder()
+    older = builder.build([2, 3], [2, 3], TABLES)
+    newest = builder.build([3, 2], [3, 2], TABLES)
+    before = layer.kv_cache.clone()
+    with torch.no_grad():
+        with pytest.raises(MetadataError) as found:
+            layer(*make_inputs(5), metadata=older)
+        assert torch.equal(layer.kv_cache, before)
+        assert layer(*make_inputs(5), metadata=newest).any()
+    text = str(found.value)
+    assert text.startswith("layer 'layers.0' got step 1 of a builder, over which its step 2 has been written.")
+    assert "run what build() or advance() returned last" in text and "a builder of their own" in text
+
+
+def test_a_context_refuses_an_older_step_and_one_that_became_older_inside() -> None:
+    layer, builder = zeroed(make_layer()), make_builder()
+    older = builder.build([2, 3], [2, 3], TABLES)
+    with torch.no_grad(), vattn.forward_context(older):
+        layer(*make_inputs(5))
+        newest = builder.build([3, 2], [3, 2], TABLES)
+        with refused("layer"):
+            layer(*make_inputs(5))
+        with vattn.forward_context(newest):
+            layer(*make_inputs(5))
+        with refused("layer"):
+            layer(*make_inputs(5))
+    with refused(r"forward_context\(\)"), vattn.forward_context(older):
+        pass
+    assert vattn.context.current is None
+
+
+def test_a_step_stays_the_newest_where_the_next_one_is_refused() -> None:
+    layer, builder = zeroed(make_layer()), make_builder()
+    step = builder.build([1, 1], [8, 5], TABLES)
+    for wrong in (lambda: builder.build([1, 1], [99, 5], TABLES), lambda: builder.advance(step, [1, 2, 3])):
+        with pytest.raises(MetadataError):
+            wrong()
+        with torch.no_grad():
+            layer(*make_inputs(2), metadata=step)
+    step = builder.advance(step, [6])
+    with torch.no_grad():
+        layer(*make_inputs(2), metadata=step)
+
+
+def test_advancing_leaves_the_step_before_behind() -> None:
+    layer, builder = zeroed(make_layer()), make_builder()
+    steps = [builder.build([1, 1], [5, 9], TABLES)]
+    for _ in range(3):
+        steps.append(builder.advance(steps[-1], []))
+        with torch.no_grad():
+            layer(*make_inputs(2), metadata=steps[-1])
+            for older in steps[:-1]:
+                with refused():
+                    layer(*make_inputs(2), metadata=older)
+    builder.build([1, 1], [5, 9], TABLES)
+    with torch.no_grad(), refused():
+        layer(*make_inputs(2), metadata=steps[-1])
+
+
+def test_tensors_that_no_build_rewrites_last() -> None:
+    """Copies of a step's tensors, those of other builders, and metadata made by hand."""
+    layer, builder, other = zeroed(make_layer()), make_builder(), make_builder()
+    step = builder.build([2, 3], [2, 3], TABLES)
+    kept = copy.deepcopy(step)
+    elsewhere = other.build([2, 3], [2, 3], TABLES)
+    tensors = {name: tensor.clone() for name, tensor in step.tensors().items()}
+    by_hand = AttentionMetadata(**tensors, num_reqs=2, num_actual_tokens=5)  # type: ignore[arg-type]
+    inputs = make_inputs(5)
+    with torch.no_grad():
+        expected = layer(*inputs, metadata=step)
+        builder.build([4, 1], [4, 1], TABLES[::-1])
+        for lasting in (kept, elsewhere, by_hand):
+            assert torch.equal(layer(*inputs, metadata=lasting), expected)
+        for copied in (dataclasses.replace(step, num_reqs=2), copy.copy(step), copy.deepcopy(step)):
+            with refused():
+                layer(*inputs, metadata=copied)
+
+
+def test_a_build_in_another_thread_counts() -> None:
+    layer, builder = zeroed(make_layer()), make_builder()
+    step = builder.build([2, 3], [2, 3], TABLES)
+    thread = threading.Thread(target=lambda: builder.build([3, 2], [3, 2], TABLES))
+    thread.start()
+    thread.join()
+    with torch.no_grad(), refused():
+        layer(*make_inputs(5), metadata=step)
+
+
+def entrances() -> dict[str, Callable[[AttentionMetadata], object]]:
+    """Return what takes metadata beside layers and contexts."""
+    layer = zeroed(make_layer())
+    cache = torch.zeros(2, 8, BLOCK, KV_HEADS, SIZE)
+    config = make_config(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, head_size_v=SIZE, block_size=BLOCK, backend="TORCH_SDPA"
+    )
+    program = ExportedStep(None, layer)  # type: ignore[arg-type]
+    trees = vattn.TreeAttentionMetadataBuilder(3, 24, 32, BLOCK, tree_choices=[(0,)])
+    return {
+        "paged_attention()": lambda step: vattn.paged_attention(torch.randn(5, HEADS, SIZE), cache, step, config),
+        "kept_rows()": lambda step: vattn.kept_rows(torch.randn(5, 3), step),
+        "fast_prefill()": lambda step: vattn.fast_prefill(step, torch.tensor([1, 4])),
+        "build_for_drafting()": lambda step: trees.build_for_drafting(step, 0),
+        "check()": lambda step: step.check(BLOCK),
+        "inputs() of an exported step": lambda step: program.inputs((), step),
+    }
+
+
+ENTRANCES = (
+    "paged_attention()",
+    "kept_rows()",
+    "fast_prefill()",
+    "build_for_drafting()",
+    "check()",
+    "inputs() of an exported step",
+)
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_every_entrance_refuses_an_older_step(name: str) -> None:
+    enter, builder = entrances()[name], make_builder()
+    step = builder.build([2, 3], [2, 3], TABLES)
+    enter(step)
+    builder.build([3, 2], [3, 2], TABLES)
+    with refused(name.replace("(", r"\(").replace(")", r"\)")):
+        enter(step)
+
+
+def layer_kinds() -> dict[str, tuple[Any, Callable[[int], Any], tuple[Tensor, ...] | list[Tensor]]]:
+    """Return a layer, what builds a step of it for a number of cached tokens, and inputs of one token a request."""
+    decoder, builder = zeroed(make_layer()), make_builder()
+    lambdas: dict[str, Any] = {f"lambda_{name}": torch.full((SIZE,), 0.1) for name in ("q1", "k1", "q2", "k2")}
+    differential = vattn.DifferentialAttention(
+        HEADS, SIZE, 0.25, KV_HEADS, **lambdas, lambda_init=0.3, cache_config=vattn.CacheConfig(block_size=BLOCK)
+    )
+    vattn.allocate_kv_cache(differential, num_blocks=8, dtype=torch.float32)
+    encoder = vattn.EncoderOnlyAttention(HEADS, SIZE, 0.25, KV_HEADS)
+    vattn.allocate_kv_cache(differential, num_blocks=8, dtype=torch.float32)
+    mla = latent.make_layer()
+    mla_builder, cross_layer, cross_builder = latent.make_builder(mla), cross.make_layer(), cross.make_builder()
+    zeroed(cross_layer)
+
+    def decode(cached: int) -> AttentionMetadata:
+        return builder.build([1, 1], [cached, cached + 9], TABLES)
+
+    def cross_step(cached: int) -> AttentionMetadata:
+        return cross_builder.build(
+            [1, 1], [cached, cached + 1], [[1, 2, 3, 4]] * 2, encoder_lens=[5, 3], cross_block_tables=[[6], [7]]
+        )
+
+    two = make_inputs(2)
+    return {
+        "Attention": (decoder, decode, two),
+        "DifferentialAttention": (differential, decode, two),
+        "EncoderOnlyAttention": (encoder, lambda cached: builder.build([1, 1]), two),
+        "MLAAttention": (
+            mla,
+            lambda cached: mla_builder.build([1, 1], [cached, cached + 9], latent.TABLES[:2]),
+            latent.inputs(2),
+        ),
+        "CrossAttention": (cross_layer, cross_step, (cross.rows(2, cross.HEADS), None, None)),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["Attention", "DifferentialAttention", "EncoderOnlyAttention", "MLAAttention", "CrossAttention"]
+)
+def test_compiled_layers_refuse_older_steps_and_compile_once(kind: str) -> None:
+    """Twenty steps of other numbers make one graph; an older one is refused with our own error, and breaks nothing."""
+    layer, build, inputs = layer_kinds()[kind]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = vattn.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for cached in range(2, 22):
+            step = build(cached)
+            with vattn.forward_context(step):
+                run(*inputs)
+        older, newest = step, build(9)
+        expected = layer(*inputs, metadata=newest)
+        with vattn.forward_context(newest):
+            step = build(9)
+            with refused():
+                run(*inputs)
+        with refused():
+            layer(*inputs, metadata=older)
+        with vattn.forward_context(step):
+            assert torch.equal(run(*inputs), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compiled_functions_refuse_older_steps_that_are_arguments() -> None:
+    """No context is entered, so that compiled code alone can tell; `torch.compile` hides our error in its own."""
+    layer, builder = zeroed(make_layer()), make_builder()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for compiled, error in (
+        (vattn.compile(layer, backend="eager"), MetadataError),
+        (torch.compile(layer, fullgraph=True, backend="eager"), torch._dynamo.exc.Unsupported),
+    ):
+        with torch.no_grad():
+            step = builder.build([1, 1], [4, 9], TABLES)
+            for count in range(9):
+                compiled(*make_inputs(2), metadata=step)
+                older, step = step, builder.build([1, 1], [4 + count, 9], TABLES)
+            with pytest.raises(error) as found:
+                compiled(*make_inputs(2), metadata=older)
+            assert error is MetadataError or type(vattn.compilation.own_error(found.value)) is MetadataError
+            compiled(*make_inputs(2), metadata=step)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Replays:
+    """What stands in for a captured graph: it runs what was captured, with the step that was captured."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run, self.count = run, 0
+
+    def replay(self) -> None:
+        self.count += 1
+        self.run()
+
+
+def test_a_runner_replays_the_newest_step_alone() -> None:
+    """What was captured has an older step, whose tensors hold the newest one on purpose: nothing is checked there."""
+    layer = zeroed(make_layer())
+    builder = make_builder()
+
+    def inputs(step: AttentionMetadata) -> list[Tensor]:
+        return [torch.zeros(step.slot_mapping.shape[0], heads * SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    runner = vattn.CUDAGraphRunner(layer, [2], builder, inputs)
+    (entry,) = runner._entries.values()
+    entry.output = torch.zeros(2, HEADS * SIZE)
+    entry.graph = graph = Replays(lambda: entry.output.add_(1))  # type: ignore[assignment]
+    older = runner.build([1, 1], [3, 4], TABLES)
+    for length in range(4, 9):
+        step = runner.build([1, 1], [length, 3], TABLES)
+        assert runner(*make_inputs(2), metadata=step).shape == (2, HEADS * SIZE)
+        with refused("CUDAGraphRunner"):
+            runner(*make_inputs(2), metadata=older)
+    assert graph.count == 5
+
+
+def test_parts_of_groups_are_steps_too() -> None:
+    hybrid = Hybrid()
+    requests = [hybrid.request() for _ in range(2)]
+    hybrid.compare(requests, [5, 3])
+    ends = [plain.num_tokens for _, plain in requests]
+    rows = [[table.rows[index] for table, _ in requests] for index in range(len(hybrid.cache.groups))]
+    older = hybrid.builder.build([1, 1], ends, rows)
+    x = torch.randn(2, 64)
+    with torch.no_grad(), vattn.forward_context(older):
+        hybrid.model(x)
+        newest = hybrid.builder.build([1, 1], ends, rows)
+        with refused("a layer of group"):
+            hybrid.model(x)
+        layer = hybrid.model.layers[1]
+        with refused("a layer of group"):
+            layer(x, x[:, :32], x[:, 32:], metadata=older)
+        layer(x, x[:, :32].contiguous(), x[:, 32:].contiguous(), metadata=newest)
+    with refused(), vattn.forward_context(older.parts[-1]):
+        pass
+
+
+def test_steps_that_the_device_moves_on() -> None:
+    """`advance_step` keeps its object; halves and copies from before, and steps built before, are older."""
+    model = Greedy("TORCH_SDPA", torch.float32, "cpu")
+    builder = builder_for(model)
+    first = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]])
+    step = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]], num_lookahead_slots=3)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    inputs = vattn.DecodeInput(tokens.clone(), torch.zeros(2, dtype=torch.int64))
+
+    def run(metadata: AttentionMetadata) -> None:
+        with torch.no_grad(), vattn.forward_context(metadata):
+            model(tokens, metadata.positions)
+
+    run(step.common)
+    with refused(r"advance_step\(\)"):
+        first.advance_step(inputs, tokens, 16, 2, 2)
+    for _ in range(2):
+        half, copied = step.decode_metadata, dataclasses.replace(step.common)
+        assert half is not None
+        run(half.common)
+        step.advance_step(inputs, tokens, 16, 2, 2)
+        run(step.common)
+        assert step.decode_metadata is not None
+        run(step.decode_metadata.common)
+        for older in (first.common, half.common, copied):
+            with refused():
+                run(older)
+    builder.build([1, 1], [5, 9], [[9, 3], [22, 8]])
+    with refused():
+        run(step.common)
+    with refused():
+        run(step.decode_metadata.common)
+
+
+def test_draft_steps_go_with_the_step_that_they_are_of() -> None:
+    builder = vattn.TreeAttentionMetadataBuilder(3, 24, 32, BLOCK, tree_choices=[(0,), (1,), (0, 0)])
+    layer = zeroed(make_layer())
+    step = builder.build([2, 2], [7, 9], TABLES)
+    drafts = builder.build_for_drafting(step, 1)
+    with torch.no_grad():
+        layer(*make_inputs(4), metadata=drafts)
+        layer(*make_inputs(4), metadata=step)
+        builder.build([2, 2], [7, 9], TABLES)
+        for older in (drafts, step):
+            with refused():
+                layer(*make_inputs(4), metadata=older)
+
+
+def test_the_error_is_ours_and_a_value_error() -> None:
+    builder = make_builder()
+    older, _ = builder.build([1, 1], [3, 4], TABLES), builder.build([1, 1], [3, 4], TABLES)
+    with pytest.raises(VattnError, match=OLDER) as found, vattn.forward_context(older):
+        pass
+    assert isinstance(found.value, ValueError)
