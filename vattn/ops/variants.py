@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_scores": ("first", "turns"),
     "latent_quotients": ("corrected", "limited"),
     "latent_loads": ("together", "spread", "late"),
-    "latent_turns": ("short", "long", "held", "ahead", "free"),
+    "latent_turns": ("short", "long", "ahead", "free"),
     "few_rows": ("none", "values", "streamed", "tall"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
@@ -83,9 +83,9 @@ class Variants:
             warpgroups; "spread", those of the first and its keys, so that it starts while the second ends the row tile
             before; "late", the same, and a row tile is taken when the last keys of the one before are asked for.
         latent_turns: the turns of the two warpgroups of Hopper's expanded latent attention: "short", a product of
-            queries and keys; "long", a product of weights and values and the next of queries and keys; "held", the
-            same with rotated queries in registers; "ahead", a product of queries and keys, then that of the weights
-            and values before, beside which the new weights are computed; "free", the same without turns.
+            queries and keys; "long", a product of weights and values and the next of queries and keys; "ahead", a
+            product of queries and keys, then that of the weights and values before, beside which the new weights are
+            computed; "free", the same without turns.
     """
 
     speculative: str = "packed"

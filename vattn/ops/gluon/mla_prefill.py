@@ -231,10 +231,10 @@ def consume(
     MINE: gl.constexpr = TURNS[GROUP_INDEX]
     NEXT: gl.constexpr = TURNS[1 - GROUP_INDEX]
     query = queries.index(GROUP_INDEX)
+    query_rope = query_ropes.index(GROUP_INDEX)
     AHEAD: gl.constexpr = ORDER == "ahead" or ORDER == "free"
-    LONG: gl.constexpr = ORDER == "long" or ORDER == "held"
+    LONG: gl.constexpr = ORDER == "long"
     TURNING: gl.constexpr = ORDER != "free"
-    QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
     most_keys = table_width * BLOCK_SIZE
     given = 1.0
     inverse = 1.0
@@ -264,9 +264,6 @@ def consume(
             mbarrier.wait(key_full.index(stage), phase)
             missing = read_word(words.index(step % WORDS), 4)
             zero = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
-            query_rope = query_ropes.index(GROUP_INDEX)
-            if ORDER == "held":
-                query_rope = query_rope.load(QUERY)
             if TURNING:
                 take_turn(MINE)
             scores0 = multiply_keys(query, query_rope, keys, ropes, stage, zero)
