@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import vattn
 from vattn.errors import ConfigError, UnknownOptionError
+from vattn.grouped_metadata import GroupedMetadata
+from vattn.metadata import AttentionMetadata
 
 pytest.importorskip("transformers")
 
@@ -20,12 +23,18 @@ from vattn.integrations.transformers import PackedModel, enable
 SAMPLINGS = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
 
 
+def captured(step: AttentionMetadata) -> AttentionMetadata:
+    """Return a step as a graph has it: tensors that builders write again, and nothing that would be refused then."""
+    parts = {"parts": tuple(map(captured, step.parts))} if isinstance(step, GroupedMetadata) else {}
+    return dataclasses.replace(step, _built=None, **parts)  # type: ignore[arg-type]
+
+
 class Replay:
     """A graph that computes again from the tensors of its capture, into the memory of its output."""
 
     def __init__(self, runner: vattn.CUDAGraphRunner, key: Any, log: list[tuple[int, int]]) -> None:
         self.runner, self.entry, self.log = runner, runner._entries[key], log
-        self.key, self.metadata = key, runner._sample_step(key.num_reqs, key.num_tokens)
+        self.key, self.metadata = key, captured(runner._sample_step(key.num_reqs, key.num_tokens))
         self.entry.output = runner._run(self.entry, self.metadata).clone()
 
     def replay(self) -> None:
