@@ -46,6 +46,8 @@ MOST_QUERY_TOKENS = 8
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
+_REGISTERS: int | None = None
+"""Registers of a thread that the narrow kernel is launched with; its warpgroups share them out among themselves."""
 FP8_STAGES = 4
 
 
@@ -311,7 +313,7 @@ def _launch(
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
-        mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, **boxes, **common)
+        mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, maxnreg=_REGISTERS, **boxes, **common)
     # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
     parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
