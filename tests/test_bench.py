@@ -219,6 +219,14 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
         (["compile-time", "--plot", "x.png", "--json", "x.json"], "compile-time"),
         (["fused-steps", "--plot", "x.png"], "without --json"),
         (["fused-steps", "--from", "x.json"], "--from"),
+        (["compile-time", "--models", "llama3-8b"], "--models for bench compile-time. Allowed: --json and those of"),
+        (["fused-steps", "--markdown", "x.md"], "--markdown for bench fused-steps"),
+        (["fused-steps", "--device", "cpu", "--peers", "xqa"], "--peers xqa for bench fused-steps"),
+        (["compile-time", "--json", str(tmp_path / "none" / "o.json")], "a folder that exists"),
+        (["attention", "--from", str(torn), "--work", "decode"], "--work for bench attention --from"),
+        (["attention", "--device", "cpu", "--json", str(tmp_path / "none" / "o.json")], "a folder that exists"),
+        (["attention", "--device", "cpu", "--markdown", str(tmp_path)], "a folder that exists"),
+        (["attention", "--device", "cpu", "--seconds", "-3"], "--seconds -3"),
     ):
         assert main(["bench", *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -228,6 +236,13 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("vattn.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "bench" / "x.py"))
     assert main(["bench", "fused-steps"]) == 2
     assert "checkout" in capsys.readouterr().err
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "attention", "--device", "cpu", "--plot", str(tmp_path / "o.foo")]) == 2
+    said = capsys.readouterr()
+    assert "png" in said.err and not said.out
 
 
 def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monkeypatch) -> None:
@@ -260,7 +275,7 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
         report.read_result(other)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
-        report.check_plotting()
+        report.check_plotting(tmp_path / "out.png")
 
 
 def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:

@@ -87,9 +87,17 @@ def test_mistakes() -> None:
         ({"decode_batches": []}, "at least one size"),
         ({"decode_batches": [1.5]}, "decode_batches with 1.5"),
         ({"function": print}, "both or neither"),
+        ({"decode_batches": 4}, "decode_batches=4"),
+        ({"prefill_lens": (size for size in (1, 2))}, "a list of sizes"),
+        ({"function": 5, "make_inputs": list}, "function of type int"),
+        ({"function": list, "make_inputs": 5}, "make_inputs of type int"),
+        ({"progress": "no"}, "progress='no'"),
     ):
         with pytest.raises(ConfigError, match=text):
-            vattn.warmup(layers, builder, progress=False, **options)
+            vattn.warmup(layers, builder, **{"progress": False, **options})
+    flash = vattn.FlashAttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=16, max_seq_len=64)
+    with pytest.raises(ConfigError, match="builder of type FlashAttentionMetadataBuilder"):
+        vattn.warmup(layers, flash)
     with pytest.raises(ConfigError, match="no layer of Linear"):
         vattn.warmup(nn.Linear(2, 2), builder)
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):

@@ -66,8 +66,8 @@ def warmup(
 
     Raises:
         ArgumentsError: no builder.
-        ConfigError: what is no model or no builder, no layer to warm, a size beyond the builder's capacity, `function`
-            without `make_inputs` or the other way round.
+        ConfigError: what is no model, no builder of such steps or no list of sizes, no layer to warm, a size beyond the
+            builder's capacity, `function` without `make_inputs` or the other way round.
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
@@ -82,7 +82,7 @@ def warmup(
         >>> list(report.seconds)
         ['decode of 2: attn', 'prefill of 5: attn', 'prefill of 5 and a decode: attn']
     """
-    if not hasattr(builder, "build"):
+    if not hasattr(builder, "build") or not hasattr(builder, "max_num_reqs"):
         raise ConfigError(
             f"warmup with a builder of type {type(builder).__name__}",
             "vattn.AttentionMetadataBuilder(..., layers=model)",
@@ -90,6 +90,11 @@ def warmup(
         )
     if (function is None) != (make_inputs is None):
         raise ConfigError("function or make_inputs alone", "both or neither", "pass both")
+    for name, given in (("function", function), ("make_inputs", make_inputs)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"{name} of type {type(given).__name__}", "a function", f"pass a {name} to call")
+    if not callable(progress) and not isinstance(progress, bool):
+        raise ConfigError(f"progress={progress!r:.60}", "True, False or a function of a line", "progress=False")
     steps = _steps(builder, decode_batches, prefill_lens)
     runs, left_out = _runs(model, function, make_inputs)
     say = progress if callable(progress) else (lambda line: print(line, file=sys.stderr, flush=True))
@@ -117,6 +122,8 @@ def _steps(
         ("decode_batches", decode_batches, min(builder.max_num_reqs, builder.max_num_tokens)),
         ("prefill_lens", prefill_lens, min(builder.max_num_tokens, builder.max_seq_len)),
     ):
+        if not isinstance(sizes, Sequence):
+            raise ConfigError(f"{name}={sizes!r:.60}", "a list of sizes", f"{name}=[1, 2]")
         for size in sizes:
             if not 1 <= (integer(size) or 0) <= most:
                 raise ConfigError(

@@ -24,6 +24,14 @@ SCRIPTS: dict[str, str] = {
 }
 """Benchmarks that lie beside the package in a checkout, under `benchmarks/`, and in no wheel."""
 
+TAKEN: dict[str, frozenset[str]] = {
+    "attention --from": frozenset({"source", "markdown", "plot"}),
+    "cache-update": frozenset({"json", "markdown", "plot", "peers"}),
+    "fused-steps": frozenset({"json", "plot", "peers", "device"}),
+    "compile-time": frozenset({"json"}),
+}
+"""What each kind of run but a whole one of `bench attention` reads of the command's options; others are refused."""
+
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
 
 
@@ -80,11 +88,12 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _attention(options: argparse.Namespace) -> int:
     from vattn.bench import report
 
-    if options.plot:
-        report.check_plotting()
     if options.list:
         _list()
         return 0
+    if options.source:
+        _refuse_ignored("attention --from", options)
+    _check_files(options)
     result = report.read_result(options.source) if options.source else _measure(options)
     report.print_table(result)
     if options.markdown:
@@ -92,6 +101,38 @@ def _attention(options: argparse.Namespace) -> int:
     if options.plot:
         report.plot(result, options.plot)
     return 1 if report.failures(result["rows"]) else 0
+
+
+def _refuse_ignored(run: str, options: argparse.Namespace) -> None:
+    """Raise for options that were given and that a kind of run, named as in `TAKEN`, does not read."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    named = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    for name, action in named.items():
+        if name not in TAKEN[run] and getattr(options, name) != action.default:
+            own = ", ".join(named[taken].option_strings[0] for taken in sorted(TAKEN[run]))
+            raise ConfigError(
+                f"{action.option_strings[0]} for bench {run}",
+                own + (" and those of its script" if run in SCRIPTS else ""),
+                f"leave {action.option_strings[0]} out",
+            )
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before anything is measured.
+
+    Raises:
+        ConfigError: a folder that does not exist, or a kind of picture that matplotlib does not draw.
+        MissingPackageError: a picture without matplotlib.
+    """
+    from vattn.bench import report
+
+    for name in ("json", "markdown", "plot"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"--{name} {path}", "a file in a folder that exists", "make the folder first")
+    if options.plot:
+        report.check_plotting(options.plot)
 
 
 def _list() -> None:
@@ -122,6 +163,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, value in (("--block-size", options.block_size), ("--replays", options.replays)):
         if value < 1 or (name == "--block-size" and (value % 8 or value > 256)):
             raise ConfigError(f"{name} {value}", "block sizes of 8 to 256 by 8, at least one replay", "correct it")
+    if options.seconds is not None and not options.seconds >= 0:
+        raise ConfigError(f"--seconds {options.seconds}", "a number from 0 up", "leave it out to measure everything")
     if options.fa3:
         from vattn.ops.flash_attention import load_flash_attn
 
@@ -211,14 +254,18 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     if options.source:
         raise ConfigError(f"--from for bench {options.what}", "bench attention", "run it again with --plot")
-    if options.plot:
-        if options.what == "compile-time" or options.json is None:
-            raise ConfigError(
-                f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
-                "bench attention, or cache-update and fused-steps with --json",
-                "add --json FILE, or leave --plot out: compile-time gives three numbers",
-            )
-        report.check_plotting()
+    if options.plot and (options.what == "compile-time" or options.json is None):
+        raise ConfigError(
+            f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
+            "bench attention, or cache-update and fused-steps with --json",
+            "add --json FILE, or leave --plot out: compile-time gives three numbers",
+        )
+    _refuse_ignored(options.what, options)
+    _check_files(options)
+    if options.peers not in ("all", "none"):
+        raise ConfigError(
+            f"--peers {options.peers} for bench {options.what}", "all, none", "name peers in bench attention"
+        )
     if options.what == "cache-update" and not _has_gpu():
         raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
     arguments = [] if options.json is None else ["--json", str(options.json)]

@@ -156,16 +156,25 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def check_plotting() -> None:
-    """Raise MissingPackageError where matplotlib is missing, before anything is measured."""
+def check_plotting(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is measured.
+
+    Raises:
+        MissingPackageError: matplotlib is missing.
+        ConfigError: it does not write files of this kind.
+    """
     try:
         import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
             "--plot without matplotlib",
             "matplotlib",
             "pip install 'vattn[bench]', or draw later: --from out.json --plot",
         ) from error
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {path}", f"a file that ends in one of {', '.join(kinds)}", "--plot out.png")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
