@@ -149,7 +149,7 @@ def merges_on_arrival(config: AttentionConfig, tuning: Tuning, tokens: int = 1, 
     """Return whether the main kernel combines partial results; a record of the schedule counts for four head groups."""
     groups = -(-config.num_kv_heads // tuning.heads)
     grouped = OUTPUT_FORMATS[config.output_format].group_size > 0
-    one_row = tokens == 1 and not longest and not tuning.slots
+    one_row = tokens == 1 and not longest and not tuning.slots and config.group_size <= QUERY_ROWS.value
     return tuning.arrive and one_row and not grouped and groups <= SPLIT_FIELDS.value - ARRIVALS.value
 
 

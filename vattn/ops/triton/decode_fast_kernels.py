@@ -431,9 +431,9 @@ def merge_parts(
 
     The counter is left at zero. Parts are added in the order of their slots, whichever came last.
     """
-    IN_GROUP: tl.constexpr = 4 if GROUP <= 4 else (8 if GROUP <= 8 else 16)
+    IN_GROUP: tl.constexpr = 4 if GROUP <= 4 else 8
     ROWS: tl.constexpr = HEADS * IN_GROUP
-    PARTS: tl.constexpr = 4 if ROWS * HEAD_SIZE <= 1024 else (2 if ROWS * HEAD_SIZE <= 2048 else 1)
+    PARTS: tl.constexpr = 2 if ROWS * HEAD_SIZE <= 2048 else 1
     counter = splits + split * SPLIT_FIELDS + ARRIVALS + head0 // HEADS
     # What the other threads wrote comes before the count, whose release then covers it.
     tl.debug_barrier()
@@ -452,19 +452,21 @@ def merge_parts(
             factor *= tl.load(v_scale, eviction_policy=KEEP)
         if KV_SCALE == 2:
             factor *= tl.load(v_scale + kv_head, mask=mask, other=1.0, eviction_policy=KEEP)
+        # Of one request there are fewer than 2**31 elements.
+        stats = partial_stats + first_slot.to(tl.int64) * (2 * NUM_HEADS)
+        results = partial_output + first_slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
         maximum = tl.maximum(sink, LOWEST_MAXIMUM)
         total = tl.exp2(sink - maximum)
         acc = tl.zeros([ROWS, HEAD_SIZE], tl.float32)
-        for start in range(0, count, PARTS):
+        for start in tl.range(0, count, PARTS, num_stages=4):
             part = start + tl.arange(0, PARTS)
             present = (part < count)[:, None] & mask[None, :]
-            place = (first_slot + part).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
-            part_maximum = tl.load(partial_stats + place * 2, mask=present, other=LOWEST_MAXIMUM)
-            part_total = tl.load(partial_stats + place * 2 + 1, mask=present, other=0.0)
+            place = part[:, None] * NUM_HEADS + head[None, :]
+            part_maximum = tl.load(stats + place * 2, mask=present, other=LOWEST_MAXIMUM)
+            part_total = tl.load(stats + place * 2 + 1, mask=present, other=0.0)
             result = tl.load(
-                partial_output + place[:, :, None] * HEAD_SIZE + column[None, None, :], mask=present[:, :, None],
-                other=0.0,
-            )  # fmt: skip
+                results + (place[:, :, None] * HEAD_SIZE + column[None, None, :]), mask=present[:, :, None], other=0.0
+            )
             new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
             weight = tl.exp2(part_maximum - new_maximum[None, :])
             decay = tl.exp2(maximum - new_maximum)
