@@ -39,7 +39,8 @@ FORMATS: dict[str, tuple[str, str]] = {
     "fp8_static, exact": ("fp8_static", "divide"),
     "fp8_group128": ("fp8_group128", "approximate_divide"),
     "fp8_group64": ("fp8_group64", "approximate_divide"),
-    "nvfp4": ("nvfp4", "divide"),
+    "nvfp4": ("nvfp4", "approximate_divide"),
+    "nvfp4, exact": ("nvfp4", "divide"),
     "fp8_per_token": ("fp8_per_token", "approximate_divide"),
 }
 DECODE = [(1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 4096), (128, 2048), (256, 1024)]

@@ -296,6 +296,10 @@ def _decode_questions() -> Iterator[Question]:
     for lengths, cache in (((1024, 1), "bf16"), ((1024, 1024), "bf16"), ((1024,) * 4, "bf16"), ((1024, 1), "fp8")):
         work = Work(f"decode of {', '.join(map(str, lengths))}", tuple((1, length) for length in lengths))
         yield Question("few", LLAMA, work, cache, few, 1.0, ())
+    for lengths in ((2048, 1), (2048, 2048), (4096, 1), (4096, 4096)):
+        work = Work(f"decode of {', '.join(map(str, lengths))}", tuple((1, length) for length in lengths))
+        for cache in ("fp8", "bf16"):
+            yield Question("pairs", LLAMA, work, cache, (by_clusters(8), split), 1.0, ())
     whole = by_tuning("168 registers", Tuning(2, 2, 1, slots=4, overlap=True))
     less = by_tuning("128 registers", Tuning(2, 2, 1, slots=4, overlap=True, max_registers=128))
     for name in ("32x1k", "64x4k", "128x2k"):

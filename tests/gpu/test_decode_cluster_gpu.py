@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, decode_batch
 from tests.support import Batch, poisoned_empty, relative_l2
-from vattn.formats import MODEL_DTYPES
+from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.variants import using
 from vattn.quantization import quantise_output
@@ -95,6 +95,7 @@ def test_padding(padding: int) -> None:
 FORMATS = [
     ("fp8_static", "divide"), ("fp8_group64", "divide"), ("fp8_group64_pow2_col", "multiply"),
     ("fp8_group128", "divide"), ("nvfp4", "divide"), ("nvfp4_swizzled", "divide"), ("fp8_per_token", "divide"),
+    ("nvfp4", "approximate_divide"), ("nvfp4_swizzled", "approximate_divide"),
 ]  # fmt: skip
 
 
@@ -110,7 +111,10 @@ def test_quantised_output(name: str, arithmetic: str, head_size: int, cache: dic
 
 
 def check_codes(batch: Batch) -> None:
-    """Check that codes and scales are those of the kernel's own plain output."""
+    """Check that codes and scales are those of the kernel's own plain output; of approximate quotients as plain Triton
+    divides."""
+    from vattn.ops.triton.launch import _launch_finish
+
     run(batch)
     plain = batch.config.replace(output_format="none", output_arithmetic="divide")
     output = torch.empty(batch.args.query.shape, dtype=MODEL_DTYPES[plain.dtype], device="cuda")
@@ -119,10 +123,14 @@ def check_codes(batch: Batch) -> None:
     scales = batch.args.output_block_scale
     expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype).cuda()
     expected_scales = None if scales is None else torch.empty_like(scales)
-    quantise_output(
-        output, batch.config.output_format, expected, expected_scales, batch.args.output_scale,
-        batch.config.output_arithmetic,
-    )  # fmt: skip
+    if batch.config.output_arithmetic == "approximate_divide":
+        args = batch.args._replace(output=expected, output_block_scale=expected_scales)
+        _launch_finish(args, batch.config, 3, 1, output, None, OUTPUT_FORMATS[batch.config.output_format])
+    else:
+        quantise_output(
+            output, batch.config.output_format, expected, expected_scales, batch.args.output_scale,
+            batch.config.output_arithmetic,
+        )  # fmt: skip
     is_fp8 = batch.args.output.dtype == torch.float8_e4m3fn
     codes, wanted = (x.float().nan_to_num(500.0) if is_fp8 else x for x in (batch.args.output, expected))
     assert torch.equal(codes, wanted)
@@ -131,18 +139,20 @@ def check_codes(batch: Batch) -> None:
 
 
 OF_EVERY_SIZE = [
-    ("nvfp4", 1.0), ("nvfp4", 3e-3), ("nvfp4", 2.0**-30), ("nvfp4", 2.0**60), ("fp8_group64", 1.0),
+    ("nvfp4", 1.0), ("nvfp4", 3e-3), ("nvfp4", -0.02), ("nvfp4", 2.0**-30), ("nvfp4", 2.0**60), ("fp8_group64", 1.0),
     ("fp8_static", 0.02),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("name", "scale"), OF_EVERY_SIZE, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_results_of_every_size(dtype: str, name: str, head_size: int, scale: float) -> None:
+@pytest.mark.parametrize(("dtype", "arithmetic"), [
+    ("bfloat16", "divide"), ("float16", "divide"), ("bfloat16", "approximate_divide"),
+])  # fmt: skip
+def test_results_of_every_size(dtype: str, arithmetic: str, name: str, head_size: int, scale: float) -> None:
     """Zeros, results that are ties under scales which are powers of two, tiny ones, large ones, infinities and NaN."""
     batch = decode_batch(
-        [700, 1, 90], head_size=head_size, output_format=name, output_arithmetic="divide", dtype=dtype, **LLAMA
+        [700, 1, 90], head_size=head_size, output_format=name, output_arithmetic=arithmetic, dtype=dtype, **LLAMA
     )
     values = key_value_views(batch.args.kv_cache, batch.config)[1]
     sizes = [0.0, 1.0, 1e-6, 3e4, float("inf"), float("nan"), 2.0**-12, 1e-3]

@@ -127,7 +127,8 @@ def receive(
     inbox, sink, value_factor, CLUSTER: gl.constexpr, HEAD_SIZE: gl.constexpr, VECTOR: gl.constexpr,
     LANES: gl.constexpr,
 ):  # fmt: skip
-    """Merge the parts that arrived: a thread's first VECTOR columns of four, the head's maximum and its total.
+    """Merge the parts that arrived: a thread's first VECTOR columns of four, what to multiply them by, the head's
+    maximum and its total.
 
     `inbox` is what `wait_for_parts` returned: loads depend on nothing else, so that all are on their way at once.
     """
@@ -157,4 +158,4 @@ def receive(
         x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 2 * ROW, m2, l2, maximum, is_mine, VECTOR)
         x0, x1, x2, x3, total = add_part(x0, x1, x2, x3, total, at + 3 * ROW, m3, l3, maximum, is_mine, VECTOR)
     norm = value_factor / gl.where(total == 0.0, 1.0, total)
-    return x0 * norm, x1 * norm, x2 * norm, x3 * norm, maximum, total
+    return x0, x1, x2, x3, norm, maximum, total

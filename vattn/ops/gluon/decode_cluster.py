@@ -283,7 +283,9 @@ def decode_cluster_kernel(
     arrive_at_cluster_barrier()
     inbox = wait_for_parts(inbox)
     if rank < GROUP:
-        x0, x1, x2, x3, row_maximum, row_total = receive(inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES)
+        x0, x1, x2, x3, norm, row_maximum, row_total = receive(
+            inbox, sink, value_factor, CLUSTER, HEAD_SIZE, VECTOR, LANES
+        )
         if lse is not None:
             lane = gl.arange(0, HEAD_SIZE // VECTOR, layout=LANES)
             log = LN2 * (row_maximum + gl.log2(row_total))
@@ -292,9 +294,10 @@ def decode_cluster_kernel(
         if GROUPS[0] > 0:
             scales = block_scale + row.to(gl.int64) * scale_stride
             store_columns(
-                start, scales, x0, x1, x2, x3, head, given_scale, group_stride, HEAD_SIZE, VECTOR, LANES, MODEL, GROUPS
-            )
+                start, scales, x0, x1, x2, x3, norm, head, given_scale, group_stride, HEAD_SIZE, VECTOR, LANES, MODEL,
+                GROUPS,
+            )  # fmt: skip
         else:
-            x = side_by_side(x0, x1, x2, x3, VECTOR)
+            x = side_by_side(x0 * norm, x1 * norm, x2 * norm, x3 * norm, VECTOR)
             column = gl.arange(0, HEAD_SIZE, layout=x.type.layout)
             store_result(start + head * HEAD_SIZE + column, x, column >= 0, given_scale, MODEL, OUTPUT)

@@ -16,10 +16,10 @@ from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops import variants
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
+from vattn.ops.gluon import fp4_rows
 from vattn.ops.gluon.decode_cluster import decode_cluster_kernel
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.epilogue import groups_fit_heads
-from vattn.ops.triton.launch import _launch_finish
 
 HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
 MAX_GROUP_SIZE = 8
@@ -78,7 +78,7 @@ def decode(args: AttentionArgs, config: AttentionConfig) -> None:
         written = config.with_plain_output()
     launch(args, written, output)
     if not finished:
-        _launch_finish(args, config, args.seq_lens.shape[0], 1, output, None, fmt)
+        fp4_rows.finish(args, config, args.seq_lens.shape[0], output)
 
 
 def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> None:

@@ -6,6 +6,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from vattn.ops.gluon.fp4 import fp4_code, fp4_scale, inverse_of, is_usual, quick_reciprocal
+
 QUERY_ROWS = gl.constexpr(8)
 """Query rows of a head in the decode kernel's results."""
 
@@ -135,9 +137,9 @@ def larger(a, b):
 
 
 @gluon.jit
-def group_maximum(x):
-    """Return the largest magnitudes along axis 2, that of a group's columns, NaN where there is one."""
-    return gl.reduce(gl.abs(x), 2, larger)
+def group_maximum(x, AXIS: gl.constexpr = 2):
+    """Return the largest magnitudes along the axis of a group's columns, NaN where there is one."""
+    return gl.reduce(gl.abs(x), AXIS, larger)
 
 
 @gluon.jit
@@ -185,6 +187,30 @@ def store_row_groups(
 
 
 @gluon.jit
+def fp4_groups(first, second, largest, scale, BOTH: gl.constexpr, GROUPS: gl.constexpr):
+    """Return the bytes of NVFP4's block scales, and codes in int32 of values and, if BOTH, of second ones."""
+    APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide"
+    inverse_scale = quick_reciprocal(scale, APPROXIMATE)
+    others = gl.zeros_like(first).to(gl.int32)
+    if is_usual(inverse_scale):
+        stored, step = fp4_scale(largest, scale, inverse_scale, APPROXIMATE)
+        zero = gl.zeros_like(first)
+        inverse = zero + inverse_of(step, APPROXIMATE).expand_dims(2)
+        steps = zero + step.expand_dims(2)
+        codes, signed = fp4_code(first, steps, inverse, APPROXIMATE)
+        codes = (codes & 7) | ((signed >> 28) & 8)
+        if BOTH:
+            others, signed = fp4_code(second, steps, inverse, APPROXIMATE)
+            others = (others & 7) | ((signed >> 28) & 8)
+    else:
+        stored, step = group_scales(largest, scale, GROUPS)
+        codes = group_codes(first, step.expand_dims(2), GROUPS)
+        if BOTH:
+            others = group_codes(second, step.expand_dims(2), GROUPS)
+    return stored, codes, others
+
+
+@gluon.jit
 def store_groups(
     output, scales, even, odd, head0, scale, group_stride, HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WIDTH: gl.constexpr, FP8: gl.constexpr, MODEL: gl.constexpr,
@@ -196,13 +222,19 @@ def store_groups(
     COUNT: gl.constexpr = WIDTH // PER_GROUP
     first = even.to(MODEL).to(gl.float32).reshape([HEADS, COUNT, PER_GROUP, QUERY_ROWS])
     second = first
-    largest = group_maximum(first)
+    magnitude = gl.abs(first)
     if FP8:
         second = odd.to(MODEL).to(gl.float32).reshape([HEADS, COUNT, PER_GROUP, QUERY_ROWS])
-        other = gl.convert_layout(group_maximum(second), largest.type.layout)
-        nan = (largest != largest) | (other != other)
-        largest = gl.where(nan, float("nan"), gl.maximum(largest, other))
-    stored, step = group_scales(largest, scale, GROUPS)
+        second = gl.convert_layout(second, first.type.layout)
+        magnitude = gl.maximum(magnitude, gl.abs(second), propagate_nan=EVERY_NAN)
+    largest = gl.reduce(magnitude, 2, larger)
+    if GROUPS[1]:
+        stored, codes, others = fp4_groups(first, second, largest, scale, FP8, GROUPS)
+    else:
+        stored, step = group_scales(largest, scale, GROUPS)
+        step = step.expand_dims(2)
+        codes = group_codes(first, step, GROUPS)
+        others = group_codes(second, step, GROUPS) if FP8 else codes
     PLACE: gl.constexpr = largest.type.layout
     kv_head = head0 + gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(2, PLACE)))[:, None, None]
     count = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, PLACE)))[None, :, None]
@@ -210,11 +242,6 @@ def store_groups(
     group = (kv_head * GROUP + in_group) * COUNT + count
     mask = (kv_head < NUM_KV_HEADS) & (in_group < GROUP) & (count < COUNT)
     gl.store(scales + group.to(gl.int64) * group_stride, stored, mask=mask)
-    step = step.expand_dims(2)
-    codes = group_codes(first, step, GROUPS)
-    others = codes
-    if FP8:
-        others = group_codes(second, step, GROUPS)
     if GROUPS[1] and FP8:
         store_heads(output, (codes | (others << 4)).to(gl.uint8), head0, 1, HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE // 2)
     elif GROUPS[1]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.gluon import prefill_launch
+from vattn.ops.gluon import fp4_rows, prefill_launch
 from vattn.ops.gluon.prefill_launch import Cut, multiprocessors, packs, padded_pack
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.triton import decode_fast
@@ -149,6 +149,4 @@ def attend(args: AttentionArgs, config: AttentionConfig, way: str = "") -> None:
         sizes = decode_fast.sizing(config, num_reqs, tuning, device, rows, longest=short_rows(config))
         decode_fast.launch(args, config, of_decode, output, tuning, sizes, rows)
     if not finished:
-        from vattn.ops.triton.launch import _launch_finish
-
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+        fp4_rows.finish(args, config, num_reqs, output)

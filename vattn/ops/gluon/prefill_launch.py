@@ -27,6 +27,7 @@ from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
+from vattn.ops.gluon import fp4_rows
 from vattn.ops.gluon.prefill import prefill_kernel
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.gluon.prefill_plan import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
@@ -224,9 +225,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
     launch(args, config, schedule, output, multiprocessors(args.query.device), cut)
     if not finished:
-        from vattn.ops.triton.launch import _launch_finish
-
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+        fp4_rows.finish(args, config, num_reqs, output)
 
 
 def computes_scales(config: AttentionConfig) -> bool:
