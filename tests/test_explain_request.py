@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+import vattn
 from tests.conformance.requests import draw_request
 from tests.mla_support import make_mla_config
 from vattn import explain_request
@@ -69,3 +70,17 @@ def test_a_string_and_options_are_refused_together(capsys) -> None:
     assert main(["explain", request, "--sinks", "--device", "cpu"]) == 2
     assert "--sinks" in capsys.readouterr().err
     assert main(["explain", request, "--backend", "TORCH_SDPA", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("name", ["sm_999", "sm_9", "sm_91", "sm90", "sm_90a", "sm_"])
+def test_architectures_that_there_are_not_are_refused(name, capsys) -> None:
+    assert main(["explain", "--device", name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"vattn: device '{name}'") and "sm_86" in told and "sm_90" in told
+    assert main(["explain", "--device", "sm_120"]) < 2
+
+
+def test_the_version_is_told(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"vattn {vattn.__version__}\n"

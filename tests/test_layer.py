@@ -682,6 +682,14 @@ def wrong_steps():
     }
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_an_input_elsewhere_is_what_the_message_names(name: str) -> None:
+    layer, given = make_layer(prefix="own"), dict(zip(("query", "key", "value"), make_inputs(5), strict=True))
+    given[name] = given[name].to("meta")
+    with torch.no_grad(), pytest.raises(DeviceError, match=f"^{name} is on meta in layer 'own'.*cpu, where"):
+        layer(*given.values(), metadata=make_step())
+
+
 CALCULATE = {"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}}
 LAYERS = {
     "plain": {},

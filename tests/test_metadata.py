@@ -325,3 +325,28 @@ def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
     with pytest.raises(MetadataError, match="without block tables"):
         layer(*(torch.randn(3, 16) for _ in range(3)), metadata=make_builder().build([3]))
     assert torch.equal(layer.kv_cache, before)
+
+
+@pytest.mark.parametrize(
+    "kind", ["AttentionMetadataBuilder", "TreeAttentionMetadataBuilder", "FlashAttentionMetadataBuilder"]
+)
+def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
+    make = getattr(vattn, kind)
+    layer = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=32))
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    for layers in (layer, [layer], iter([layer]), [layer.config]):
+        builder = make(2, 8, 64, layers=layers)
+        own = getattr(builder, "_inner", builder)
+        assert own.block_size == 32 and own.table_width == 2
+        assert builder.build([1, 1], [33, 9], [[1, 2], [3]]).slot_mapping[:2].tolist() == [64, 104]
+    plain = make(2, 8, 64)
+    assert getattr(plain, "_inner", plain).block_size == 16
+    with pytest.raises(ConfigError, match="leave block_size out of the builder"):
+        make(2, 8, 64, 16, layers=layer)
+    small = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
+    vattn.allocate_kv_cache(small, num_blocks=4, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="block_size"):
+        make(2, 8, 64, layers=[layer, small])
+    if kind.startswith("Flash"):
+        with pytest.raises(ConfigError, match="Block size must be a multiple of 16"):
+            make(2, 8, 64, layers=small)

@@ -7,12 +7,15 @@ import functools
 import sys
 from collections.abc import Sequence
 
+import vattn
+
 DESCRIPTION = "Paged attention for torch.compile."
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="python -m vattn", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"vattn {vattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     # Abbreviated options are refused, so that a misspelt one is never taken for another.
     add = functools.partial(commands.add_parser, allow_abbrev=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn import context, errors
-from vattn.errors import ConfigError, UnknownOptionError, VattnError
+from vattn.errors import ConfigError, RecompilationError, UnknownOptionError, VattnError
 from vattn.keywords import refuse_unknown
 from vattn.metadata import AttentionMetadata, mark_once
 
@@ -67,6 +67,7 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     Raises:
         ConfigError: nothing that can be called, or `mode` and `options` together.
         UnknownOptionError: an option that `torch.compile` does not have, or one of `vattn.backend` for another backend.
+        RecompilationError: when it is called, with more different constants than `torch.compile` compiles it for.
         VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
             which has this one's text in it and is its cause here.
 
@@ -130,6 +131,13 @@ def _with_own_errors(compiled: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            limit = torch._dynamo.config.recompile_limit
+            raise RecompilationError(
+                f"a function to be compiled for the {limit + 1}th time, for constants of another value",
+                f"{limit} times, torch._dynamo.config.recompile_limit",
+                "pass what changes from call to call as a tensor; TORCH_LOGS=recompiles names it",
+            ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             own = None if isinstance(error, VattnError) else own_error(error)
             if own is None:

@@ -113,6 +113,10 @@ class GraphContractError(VattnError, RuntimeError):
     """A step contradicts what a captured CUDA graph has baked in."""
 
 
+class RecompilationError(VattnError, RuntimeError):
+    """Compiled code got more different constants than `torch.compile` compiles one function for."""
+
+
 class RankError(VattnError, RuntimeError):
     """Ranks of a process group that contradict each other, or one that does not come."""
 

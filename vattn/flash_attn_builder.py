@@ -45,7 +45,7 @@ class FlashAttentionMetadataBuilder:
         max_num_reqs: int,
         max_num_tokens: int,
         max_seq_len: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
         *,
         layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
@@ -54,11 +54,8 @@ class FlashAttentionMetadataBuilder:
         max_encoder_len: int = 0,
         max_encoder_tokens: int | None = None,
     ) -> None:
-        size = integer(block_size)
-        if size is None or size < 1 or size % 16:
-            raise ConfigError(
-                f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", "use 16"
-            )
+        if block_size is not None:
+            _check_block_size(block_size, "use 16")
         self._inner = _ReplanningBuilder(
             max_num_reqs,
             max_num_tokens,
@@ -71,6 +68,7 @@ class FlashAttentionMetadataBuilder:
             max_encoder_len=max_encoder_len,
             max_encoder_tokens=max_encoder_tokens,
         )
+        _check_block_size(self._inner.block_size, "give the layers CacheConfig(block_size=16)")
         with torch.inference_mode(False):
             rows = self._inner.max_num_reqs + 1
             self._context_lens = torch.zeros(rows - 1, dtype=torch.int32, device=self._inner.device)
@@ -244,6 +242,12 @@ class FlashAttentionMetadataBuilder:
             "num_encoder_tokens": sum(lengths),
             "cross_block_tables": None if tables is None else tables[:num_seqs],
         }
+
+
+def _check_block_size(block_size: Any, fix: str) -> None:
+    size = integer(block_size)
+    if size is None or size < 1 or size % 16:
+        raise ConfigError(f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", fix)
 
 
 class _ReplanningBuilder(AttentionMetadataBuilder):

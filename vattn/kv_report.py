@@ -97,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         rows = list(measure(options))
     except VattnError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"vattn: {error}", file=sys.stderr)
         return 2
     print(table(rows, options.memory))
     if options.json:

@@ -31,7 +31,7 @@ from vattn.next_step import FollowingSteps, moved_on, write_following
 from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
 from vattn.step_buffers import StepBuffers, alias
 from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
-from vattn.step_plans import StepPlans, find_layers
+from vattn.step_plans import StepPlans, all_layers, block_size_of, find_layers
 
 
 class AttentionMetadataBuilder:
@@ -40,7 +40,7 @@ class AttentionMetadataBuilder:
     Args:
         max_num_reqs, max_num_tokens, max_seq_len: capacity of one step; the block table has
             `ceil(max_seq_len / block_size)` columns.
-        block_size: tokens per cache block.
+        block_size: tokens per cache block; default: that of `layers`, 16 without any.
         device: where the metadata lives.
         layers: a model, or layers, or configs, whose bound backends get a schedule (`plans`) once a step.
         num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
@@ -88,7 +88,7 @@ class AttentionMetadataBuilder:
         max_num_reqs: int,
         max_num_tokens: int,
         max_seq_len: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
         *,
         layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
@@ -104,7 +104,8 @@ class AttentionMetadataBuilder:
         self.max_num_reqs = max(2, _capacity("max_num_reqs", max_num_reqs))
         self.max_num_tokens = max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
         self.max_seq_len = max_seq_len = _capacity("max_seq_len", max_seq_len)
-        self.block_size = block_size = _capacity("block_size", block_size)
+        if block_size is not None:
+            block_size = _capacity("block_size", block_size)
         self.decode_threshold = _capacity("decode_threshold", decode_threshold)
         max_mm_ranges, max_trees, max_tree_size, max_encoder_len = (
             _capacity(name, size, 0)
@@ -126,6 +127,9 @@ class AttentionMetadataBuilder:
                 "make it with ContextParallel.of(group)",
             )
         self.context_parallel = context_parallel
+        with telling_others(context_parallel):
+            given = all_layers(layers)
+            self.block_size = block_size = block_size_of(given) if block_size is None else block_size
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
         limits = Limits(
@@ -143,7 +147,7 @@ class AttentionMetadataBuilder:
         )
         self.table_width = limits.table_width
         with telling_others(context_parallel):
-            found = find_layers(layers, limits, self.device, context_parallel, self._one_table)
+            found = find_layers(given, limits, self.device, context_parallel, self._one_table)
         self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
         reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
         self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)

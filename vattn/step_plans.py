@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
-from vattn.config import AttentionConfig
+from vattn.config import AttentionConfig, CacheConfig
 from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.steps import check_ranks
 from vattn.errors import CacheNotBoundError, ConfigError
@@ -41,8 +41,21 @@ class FoundLayers:
     """What each layer asks of ranks that share a cache, for the ranks to agree on."""
 
 
+def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> list[Any]:
+    """Return the modules of a model, or the layers and configs that were given."""
+    if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
+        raise ConfigError(f"layers={layers!r:.60}", "a model, layers or configs", "pass the model itself")
+    return list(layers.modules() if isinstance(layers, nn.Module) else layers)
+
+
+def block_size_of(layers: Iterable[nn.Module | AttentionConfig]) -> int:
+    """Return the tokens per block of the first layer with a cache; that of `CacheConfig` where there is none."""
+    configs = (layer if isinstance(layer, AttentionConfig) else _config_of(layer) for layer in layers)
+    return next((config.block_size for config in configs if config is not None), CacheConfig().block_size)
+
+
 def find_layers(
-    layers: nn.Module | Iterable[nn.Module | AttentionConfig],
+    layers: Iterable[nn.Module | AttentionConfig],
     limits: Limits,
     device: torch.device,
     context_parallel: ContextParallel | None,
@@ -51,22 +64,20 @@ def find_layers(
     """Return what a builder must know of its layers, or refuse those that it cannot build for.
 
     Args:
-        layers: a model, layers or configs.
+        layers: what `all_layers` returned.
         limits: the capacity of a step; without a number of blocks, that of the layers is taken.
         one_table: all layers read their blocks from the same table.
     """
-    if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
-        raise ConfigError(f"layers={layers!r:.60}", "a model, layers or configs", "pass the model itself")
     found = FoundLayers(limits.num_blocks)
-    for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
+    for layer in layers:
         config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
         if config is None:
             continue
         if config.block_size != limits.block_size:
             raise ConfigError(
                 f"a layer has block_size={config.block_size}, the builder {limits.block_size}",
-                "one block size",
-                "pass block_size= of the layers' CacheConfig",
+                "one block size for all layers and the builder",
+                "leave block_size out of the builder, and give all layers one CacheConfig(block_size=...)",
             )
         found.asked.append(check_ranks(layer, config, context_parallel))
         backend = selector.choose(config, device)

@@ -78,7 +78,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         max_num_reqs: int,
         max_num_tokens: int,
         max_seq_len: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
         *,
         tree_choices: TreeChoices | TokenTree = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vattn.errors import (
     ConfigError,
     DtypeError,
     GradientError,
+    RecompilationError,
     ShapeError,
     UnknownOptionError,
     VattnError,
@@ -92,6 +94,26 @@ def test_what_is_right_afterwards_runs(compiled: Any) -> None:
             run(target, *rows(dtype=torch.bfloat16))
         good = rows()
         assert torch.equal(run(target, *good), run(model, *good))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a function", "a module"])
+def test_constants_without_end_are_told(whole: bool) -> None:
+    """torch compiles a function for eight values of a constant; what it says of the ninth names no way out."""
+    torch._dynamo.reset()
+
+    class Named(Model):
+        def forward(self, *qkv: torch.Tensor, name: str) -> Any:
+            return super().forward(*qkv) * len(name)
+
+    model: Any = Named()
+    target = vattn.compile(model if whole else lambda *qkv, name: model(*qkv, name=name), backend="eager")
+    limit = torch._dynamo.config.recompile_limit
+    with torch.no_grad():
+        for count in range(limit):
+            run(functools.partial(target, name="x" * count), *rows())
+        with pytest.raises(RecompilationError, match=f"for the {limit + 1}th time.*TORCH_LOGS=recompiles"):
+            run(functools.partial(target, name="one more"), *rows())
+        run(functools.partial(target, name="x"), *rows())
 
 
 def test_errors_that_are_not_ours_stay(compiled: Any) -> None:

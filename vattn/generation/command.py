@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
         generator = make_generator(options)
         requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
     except VattnError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"vattn: {error}", file=sys.stderr)
         return 2
     show = _show_json if options.json else _show_text
     show(generator, requests)

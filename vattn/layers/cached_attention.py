@@ -29,7 +29,14 @@ from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.layers.layer_step import LayerResult, LayerStep, given, split_heads
 from vattn.layers.parallel_request import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.shared_prefix import attend_with_prefix, prefix_parts, suffix_config
-from vattn.layers.step_checks import check_block_size, check_bound_dtype, check_no_gradients, check_tokens, given_step
+from vattn.layers.step_checks import (
+    check_block_size,
+    check_bound_dtype,
+    check_devices,
+    check_no_gradients,
+    check_tokens,
+    given_step,
+)
 from vattn.metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -222,7 +229,7 @@ class CachedAttention(BoundCache):
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
         """Refuse tensors that do not go with the step or the layer, whatever the op."""
-        assert self.config is not None
+        assert self.config is not None and self.kv_cache is not None
         self._check_rows(query, key, step)
         for target in self._target:
             if target.kv_cache is not self.kv_cache:
@@ -232,6 +239,8 @@ class CachedAttention(BoundCache):
                     "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
                 )
         check_no_gradients(self, (query, key, value, *self._learned()))
+        inputs = {"query": query, "key": key, "value": value}
+        check_devices(self, inputs, step.query_start_loc.device, self.kv_cache.device)
         check_block_size(self, step.block_size, self.config.block_size)
 
     def _learned(self) -> tuple[Tensor | None, ...]:

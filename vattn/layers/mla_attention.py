@@ -50,7 +50,13 @@ from vattn.layers.parallel_request import (
 )
 from vattn.layers.request import check_configs, check_extra, named_arguments
 from vattn.layers.scales import QuantConfig, make_scale
-from vattn.layers.step_checks import check_block_size, check_bound_dtype, check_no_gradients, check_tokens
+from vattn.layers.step_checks import (
+    check_block_size,
+    check_bound_dtype,
+    check_devices,
+    check_no_gradients,
+    check_tokens,
+)
 from vattn.metadata import AttentionMetadata
 from vattn.mla_config import DECODE_THRESHOLD, MLAConfig
 from vattn.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
@@ -507,6 +513,8 @@ class MLAAttention(OwnBuffers):
         check_tokens(self, rows, metadata.slot_mapping.shape[0])
         check_block_size(self, metadata.block_size, config.block_size)
         check_no_gradients(self, (q, kv_c, k_pe))
+        inputs = {"q": q, "kv_c_normed": kv_c, "k_pe": k_pe}
+        check_devices(self, inputs, metadata.query_start_loc.device, cache.device)
         if self._weights_read != weights_version(self._kv_b_proj[0]):
             raise ConfigError(
                 f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",

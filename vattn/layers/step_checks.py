@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vattn import context
-from vattn.errors import DtypeError, GradientError, MetadataError, ShapeError
+from vattn.errors import DeviceError, DtypeError, GradientError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 from vattn.ops.schemas import asked_gradient
@@ -52,6 +53,24 @@ def check_block_size(
     """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
     if told not in (0, own):
         raise MetadataError(f"metadata for blocks of {told} tokens in {_called(layer)}", f"blocks of {own} tokens", fix)
+
+
+def check_devices(layer: Any, inputs: Mapping[str, Tensor | None], step: torch.device, own: torch.device) -> None:
+    """Refuse inputs, and a step, that are elsewhere than the layer's cache."""
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.device != own:
+            fix = (
+                "pass a tensor with values" if tensor.is_meta else f"move {name} there, or allocate the cache elsewhere"
+            )
+            raise DeviceError(
+                f"{name} is on {tensor.device} in {_called(layer)}", f"{own}, where the layer's KV cache is", fix
+            )
+    if step != own:
+        raise DeviceError(
+            f"metadata on {step} in {_called(layer)}",
+            f"{own}, where the layer's KV cache is",
+            f"build it with device={str(own)!r}",
+        )
 
 
 def check_no_gradients(
