@@ -200,6 +200,33 @@ def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths:
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_group128"])
+def test_approximate_quotients_are_those_of_plain_triton(name: str, slots: int, cache: dict[str, Any]) -> None:
+    """Which divides as code that Inductor generates does, here the kernel's own plain output."""
+    from vattn.formats import OUTPUT_FORMATS
+    from vattn.ops.triton import decode_fast
+    from vattn.ops.triton.launch import _launch_finish
+
+    tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
+    arithmetic = "approximate_divide"
+    batch = decode_batch(
+        [3000, 5, 77, 0, 900, 16], output_format=name, num_kv_heads=4, output_arithmetic=arithmetic, **cache
+    )
+    decode_fast.decode(batch.args, batch.config, tuning)
+    plain = batch.config.with_plain_output()
+    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
+    args = batch.args._replace(output=output, output_block_scale=None, config=plain.encode())
+    decode_fast.decode(args, plain, tuning)
+    expected = batch.args._replace(
+        output=torch.empty_like(batch.args.output), output_block_scale=torch.empty_like(batch.args.output_block_scale)
+    )
+    _launch_finish(expected, batch.config, 6, 1, output, None, OUTPUT_FORMATS[name])
+    assert torch.equal(batch.args.output.view(torch.uint8), expected.output.view(torch.uint8))
+    assert torch.equal(batch.args.output_block_scale.float(), expected.output_block_scale.float())
+
+
+@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_tunings(heads: int, cache: dict[str, Any]) -> None:
     from vattn.ops.triton.decode_fast import Tuning
