@@ -194,6 +194,7 @@ def finish(
             store_parts(
                 output, block_scale, scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
                 first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
+                QUOTIENTS == "limited",
             )  # fmt: skip
         else:
             store_fp8(

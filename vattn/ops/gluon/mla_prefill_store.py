@@ -165,8 +165,26 @@ def encode_number(x):
     return (lowest.to(gl.int32, bitcast=True) & 7) | sign
 
 
+NUMBER = gl.constexpr(
+    "{ .reg .f32 p, q, e, a, b, c; .reg .b32 s; mul.rn.f32 p, $1, $3; neg.f32 e, $1; fma.rn.f32 e, p, $2, e; "
+    "neg.f32 e, e; fma.rn.f32 q, e, $3, p; abs.f32 q, q; fma.rn.f32 a, q, 0f40000000, 0f4B400000; "
+    "add.rn.f32 b, q, 0f4B400002; fma.rn.f32 c, q, 0f3F000000, 0f4B400004; min.f32 a, a, b; min.f32 a, a, c; "
+    "min.f32 a, a, 0f4B400007; mov.b32 s, p; shr.u32 s, s, 28; mov.b32 $0, a; lop3.b32 $0, $0, s, 7, 0xE4; }"
+)
+"""`encode_number` of a corrected product of $1 and $3, the reciprocal of $2. A product may be infinite: its correction
+is NaN then, of which the last minimum makes the largest code. The sign is the product's."""
+
+
 @gluon.jit
-def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr):
+def numbers_of(x, divisor, reciprocal):
+    """Return e2m1 codes of IEEE's fp32 quotients; divisors and reciprocals as for `limited_quotients`."""
+    x, by = gl.broadcast(x, divisor)
+    x, times = gl.broadcast(x, reciprocal)
+    return gl.inline_asm_elementwise(NUMBER, "=r,f,f,f", [x, by, times], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr):
     """Return NVFP4 codes of groups `[rows, groups, 16]` in int32, and the bytes of their block scales.
 
     A sixth of a maximum is a corrected product too. Of maxima so small that it is inexact the block scale is zero.
@@ -180,7 +198,10 @@ def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr):
         stored = encode_e4m3(limited_quotients(sixth, scale, 1.0 / scale))
         step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
         reciprocal = gl.where(step == 0.0, 0.0, 1.0 / step)
-        codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
+        if LIMITED:
+            codes = numbers_of(values, step.expand_dims(2), reciprocal.expand_dims(2))
+        else:
+            codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
     else:
         stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
         codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
