@@ -93,7 +93,7 @@ class Tuning:
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool | Literal["end"] = False
+    overlap: bool | Literal["end", "late"] = False
     max_registers: int | None = None
     whole: bool = False
     arrive: bool = False
