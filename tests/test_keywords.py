@@ -84,6 +84,14 @@ MISSPELT = {
 }
 
 
+def test_inherited_methods_are_told_by_the_class_that_was_called() -> None:
+    with pytest.raises(ArgumentsError, match=r"^MLAAttention without .*kv_b_proj"):
+        vattn.MLAAttention(4, 0.1)
+    builder = vattn.TreeAttentionMetadataBuilder(2, 8, 32, tree_choices=[(0,)])
+    with pytest.raises(UnknownOptionError, match=r"^TreeAttentionMetadataBuilder\.build got unknown"):
+        builder.build([1], [1], [[1]], postions=[3])
+
+
 @pytest.mark.parametrize(("call", "of", "came", "fix"), MISSPELT.values(), ids=MISSPELT.keys())
 def test_a_misspelt_name_is_answered_with_the_right_one(call, of, came, fix) -> None:
     with pytest.raises(UnknownOptionError) as caught:

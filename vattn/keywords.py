@@ -106,19 +106,27 @@ def _checked(function: F, of: str, options: bool = False) -> F:
     required = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()) else len(by_place)
 
+    def called(args: tuple[Any, ...]) -> str:
+        """Return what the caller knows the function as: a method by the class of its object, which may inherit it."""
+        kind = type(args[0]) if args else object
+        owner, dot, name = of.partition(".")
+        return kind.__name__ + dot + name if owner in (each.__name__ for each in kind.__mro__) else of
+
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not options and not known.issuperset(kwargs):
-            refuse_unknown(of, set(kwargs) - known, names)
+            refuse_unknown(called(args), set(kwargs) - known, names)
         given = by_place[: len(args)]
         if twice := [name for name in given if name in kwargs]:
-            raise ArgumentsError(f"{of} with {twice[0]} by place and by name", ", ".join(names), "pass it once")
+            raise ArgumentsError(
+                f"{called(args)} with {twice[0]} by place and by name", ", ".join(names), "pass it once"
+            )
         missing = [name for name in required if name not in kwargs and name not in given]
         if missing or len(args) > most:
             own = "self" in by_place
             came = f"without {', '.join(missing)}" if missing else f"with {len(args) - own} positional arguments"
             allowed = f"at most {most - own}, {', '.join(by_place[own:])}" if not missing else ", ".join(names)
-            raise ArgumentsError(f"{of} {came}", allowed, "pass them" if missing else "name the others")
+            raise ArgumentsError(f"{called(args)} {came}", allowed, "pass them" if missing else "name the others")
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
