@@ -24,10 +24,10 @@ from vattn.host_integers import integer, read_count
 from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 
 if TYPE_CHECKING:
-    from vattn.layers.mla_attention import MLAAttention
+    from vattn.layers.bound_latents import BoundLatents
 
 
-def check_latent_arguments(layer: MLAAttention, kv_b_proj: object) -> None:
+def check_latent_arguments(layer: BoundLatents, kv_b_proj: object) -> None:
     """Refuse what no dtype and no device can make right."""
     name = f"layer {layer.prefix!r}"
     if not isinstance(kv_b_proj, nn.Module):
@@ -134,7 +134,7 @@ def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMeta
     return metadata
 
 
-def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: MLAAttention) -> tuple[Tensor, Tensor]:
+def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: BoundLatents) -> tuple[Tensor, Tensor]:
     """Return latents and rotated keys `[T, R]`; refuse what is no tensor of rows."""
     for name, rows, width in (
         ("kv_c_normed", kv_c_normed, layer.kv_lora_rank),
@@ -146,7 +146,7 @@ def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: MLAAttention) -> tuple
     return kv_c_normed, k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
 
 
-def listed_positions(layer: MLAAttention, num_tokens: int) -> Tensor | None:
+def listed_positions(layer: BoundLatents, num_tokens: int) -> Tensor | None:
     """Return int32 `[T, K]`, what the layer's indexer lists for this step; `None` for a dense layer."""
     if not layer.use_sparse:
         return None
