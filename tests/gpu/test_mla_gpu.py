@@ -125,6 +125,18 @@ def test_scores_in_turns(heads: int, block_size: int) -> None:
         check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
 
 
+@pytest.mark.parametrize("scores", ["first", "turns"])
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 1e-6, 3e4])
+def test_scales_of_any_size(scale: float, scores: str) -> None:
+    """What is hidden stays hidden where scores are small beside the scale, and where the least one counts most."""
+    config = deepseek(num_heads=128, scale=scale)
+    args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
+    if scale > 0:
+        args.query.mul_(0.1 / scale)
+    with variants.using(latent_scores=scores):
+        compare(args, config, 4)
+
+
 def codes(**changes: Any) -> MLAConfig:
     return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 

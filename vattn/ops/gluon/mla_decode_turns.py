@@ -185,7 +185,7 @@ def close_rows(
 ):  # fmt: skip
     """Write a half of the rows' results, with the left one their LSE, or maxima and sums of a part."""
     # A row whose keys all lie behind it has weights of hidden keys alone.
-    seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
+    seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN / scale)
     if FIRST == 0:
         inside = row < rows
         if slot >= 0:
@@ -224,6 +224,7 @@ def attend_even(
     clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    hidden = HIDDEN / scale
     phase = 0
     odd_phase = 0
     query_phase = 0
@@ -241,7 +242,7 @@ def attend_even(
             limit = gl.minimum(visible_first + row // HEADS, keys)
             least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
-            maximum = gl.max(zero, 1) + HIDDEN
+            maximum = gl.max(zero, 1) + hidden
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
@@ -254,8 +255,8 @@ def attend_even(
                     scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 0, GATHER, LAYOUT)
                     if tile + 2 >= last:
                         mbarrier.arrive(query_free.index(0), count=1)
-                    scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
-                                  BLOCK_SIZE)  # fmt: skip
+                    scores = hide(scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known,
+                                  token_of_tile, BLOCK_SIZE)  # fmt: skip
                     raise_to = raised(scores, maximum, scale, tile == first)
                     maxima.index(0).store(raise_to)
                     mbarrier.arrive(maxima_ready.index(0), count=1)
@@ -317,6 +318,7 @@ def attend_odd(
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    hidden = HIDDEN / scale
     phase = 0
     even_phase = 0
     query_phase = 0
@@ -334,7 +336,7 @@ def attend_odd(
             limit = gl.minimum(visible_first + row // HEADS, keys)
             least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
-            maximum = gl.max(zero, 1) + HIDDEN
+            maximum = gl.max(zero, 1) + hidden
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
@@ -348,8 +350,8 @@ def attend_odd(
                     scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 1, GATHER, LAYOUT)
                     if tile + 2 >= last:
                         mbarrier.arrive(query_free.index(0), count=1)
-                    scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
-                                  BLOCK_SIZE)  # fmt: skip
+                    scores = hide(scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known,
+                                  token_of_tile, BLOCK_SIZE)  # fmt: skip
                     mbarrier.wait(maxima_ready.index(0), even_phase)
                     sent_maximum = maxima.index(0).load(SCORE_ROWS)
                     acc, sums = shrink(acc, sums, gl.exp2((maximum - sent_maximum) * scale), RESULT)

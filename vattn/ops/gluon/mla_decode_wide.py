@@ -40,8 +40,8 @@ from vattn.ops.gluon.prefill_messages import new_barriers
 from vattn.ops.triton.mask import LN2
 
 ROWS = gl.constexpr(64)
-HIDDEN = gl.constexpr(-1e6)
-"""Score of what is hidden, before the scale: far below any other, and finite, since maxima are multiplied."""
+HIDDEN = gl.constexpr(-1e8)
+"""Score of what is hidden, in base 2: far below any other, and finite, since maxima are multiplied."""
 
 
 @gluon.jit
@@ -119,13 +119,16 @@ def release_queries(query_free, tile, last):
 
 
 @gluon.jit
-def hide(scores, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile, BLOCK_SIZE: gl.constexpr):
-    """Return scores with what rows do not see at HIDDEN. `least`: keys that every row sees."""
+def hide(
+    scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Return scores with `hidden` for what rows do not see. `least`: keys that every row sees."""
     if ((tile + 1) * TILE > least) | (all_known == 0):
         token = tile * TILE + token_of_tile
         block = gl.load(table + gl.minimum(token // BLOCK_SIZE, last_block))
         known = (block >= 0) & (block < num_blocks)
-        scores = gl.where((token[None, :] < limit[:, None]) & known[None, :], scores, HIDDEN)
+        scores = gl.where((token[None, :] < limit[:, None]) & known[None, :], scores, hidden)
     return scores
 
 
@@ -207,6 +210,7 @@ def attend_left(
     clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    hidden = HIDDEN / scale
     stage = 0
     phase = 0
     query_phase = 0
@@ -224,7 +228,7 @@ def attend_left(
             limit = gl.minimum(visible_first + row // HEADS, keys)
             least = gl.minimum(visible_first + group * ROWS // HEADS, keys)
             acc = gl.zeros([ROWS, 256], gl.float32, RESULT)
-            maximum = gl.max(zero, 1) + HIDDEN
+            maximum = gl.max(zero, 1) + hidden
             total = gl.max(zero, 1)
             sent = may_send(slot, rows, group, first, last)
             mbarrier.wait(query_ready.index(0), query_phase)
@@ -235,8 +239,8 @@ def attend_left(
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 mbarrier.arrive(free.index(3 * stage), count=1)
                 release_queries(query_free, first, last)
-                scores = hide(scores, first, limit, least, table, last_block, num_blocks, all_known, token_of_tile,
-                              BLOCK_SIZE)  # fmt: skip
+                scores = hide(scores, hidden, first, limit, least, table, last_block, num_blocks, all_known,
+                              token_of_tile, BLOCK_SIZE)  # fmt: skip
                 maximum = gl.max(scores, 1)
                 weights = gl.exp2(scores * scale - (maximum * scale)[:, None])
                 sums = gl.sum(weights.reshape([ROWS, 8, 8]), 1)
@@ -256,7 +260,7 @@ def attend_left(
                     mbarrier.arrive(free.index(3 * before + 1), count=1)
                     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                     release_queries(query_free, tile, last)
-                    scores = hide(scores, tile, limit, least, table, last_block, num_blocks, all_known,
+                    scores = hide(scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known,
                                   token_of_tile, BLOCK_SIZE)  # fmt: skip
                     highest = gl.max(scores, 1)
                     new_maximum = gl.where(highest > maximum + 8.0 / scale, highest, maximum)
@@ -288,7 +292,7 @@ def attend_left(
             else:
                 mbarrier.arrive(query_free.index(0), count=1)
             # A row whose keys all lie behind it has weights of hidden keys alone.
-            seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN)
+            seen = (limit > first * TILE) & (maximum > 0.5 * hidden)
             norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
             inside = row < rows
             if first < last:

@@ -41,6 +41,9 @@ FP8 = "fp8_e4m3"
 FP8_HEADS = Sizes(values=(8, 16))
 """With 16, which are one program, FP8 caches were timed faster here than in the plain kernel; 8 fill half of one."""
 
+LEAST_SCALE = 1e-20
+"""Smallest scale of scores of which 64 rows are attended at a time: hidden ones are a number, to be divided by it."""
+
 MOST_QUERY_TOKENS = 8
 """Longest query of a request that is split over programs."""
 
@@ -95,8 +98,10 @@ def query_tokens(num_tokens: int, num_reqs: int) -> int:
 
 def rows_per_program(config: MLAConfig, tokens: int) -> int:
     """Return the rows of the query that one program works on: the fewest that waste no program."""
-    # Twice as many rows of widened codes do not fit into registers.
-    sizes = (16,) if config.kv_cache_dtype == FP8 else (16, 32, 64)
+    sizes = (16, 32, 64) if config.scale >= LEAST_SCALE else (16, 32)
+    if config.kv_cache_dtype == FP8:
+        # Twice as many rows of widened codes do not fit into registers.
+        sizes = (16,)
     return next(rows for rows in sizes if config.num_heads * tokens <= rows or rows == sizes[-1])
 
 

@@ -33,6 +33,8 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     found = mla_launch.refusals(config.replace(sparse=False), device)
     if config.kv_cache_dtype != mla_launch.FP8 and config.num_heads % ROWS:
         found.append(f"num_heads {config.num_heads} (runs multiples of {ROWS})")
+    if config.kv_cache_dtype != mla_launch.FP8 and config.scale < mla_launch.LEAST_SCALE:
+        found.append(f"scale {config.scale} (runs {mla_launch.LEAST_SCALE} and more)")
     return found
 
 
