@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from harness import Attend, inputs_of, step
 import vattn
 from vattn.canonical import NOTE_MARK
 from vattn.config import AttentionConfig
-from vattn.passes.report import NodeReport, fusion_report, read_note
+from vattn.passes.report import NodeReport, clear_fusion_report, fusion_report, read_note, record
 
 CONFIG = AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16").encode()
 ODD_LINE = 'm.py:3: return f("x", \'y\', """z""") # 100 % {é} \\n ??/ &amp;\ttab\n'
@@ -24,6 +25,24 @@ def test_a_note_holds_any_line_of_code() -> None:
     assert text.isascii() and text.isprintable() and not set(text) & {'"', "\\", "?"}
     assert NodeReport.of_note(text.partition(NOTE_MARK)[2]) == node
     assert AttentionConfig.parse(text).encode() == CONFIG
+
+
+def test_lines_of_code_from_a_cache_are_told_from_own_ones() -> None:
+    """Whoever loads compiled code has an equal graph, whose lines may be others."""
+    node = NodeReport(
+        "g", 0, 1, "attention", "near miss", "none", "why", "model.py:3: x * 2", rope="late", rope_outcome="refused"
+    )
+    clear_fusion_report()
+    read_note(node.note(CONFIG))
+    (loaded,) = fusion_report()
+    assert loaded.cached and not node.cached
+    assert str(loaded).endswith("[when first compiled: model.py:3: x * 2]; RoPE refused: late")
+    assert dataclasses.replace(loaded, cached=False) == node
+    clear_fusion_report()
+    record([node])
+    read_note(node.note(CONFIG))  # as compiled code does when it runs, here in the process that compiled it
+    assert list(fusion_report()) == [node]
+    clear_fusion_report()
 
 
 @pytest.mark.parametrize("note", ["", "not a note", '{"graph":"g","index":0}', "{'graph':'g','later':1}"])

@@ -2,7 +2,8 @@
 
 On a hit of Inductor's caches no pass runs. So each attention op that the passes have looked at carries its own line of
 the report, as a note behind its config string, in the compiled code itself: whoever loads that code, in whatever
-process, has the report as soon as the op has run once.
+process, has the report as soon as the op has run once. The lines of code in it are those of whoever compiled first: an
+equal graph of another model, or of the same one before it was edited, is the same entry of a cache.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class NodeReport:
         rope: what became of RoPE ahead of the op and of its cache update; empty: there is none.
         rope_outcome: `"fused"`, `"refused"` (left to Inductor by rule) or `"near miss"`; empty: there is none.
         rope_source: the user's line that this hangs on, empty if unknown.
+        cached: whether this was read from code that another process compiled. Lines of code are then those of that
+            process's model, whose graph is equal, not necessarily of this one's.
     """
 
     graph: str
@@ -63,6 +66,7 @@ class NodeReport:
     rope: str = ""
     rope_outcome: str = ""
     rope_source: str = ""
+    cached: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -81,16 +85,19 @@ class NodeReport:
         if self.reason:
             text += f": {self.reason}"
         if self.source:
-            text += f" [{self.source}]"
+            text += self._line(self.source)
         if self.query:
             text += f"; query {self.query}"
         if self.query_source and self.query_outcome != FUSED:
-            text += f" [{self.query_source}]"
+            text += self._line(self.query_source)
         if self.rope:
             text += f"; RoPE {self.rope_outcome}: {self.rope}"
         if self.rope_source and self.rope_outcome != FUSED:
-            text += f" [{self.rope_source}]"
+            text += self._line(self.rope_source)
         return text
+
+    def _line(self, source: str) -> str:
+        return f" [when first compiled: {source}]" if self.cached else f" [{source}]"
 
     def note(self, config: str) -> str:
         """Return a config string with this line of the report behind it, in characters that any code can hold.
@@ -179,7 +186,7 @@ def read_note(config: str) -> None:
         logger.debug("a note of another version: %s", note)
         return
     with _lock:
-        _graphs.setdefault(node.graph, {}).setdefault(node.index, node)
+        _graphs.setdefault(node.graph, {}).setdefault(node.index, dataclasses.replace(node, cached=True))
 
 
 def fusion_report() -> FusionReport:
