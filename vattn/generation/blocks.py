@@ -35,15 +35,19 @@ class CacheBlocks:
     def __init__(self, cache: KVCacheAllocation, max_num_reqs: int, max_seq_len: int, reuse: bool = True) -> None:
         self.cache, self.reuse = cache, reuse
         self.block_size = cache.block_size
-        self.pool = BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
         self._all_tables = torch.zeros(len(self._specs) * max_num_reqs, width, dtype=torch.int64)
         self.tables = self._all_tables.split(max(1, max_num_reqs))
         self._max_num_reqs = max_num_reqs
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget who holds which blocks, and what they contain."""
+        self.pool = BlockPool(self.cache.num_blocks, reserved=self.cache.reserved_blocks)
         # What the tables lack: row, column and block.
         self._fresh: list[tuple[int, int, int]] = []
-        self._rows = list(range(max_num_reqs - 1, -1, -1))
+        self._rows = list(range(self._max_num_reqs - 1, -1, -1))
 
     @property
     def num_free_rows(self) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -39,6 +38,7 @@ from vattn.generation.sampling import Sampling
 from vattn.generation.scheduler import Batch, Scheduler
 from vattn.generation.statistics import Progress, Statistics
 from vattn.generation.text import TextStream
+from vattn.generation.turn import Turn
 from vattn.keywords import known_keywords
 from vattn.kv_cache import KVCacheAllocation
 
@@ -148,7 +148,8 @@ class Generator:
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
-        self._step, self._cancelled, self._streams = Lock(), deque[Request](), 0
+        self._turn = Turn(self, Generator.step.__code__, self.scheduler, tokenizer)
+        self._cancelled, self._streams = deque[Request](), 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
@@ -191,8 +192,8 @@ class Generator:
             raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
         self.scheduler.check_held(request)
         self._cancelled.append(request)
-        if self._step.acquire(blocking=False):
-            self._end_step()
+        if self._take_turn():
+            self._end_step(True)
 
     @property
     def busy(self) -> bool:
@@ -203,7 +204,8 @@ class Generator:
         """Compute one step; return what came of it for each request that got tokens or ended.
 
         The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
-        error in the model leaves no request half computed: they wait, and the next step computes them again.
+        error in the model leaves no request half computed: they wait, and the next step computes them again. So do they
+        behind Ctrl-C, with nothing left in the cache.
         """
         if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
             raise CacheError(
@@ -217,28 +219,45 @@ class Generator:
                 "one generator for a cache: the newest",
                 "use that one or make a new one, or give each a model with a cache of its own",
             )
-        if not self._step.acquire(blocking=False):
+        if not self._take_turn():
             raise RequestError(
                 "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
                 "one step at a time, from one thread",
                 "add requests there, and run them by the steps that run already",
             )
+        whole = False
         try:
             came = self._run_step()
+            whole = True
+        except Exception:
+            # What had begun has been taken back.
+            whole = True
+            raise
         finally:
-            self._end_step()
+            self._end_step(whole)
         for one in came if self._streams else ():
             if one.request.watcher is not None:
                 one.request.watcher.append(one)
         return came
 
-    def _end_step(self) -> None:
+    def _take_turn(self) -> bool:
+        """Let this thread change requests; behind an interruption they wait as they did before that step."""
+        if not self._turn.take():
+            return False
+        if self._turn.started_over:
+            self._ahead, self._turn.started_over = None, False
+        return True
+
+    def _end_step(self, whole: bool) -> None:
         """End the requests that were cancelled meanwhile, and let the next step begin."""
+        ended = False
         try:
-            while self._cancelled:
-                self.scheduler.cancel(self._cancelled.popleft())
+            while whole and self._cancelled:
+                self.scheduler.cancel(self._cancelled[0])
+                self._cancelled.popleft()
+            ended = whole
         finally:
-            self._step.release()
+            self._turn.give(ended)
 
     def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
@@ -424,6 +443,8 @@ class Generator:
 
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and what it holds now."""
+        if self._take_turn():
+            self._end_step(True)
         now, running = self._statistics, self.scheduler.running
         now.waiting, now.running = len(self.scheduler.waiting), len(running)
         now.used_blocks, now.preemptions = self._blocks.pool.num_used, self.scheduler.preemptions

@@ -123,6 +123,13 @@ class Request:
         self.coming, self.index, self.stream = False, None, None
         self.ended = time.monotonic()
 
+    def start_over(self) -> None:
+        """Wait with nothing in the cache, behind an interruption; what was generated stays."""
+        self.state, self.reason, self.error = WAITING, "", None
+        self.table, self.row, self.freed = None, -1, []
+        self.coming, self.index, self._keys = False, None, []
+        self.cached = self.room = self.published = 0
+
     def result(self) -> Request:
         """Return the request, or raise what it failed with.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vattn.block_pool import BlockPool
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
 from vattn.generation.blocks import CacheBlocks, blocks_needed
 from vattn.generation.lookup import LookupIndex, PromptLookup
@@ -129,7 +131,7 @@ class Scheduler:
         max_queue: int | None = None,
         lookup: PromptLookup | None = None,
     ) -> None:
-        self.blocks, self.pool, self.lookup = blocks, blocks.pool, lookup
+        self.blocks, self.lookup = blocks, lookup
         self.max_num_reqs, self.token_budget, self.max_seq_len = max_num_reqs, token_budget, max_seq_len
         self.max_queue = max_queue
         self.waiting: deque[Request] = deque()
@@ -138,6 +140,11 @@ class Scheduler:
         # What its requests carry, those that have ended too.
         self.mark = object()
         self._changes = 0
+
+    @property
+    def pool(self) -> BlockPool:
+        """Where blocks come from."""
+        return self.blocks.pool
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -286,6 +293,20 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(request)
+
+    def start_over(self, known: Sequence[Request]) -> list[Request]:
+        """Let all requests that have not ended wait, and forget what is in the cache; return them.
+
+        Args:
+            known: in order; those that wait or run and are not among them follow.
+        """
+        found = [request for request in dict.fromkeys([*known, *self.running, *self.waiting]) if not request.done]
+        for request in found:
+            request.start_over()
+        self.waiting, self.running = deque(found), []
+        self.blocks.start_over()
+        self._changes += 1
+        return found
 
     def retire(self, request: Request) -> None:
         """Take a request out, whether it runs or was preempted while its last token was on its way."""

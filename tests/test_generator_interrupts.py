@@ -1,0 +1,88 @@
+"""Ctrl-C at any line of the host's part of a step: the next steps give every request the tokens it would have had."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import vattn
+
+pytest.importorskip("transformers")
+
+from tests.generator_support import PROMPTS, Characters, check_empty, make_generator
+from tests.hf_families import make_model
+from vattn.integrations.transformers import PackedModel, enable
+
+HOST = ("/vattn/generation/", "/vattn/block_pool.py", "/vattn/block_tables.py", "/vattn/context.py")
+"""Files whose lines are interrupted."""
+
+SAMPLINGS = [
+    vattn.Sampling(9, stop_token_ids=()),
+    vattn.Sampling(12, temperature=0.8, seed=3, stop_token_ids=()),
+    vattn.Sampling(12, stop_token_ids=(), stop_strings=("Q",)),
+    vattn.Sampling(5, stop_token_ids=()),
+]
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=24)
+
+
+def interrupting(at: int, seen: list[int]) -> Callable[..., Any]:
+    """Return a trace function that counts lines of the host and interrupts one of them."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not any(name in frame.f_code.co_filename for name in HOST):
+            return None
+        if event in ("line", "return"):
+            seen[0] += 1
+            if seen[0] == at:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def run(packed: PackedModel, options: dict[str, Any], at: int) -> tuple[list[vattn.Request], list[list[int]], int]:
+    """Run requests, interrupted once; return them, the tokens that steps told, and how many lines there were."""
+    generator = make_generator(packed, tokenizer=Characters(), token_budget=24, **options)
+    requests = [generator.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=False)]
+    told: dict[int, list[int]] = {id(request): [] for request in requests}
+    seen, interrupted = [0], 0
+    while any(not request.done for request in requests):
+        sys.settrace(interrupting(at, seen) if not interrupted else None)
+        try:
+            came = generator.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+            continue
+        finally:
+            sys.settrace(None)
+        for one in came:
+            told[id(one.request)] += one.tokens
+    assert interrupted == (0 < at <= seen[0])
+    # Where the last step was interrupted, what it held is given back now.
+    assert generator.statistics().used_blocks == 0
+    check_empty(generator)
+    return requests, list(told.values()), seen[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "guesses"])
+def test_an_interruption_anywhere(packed: PackedModel, kind: str) -> None:
+    options: dict[str, Any] = {}
+    if kind == "guesses":
+        options["speculation"] = vattn.PromptLookup(num_drafts=3, shortest=1)
+    want, told, lines = run(packed, options, 0)
+    assert told == [request.output for request in want] and lines > 1000
+    for at in range(1, lines, lines // 14):
+        got, told, _ = run(packed, options, at)
+        for one, other, tokens in zip(want, got, told, strict=True):
+            assert (one.output, one.text, one.reason) == (other.output, other.text, other.reason), at
+            # Nothing is told twice; what a step that was interrupted at its end would have returned is told by nobody.
+            missing = len(other.output) - len(tokens)
+            assert any(tokens == other.output[:n] + other.output[n + missing :] for n in range(len(tokens) + 1)), at

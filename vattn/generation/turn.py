@@ -1,0 +1,91 @@
+"""`Turn`: one step of a generator at a time, and what its requests were before it, for a step that was interrupted.
+
+Ctrl-C can come between any two operations of the host: while a request moves from one list to another, or while a block
+is counted. What such a step has left is not looked at: its requests become what they were, and wait with all their
+tokens to be computed again.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from operator import attrgetter
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any
+from weakref import ref
+
+from vattn.generation.request import Request
+from vattn.generation.scheduler import Scheduler
+from vattn.generation.text import TextStream
+
+
+class Turn:
+    """The right to change the requests of a scheduler.
+
+    Args:
+        owner: whose steps they are.
+        step: the code of its method that runs one.
+        scheduler: of the requests.
+        tokenizer: of their texts, `None` without texts.
+
+    Attributes:
+        started_over: whether steps on their way are to be forgotten; whoever does so sets it to False.
+    """
+
+    def __init__(self, owner: Any, step: CodeType, scheduler: Scheduler, tokenizer: Any) -> None:
+        self._owner, self._step, self._scheduler, self._tokenizer = ref(owner), step, scheduler, tokenizer
+        # A dict, since a lock that was taken may not be noted as such when the interruption comes.
+        self._holder: dict[str, int] = {}
+        self._known: list[Request] = []
+        self._lengths: list[int] = []
+        self._torn = self.started_over = False
+
+    def take(self) -> bool:
+        """Take the turn; return whether that worked: not inside of a step, nor while another thread has it."""
+        me = get_ident()
+        if self._holder.get("thread") == me:
+            # Ours by a step below in the stack, or by one whose end was interrupted.
+            if self._inside():
+                return False
+        elif self._holder.setdefault("thread", me) != me:
+            return False
+        if self._torn:
+            self._start_over()
+        scheduler = self._scheduler
+        # Those that have run and wait again are the first that wait.
+        self._known = [*scheduler.running, *islice(scheduler.waiting, scheduler.max_num_reqs)]
+        self._lengths = list(map(len, map(_OUTPUT, self._known)))
+        self._torn = True
+        return True
+
+    def give(self, whole: bool) -> None:
+        """Give the turn back; `whole` says that nothing was left half done."""
+        self._torn = not whole
+        self._holder.pop("thread", None)
+
+    def _inside(self) -> bool:
+        """Whether the owner's method that takes the turn was called in a step."""
+        owner = self._owner()
+        frame: FrameType | None = sys._getframe(4)
+        while frame is not None:
+            if frame.f_code is self._step and frame.f_locals.get("self") is owner:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _start_over(self) -> None:
+        """Let all requests that have not ended wait as they were before the step that was interrupted."""
+        self.started_over = True
+        for request, length in zip(self._known, self._lengths, strict=True):
+            if not request.done:
+                del request.output[length:]
+        for request in self._scheduler.start_over(self._known):
+            if self._tokenizer is not None:
+                request.stream = TextStream(self._tokenizer, request.sampling.stop_strings)
+                if request.output:
+                    request.stream.push(request.output)
+                request.text = request.stream.text
+
+
+_OUTPUT = attrgetter("output")
