@@ -272,8 +272,8 @@ def attend_even(
                     fence_async_shared()
                     mbarrier.arrive(weights_ready.index(0), count=1)
                     acc, sums = shrink(acc, sums, decay, RESULT)
-                    sums = add_weights(sums, weights)
                     acc = warpgroup_mma(operand, panels(latents.index(0), 0, 4, TILE, LAYOUT), acc, is_async=True)
+                    sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     if (tile + 1 < last) | (sent == 0):
                         mbarrier.arrive(free.index(0), count=1)
@@ -373,9 +373,9 @@ def attend_odd(
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     mbarrier.arrive(free.index(1), count=1)
                     acc, sums = shrink(acc, sums, decay, RESULT)
-                    sums = add_weights(sums, weights)
                     room = panels(latents.index(1), 4, 4, TILE, LAYOUT)
                     acc = warpgroup_mma(ropes.index(1), room, acc, is_async=True)
+                    sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     if (tile + 1 < last) | (sent == 0):
                         mbarrier.arrive(free.index(3), count=1)
