@@ -196,3 +196,41 @@ def test_corrected_products_are_quotients(dtype: torch.dtype) -> None:
             found = [q.to(torch.float8_e4m3fn).view(torch.uint8) for q in (corrected(x, divisor), x / divisor)]
             assert torch.equal(*found)
             assert torch.equal(limited(x, divisor).to(torch.float8_e4m3fn).view(torch.uint8), found[1])
+
+
+def codes_of_products(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """What `numbers_of` computes, with a reciprocal that is a unit too large."""
+    near = torch.nextafter(1 / step, torch.full_like(step, torch.inf))
+    reciprocal, by, wide = torch.where(step == 0, 0.0, near).double(), step.double(), x.double()
+    product = rounded(wide * reciprocal)
+    size = rounded(product - rounded(product * by - wide) * reciprocal).abs()
+    lowest = torch.full_like(x, 12582919.0)
+    for line in (2 * size + 12582912.0, size + 12582914.0, 0.5 * size + 12582916.0):
+        lowest = torch.fmin(lowest, line.float())
+    return (lowest.view(torch.int32) & 7) | ((product.float().view(torch.int32) >> 28) & 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_of_half_a_byte_are_those_of_quotients(dtype: torch.dtype) -> None:
+    """Of every value that is at most seven steps; with the largest step of all values."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    every = every[every.isfinite()]
+    for scale in (0.013, 7.0, 2.0**-49, 3e13):
+        for byte in (0, 1, 9, 40, 57, 90, 126):
+            step = torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * torch.tensor(scale)
+            x = every if byte == 126 else every[every <= 7 * step]
+            x = torch.cat((x, -x))
+            assert torch.equal(codes_of_products(x, step), numbers(x / torch.where(step == 0, torch.inf, step)))
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert codes_of_products(special, torch.tensor(2.0)).tolist() == [7, 15, 7, 1]
+    assert codes_of_products(special, torch.tensor(torch.nan)).tolist() == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_groups_are_quotients(dtype: torch.dtype) -> None:
+    """What `fp8_scales` computes, of every magnitude and of the least that there is."""
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    every = torch.cat((every[every.isfinite()], torch.tensor([1e-10])))
+    by = rounded(1 / torch.tensor(448.0).double())
+    product = rounded(every.double() * by)
+    assert torch.equal(rounded(rounded(every.double() - product * 448) * by + product).float(), every / 448)
