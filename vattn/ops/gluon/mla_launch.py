@@ -98,7 +98,7 @@ def query_tokens(num_tokens: int, num_reqs: int) -> int:
 
 def rows_per_program(config: MLAConfig, tokens: int) -> int:
     """Return the rows of the query that one program works on: the fewest that waste no program."""
-    sizes = (16, 32, 64) if config.scale >= LEAST_SCALE else (16, 32)
+    sizes: tuple[int, ...] = (16, 32, 64) if config.scale >= LEAST_SCALE else (16, 32)
     if config.kv_cache_dtype == FP8:
         # Twice as many rows of widened codes do not fit into registers.
         sizes = (16,)
