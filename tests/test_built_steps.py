@@ -19,7 +19,7 @@ from tests.flash_steps import Greedy, builder_for
 from tests.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, make_builder, make_inputs, make_layer
 from tests.support import make_config
 from tests.test_hybrid_cache import Hybrid
-from vattn.errors import MetadataError, VattnError
+from vattn.errors import ArgumentsError, ConfigError, MetadataError, ShapeError, VattnError
 from vattn.export import ExportedStep
 from vattn.metadata import AttentionMetadata
 
@@ -356,3 +356,53 @@ def test_the_error_is_ours_and_a_value_error() -> None:
     with pytest.raises(VattnError, match=OLDER) as found, vattn.forward_context(older):
         pass
     assert isinstance(found.value, ValueError)
+
+
+def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
+    """Return calls that take a step, with something else."""
+    layer, builder = zeroed(make_layer()), make_builder()
+    step, rows = builder.build([2, 3], [2, 3], TABLES), torch.randn(5, 3)
+
+    def inputs(step: AttentionMetadata) -> list[Tensor]:
+        return [torch.zeros(step.slot_mapping.shape[0], heads * SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    runner = vattn.CUDAGraphRunner(layer, [2], make_builder(layers=layer), inputs)
+    return {
+        "a block size that is a text": (MetadataError, lambda: step.check("16")),  # type: ignore[arg-type]
+        "a block size of none": (MetadataError, lambda: step.check(0)),
+        "no block size": (ArgumentsError, lambda: step.check()),  # type: ignore[call-arg]
+        "blocks that are a text": (MetadataError, lambda: step.check(BLOCK, "8")),  # type: ignore[arg-type]
+        "a builder's check of nothing": (MetadataError, lambda: builder.check(None)),  # type: ignore[arg-type]
+        "rows of a builder": (MetadataError, lambda: vattn.kept_rows(rows, builder)),  # type: ignore[arg-type]
+        "rows that are a list": (ShapeError, lambda: vattn.kept_rows([1.0], step)),  # type: ignore[arg-type]
+        "rows that are a number": (ShapeError, lambda: vattn.kept_rows(torch.tensor(1.0), step)),
+        "a replay of nothing": (MetadataError, lambda: runner(*inputs(step), metadata=None)),  # type: ignore[arg-type]
+        "a step of nothing": (MetadataError, lambda: runner.build(None, [1], [[1]])),  # type: ignore[arg-type]
+        "inputs that are one tensor": (
+            ConfigError, lambda: vattn.CUDAGraphRunner(layer, [2], builder, lambda step: inputs(step)[0])  # type: ignore[arg-type]
+        ),
+        "inputs that are a number": (ConfigError, lambda: vattn.CUDAGraphRunner(layer, [2], builder, lambda step: 3)),  # type: ignore[arg-type]
+    }  # fmt: skip
+
+
+WRONG_CALLS = (
+    "a block size that is a text",
+    "a block size of none",
+    "no block size",
+    "blocks that are a text",
+    "a builder's check of nothing",
+    "rows of a builder",
+    "rows that are a list",
+    "rows that are a number",
+    "a replay of nothing",
+    "a step of nothing",
+    "inputs that are one tensor",
+    "inputs that are a number",
+)
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_what_is_no_step_is_refused(name: str) -> None:
+    error, call = wrong_calls()[name]
+    with pytest.raises(error):
+        call()

@@ -298,8 +298,8 @@ def test_drafting_nests_and_survives_errors() -> None:
     builder = make_builder()
     bias, common = builder.tree_attn_bias.clone(), draft_step(builder, 2)
     outer = builder.build_for_drafting(common, 1)
-    with pytest.raises(MetadataError):
-        builder.build_for_drafting(draft_step(builder, 6), 1)
+    with pytest.raises(MetadataError, match="at most 2"):
+        builder.build_for_drafting(draft_step(make_builder(), 6), 1)
     inner = builder.build_for_drafting(outer, 2)
     assert builder.build_for_drafting(inner, 0).tree_bias is None
     assert outer.tree_bias is not None and common.tree_bias is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,9 +20,10 @@ from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestErro
 from vattn.graph_edges import start_early
 from vattn.host_integers import integer
 from vattn.keywords import known_keywords
-from vattn.metadata import AttentionMetadata, CaptureKey, is_rewritten, rewritten
+from vattn.metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
 from vattn.ops import variants
+from vattn.step_input import read_integers
 
 logger = logging.getLogger("vattn")
 
@@ -247,7 +248,14 @@ class CUDAGraphRunner:
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
         """Return buffers for a step's inputs: views of those of the largest size, or the builder's own tensors."""
         own = {tensor.data_ptr() for tensor in metadata.tensors().values()}
-        samples = [sample.to(self.builder.device) for sample in self._make_inputs(metadata)]
+        made = self._make_inputs(metadata)
+        listed = isinstance(made, Iterable) and not isinstance(made, Tensor)
+        made = list(made) if listed else made
+        if not listed or not all(isinstance(sample, Tensor) for sample in made):
+            raise ConfigError(
+                f"make_inputs returned {made!r:.60}", "a list of tensors", "return the function's arguments in order"
+            )
+        samples = [sample.to(self.builder.device) for sample in made]
         if not self._buffers:
             self._buffers = [sample if sample.data_ptr() in own else sample.clone() for sample in samples]
         inputs = []
@@ -309,8 +317,8 @@ class CUDAGraphRunner:
             GraphContractError: no capture holds the step (ask `key_for` first), or it contradicts the capture.
             MetadataError: as `AttentionMetadataBuilder.build`.
         """
-        num_reqs = len(query_lens)
-        num_tokens = int(query_lens.sum() if isinstance(query_lens, Tensor) else sum(query_lens))
+        query_lens = read_integers("query_lens", query_lens)
+        num_reqs, num_tokens = query_lens.shape[0], int(query_lens.sum())
         key = self.key_for(num_reqs, num_tokens)
         if key is None:
             sizes = ", ".join(f"{key.num_reqs} requests and {key.num_tokens} tokens" for key in self._entries)
@@ -334,9 +342,7 @@ class CUDAGraphRunner:
             GraphContractError: metadata, inputs or caches that contradict the capture.
             MetadataError: an older step than the newest of its builder.
         """
-        if is_rewritten(metadata):
-            raise rewritten(metadata, "CUDAGraphRunner")
-        entry = self._entry(metadata)
+        entry = self._entry(step_of(metadata, "CUDAGraphRunner"))
         if self._cache_addresses() != self._caches:
             raise GraphContractError(
                 "a KV cache was bound again after the capture",

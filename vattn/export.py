@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vattn.backends.base import parse_version
 from vattn.context import forward_context
 from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, UnsupportedRequestError
-from vattn.metadata import TENSOR_FIELDS, AttentionMetadata, is_rewritten, rewritten
+from vattn.metadata import TENSOR_FIELDS, AttentionMetadata, step_of
 
 StepInputs = tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
 """What an exported program takes: the model's arguments, the metadata's tensors by name, the caches by layer."""
@@ -67,8 +67,7 @@ class ExportedStep:
         Raises:
             MetadataError: an older step than the newest of its builder.
         """
-        if is_rewritten(metadata):
-            raise rewritten(metadata, "inputs() of an exported step")
+        step_of(metadata, "inputs() of an exported step")
         caches = {name: layer.get_buffer("kv_cache") for name, layer in _cached_layers(self.model).items()}
         return args, metadata.tensors(), caches
 

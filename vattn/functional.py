@@ -11,7 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config import AttentionConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.metadata import AttentionMetadata, step_of
 from vattn.rope_config import RopeConfig
 
 
@@ -232,14 +232,7 @@ def _check_tensors(optional: bool = False, **given: object) -> None:
 def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
     _check_config(config)
-    if not isinstance(metadata, AttentionMetadata):
-        raise MetadataError(
-            f"metadata of type {type(metadata).__name__}",
-            "AttentionMetadata",
-            "pass what builder.build returned, or its .common where it has one",
-        )
-    if is_rewritten(metadata):
-        raise rewritten(metadata, "paged_attention()")
+    step_of(metadata, "paged_attention()")
     if metadata.causal is False and config.causality != "bidirectional":
         raise MetadataError(
             f"a step built with causal=False for a config with causality {config.causality}",

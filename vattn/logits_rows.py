@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vattn import context
 from vattn.cross_step import packed_rows
-from vattn.errors import MetadataError
-from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.errors import MetadataError, ShapeError
+from vattn.metadata import AttentionMetadata, step_of
 from vattn.step_input import Lengths, check_count, read_integers
 
 
@@ -106,8 +106,7 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
             "AttentionMetadata and an int64 tensor",
             "vattn.fast_prefill(step, indices)",
         )
-    if is_rewritten(metadata):
-        raise rewritten(metadata, "fast_prefill()")
+    step_of(metadata, "fast_prefill()")
     starts, tokens = metadata.query_start_loc, metadata.slot_mapping.shape[0]
     right = logits_indices.dim() == 1 and logits_indices.dtype == torch.int64
     if not right or logits_indices.device != starts.device or logits_indices.shape[0] > tokens:
@@ -142,12 +141,12 @@ def kept_rows(rows: Tensor, metadata: AttentionMetadata | None = None) -> Tensor
         >>> vattn.kept_rows(torch.arange(5.0), step)
         tensor([2., 4.])
     """
+    if not isinstance(rows, Tensor) or not rows.dim():
+        came = f"a tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise ShapeError(f"kept_rows() of {came}", "a tensor [tokens, ...]", "pass hidden states or a residual")
     if metadata is None:
         metadata = context.current
     if metadata is None:
         return rows
-    if is_rewritten(metadata):
-        raise rewritten(metadata, "kept_rows()")
-    if metadata.logits_indices is None:
-        return rows
-    return rows.index_select(0, metadata.logits_indices)
+    kept = step_of(metadata, "kept_rows()").logits_indices
+    return rows if kept is None else rows.index_select(0, kept)

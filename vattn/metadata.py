@@ -16,6 +16,8 @@ from torch import Tensor
 from vattn.built_step import BuiltStep
 from vattn.context_parallel.stripe import Stripe
 from vattn.errors import MetadataError
+from vattn.host_integers import read_count
+from vattn.keywords import known_keywords
 
 _INT32_END = 1 << 31
 
@@ -182,6 +184,7 @@ class AttentionMetadata:
         for name, tensor in self.tensors().items():
             mark_once(tensor, *([0, 1, 2] if name == "tree_bias" else [0]))
 
+    @known_keywords
     def check(self, block_size: int, num_blocks: int | None = None) -> None:
         """Test what only a device sync can tell; for tests and debugging.
 
@@ -196,6 +199,9 @@ class AttentionMetadata:
         """
         if is_rewritten(self):
             raise rewritten(self, "check()")
+        block_size = read_count("block_size", block_size, 1, "pass that of the cache", MetadataError)
+        if num_blocks is not None:
+            num_blocks = read_count("num_blocks", num_blocks, 1, "pass that of the cache, or None", MetadataError)
         host = {name: tensor.cpu() for name, tensor in self.tensors().items() if not name.startswith("plans.")}
         _check_shapes(host)
         _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
@@ -250,6 +256,23 @@ def mark_once(tensor: Tensor, *dims: int) -> None:
     """
     if not set(dims) <= getattr(tensor, "_dynamo_weak_dynamic_indices", set()):
         torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+
+
+def step_of(metadata: object, where: str) -> AttentionMetadata:
+    """Return the metadata of a step that `where` takes.
+
+    Raises:
+        MetadataError: something else, or a step over which its builder has written another one.
+    """
+    if not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"{where} got metadata of type {type(metadata).__name__}",
+            "AttentionMetadata",
+            "pass what builder.build returned, or its .common where it has one",
+        )
+    if is_rewritten(metadata):
+        raise rewritten(metadata, where)
+    return metadata
 
 
 def is_rewritten(metadata: AttentionMetadata) -> bool:

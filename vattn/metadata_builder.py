@@ -26,7 +26,7 @@ from vattn.errors import ConfigError, DeviceError, MetadataError
 from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
 from vattn.logits_rows import read_num_logits, write_logits_indices
-from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.next_step import FollowingSteps, moved_on, write_following
 from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
 from vattn.step_buffers import StepBuffers, alias
@@ -105,7 +105,9 @@ class AttentionMetadataBuilder:
         self.max_num_tokens = max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
         self.max_seq_len = max_seq_len = _capacity("max_seq_len", max_seq_len)
         if block_size is not None:
-            block_size = _capacity("block_size", block_size)
+            block_size = read_count(
+                "block_size", block_size, 1, "leave it out, or pass that of the layers' CacheConfig"
+            )
         self.decode_threshold = _capacity("decode_threshold", decode_threshold)
         max_mm_ranges, max_trees, max_tree_size, max_encoder_len = (
             _capacity(name, size, 0)
@@ -400,7 +402,7 @@ class AttentionMetadataBuilder:
 
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
-        metadata.check(self.block_size, self.num_blocks)
+        step_of(metadata, "check()").check(self.block_size, self.num_blocks)
 
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""

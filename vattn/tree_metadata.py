@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.errors import ConfigError, MetadataError
 from vattn.host_integers import read_count
-from vattn.metadata import AttentionMetadata, CaptureKey, is_rewritten, rewritten
+from vattn.metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_input import Lengths, check_count, read_integers
 from vattn.token_tree import TokenTree, TreeChoices
@@ -248,16 +248,11 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             >>> drafts.tree_bias[0, :2, :2].tolist()
             [[0.0, -inf], [-inf, 0.0]]
         """
-        if not isinstance(common_metadata, AttentionMetadata):
-            raise MetadataError(
-                f"metadata of type {type(common_metadata).__name__}", "AttentionMetadata", "pass what build returned"
-            )
+        step_of(common_metadata, "build_for_drafting()")
         if type(draft_index) is not int or not 0 <= draft_index <= self.tree.depth:
             raise MetadataError(
                 f"draft_index={draft_index!r}", f"0 to {self.tree.depth}, the levels of the tree", "pass a level"
             )
-        if is_rewritten(common_metadata):
-            raise rewritten(common_metadata, "build_for_drafting()")
         num_reqs = common_metadata.seq_lens.shape[0]
         if common_metadata.seq_lens.device != self._draft_ids.device or num_reqs > self.max_num_reqs:
             raise MetadataError(
