@@ -234,3 +234,15 @@ def test_scales_of_groups_are_quotients(dtype: torch.dtype) -> None:
     by = rounded(1 / torch.tensor(448.0).double())
     product = rounded(every.double() * by)
     assert torch.equal(rounded(rounded(every.double() - product * 448) * by + product).float(), every / 448)
+
+
+@pytest.mark.parametrize("scale", [0.07, 1e-12, 1e-30, 0.0, -0.07])
+def test_hidden_keys_need_a_scale(scale: float) -> None:
+    """64 rows at a time hide keys behind a number in units of the scale; other kernels take what has no such number."""
+    config = layer(num_heads=128, scale=scale)
+    large = scale >= 1e-12
+    assert mla_launch.rows_per_program(config, 1) == (64 if large else 32)
+    assert mla_launch.groups_of_rows(config, 2) == (4 if large else 8)
+    refused = mla_sparse.refusals(config.replace(sparse=True), HOPPER)
+    assert [text.split()[0] for text in refused] == ([] if large else ["scale"])
+    assert not mla_sparse.refusals(layer(kv_cache_dtype="fp8_e4m3", scale=scale, sparse=True), HOPPER)
