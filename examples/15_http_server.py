@@ -36,7 +36,7 @@ def serve() -> None:
                     outputs.pop(old, None)
                     continue
                 try:
-                    request = generator.add(prompt, sampling)
+                    request = generator.add(prompt, vattn.Sampling(*sampling))
                     outputs[request] = put
                     put(request)
                 except vattn.errors.VattnError as error:
@@ -53,7 +53,7 @@ def serve() -> None:
 async def generate(prompt: str, max_new_tokens: int = 64, temperature: float = 0.0) -> StreamingResponse:
     """Stream the text of one prompt; who goes away cancels it."""
     loop, texts = asyncio.get_running_loop(), asyncio.Queue()
-    sampling = vattn.Sampling(max_new_tokens, temperature)
+    sampling = max_new_tokens, temperature
     jobs.put((prompt, sampling, lambda item: loop.call_soon_threadsafe(texts.put_nowait, item), None))
     request = await texts.get()
     if isinstance(request, Exception):

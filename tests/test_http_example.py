@@ -46,6 +46,9 @@ def test_clients(client: Any) -> None:
     answer = client.post("/generate", params={"prompt": "x", "max_new_tokens": 10**6})
     status, text = answer.status_code, answer.text
     assert status == 422 and "tokens together" in text
+    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}):
+        answer = client.post("/generate", params={"prompt": "x", **wrong})
+        assert answer.status_code == 422 and next(iter(wrong)) in answer.text
 
 
 def test_a_client_that_goes_away_cancels_its_request(server: Any) -> None:

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the subcommand and return the exit status: 0, 1 for a miss under `--strict`, 2 for a mistake."""
     try:
+        if options.dot and not os.path.isdir(os.path.dirname(os.path.abspath(options.dot))):
+            raise ConfigError(f"--dot {options.dot}", "a file in a folder that exists", "make the folder first")
         report, pictures = explain_fusion(load(options.target))
     except VattnError as error:
         print(f"vattn: {error}", file=sys.stderr)

@@ -91,6 +91,11 @@ def test_wrong_targets(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("vattn: ")
 
 
+def test_a_picture_that_could_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain-fusion", f"{__name__}:fusing", "--dot", str(tmp_path / "none" / "o.dot")]) == 2
+    assert "a folder that exists" in capsys.readouterr().err
+
+
 def test_a_target_that_is_no_function() -> None:
     with pytest.raises(ConfigError, match="is no function"):
         explain_fusion.load(f"{__name__}:not_callable")
