@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def items_of(step: Step, rng: random.Random) -> list[list[int]]:
         parts = [0, tiles]
         if rows <= step.split and tiles > 1:
             parts = sorted({*parts, *rng.sample(range(1, tiles), rng.randint(0, min(2, tiles - 1)))})
-        for first, end in zip(parts, parts[1:], strict=False):
+        for first, end in itertools.pairwise(parts):
             items.append([request, first, end, slots if len(parts) > 2 else -1])
             slots += len(parts) > 2
     rng.shuffle(items)
