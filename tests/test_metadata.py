@@ -12,6 +12,7 @@ import vattn
 from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, GraphContractError, MetadataError
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
+from vattn.step_buffers import Staging
 
 BLOCK = 8
 
@@ -350,3 +351,49 @@ def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
     if kind.startswith("Flash"):
         with pytest.raises(ConfigError, match="Block size must be a multiple of 16"):
             make(2, 8, 64, layers=small)
+
+
+class Event:
+    """What stands in for CUDA's events, and notes what becomes of them."""
+
+    log: list[tuple[str, int]]
+
+    def __init__(self) -> None:
+        self.index = len(self.log)
+        self.log.append(("made", self.index))
+
+    def record(self, stream: object) -> None:
+        self.log.append(("recorded", self.index))
+
+    def synchronize(self) -> None:
+        self.log.append(("waited for", self.index))
+
+
+def test_a_staging_set_is_filled_when_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sets in turn; each waits for its own copies, of two steps ago. Copies themselves: tests/gpu."""
+    Event.log = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    buffers: list[int] = [9]
+    made: list[list[int]] = []
+
+    def make() -> list[int]:
+        made.append([len(made)])
+        return made[-1]
+
+    staging = Staging(buffers, make, torch.device("cuda"))
+    del Event.log[:]
+    used = []
+    for _ in range(4):
+        used.append(staging.next())
+        staging.copied()
+    assert len(made) == 2 and used[0] is used[2] and used[1] is used[3]
+    assert {id(each) for each in used} == {id(each) for each in made} and buffers not in made
+    first, second = Event.log[0][1], Event.log[2][1]
+    assert first != second
+    assert Event.log == [(what, index) for index in (first, second) * 2 for what in ("waited for", "recorded")]
+    del Event.log[:]
+    own = Staging(buffers, lambda: [1], torch.device("cpu"))
+    assert own.next() is buffers and own.next() is buffers
+    own.copied()
+    assert not Event.log

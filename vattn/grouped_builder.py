@@ -15,6 +15,7 @@ from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder
+from vattn.step_buffers import Staging
 from vattn.step_input import Lengths, Step, read_integers, read_step
 
 
@@ -72,13 +73,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         extra = max(0, len(self._own) - 1)
         with torch.inference_mode(False):
             self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
-            self._table_staging = [self._tables]
-            self._tables_copied: list[torch.cuda.Event | None] = [None]
-            if self.device.type == "cuda":
-                host = torch.device("cpu")
-                self._table_staging = [[_TableBuffers(self, host, pinned=True) for _ in range(extra)] for _ in range(2)]
-                self._tables_copied = [torch.cuda.Event() for _ in range(2)]
-        self._table_turn = 0
+            host = torch.device("cpu")
+            self._table_staging = Staging(
+                self._tables, lambda: [_TableBuffers(self, host, pinned=True) for _ in range(extra)], self.device
+            )
 
     def build(  # type: ignore[override]
         self,
@@ -173,17 +171,12 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def _write_tables(self, steps: Sequence[Step], num_reqs: int, num_tokens: int) -> None:
         """Fill a staging set and enqueue its copies, as `AttentionMetadataBuilder` does for everything else."""
-        self._table_turn = (self._table_turn + 1) % len(self._table_staging)
-        staging, copied = self._table_staging[self._table_turn], self._tables_copied[self._table_turn]
-        if copied is not None:
-            copied.synchronize()
-        for source, target, step in zip(staging, self._tables, steps, strict=True):
+        for source, target, step in zip(self._table_staging.next(), self._tables, steps, strict=True):
             source.fill(step, num_reqs, num_tokens)
-            if copied is not None:
+            if source is not target:
                 target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
                 target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
-        if copied is not None:
-            copied.record(torch.cuda.current_stream(self.device))
+        self._table_staging.copied()
 
 
 def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:

@@ -29,7 +29,7 @@ from vattn.logits_rows import read_num_logits, write_logits_indices
 from vattn.metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.next_step import FollowingSteps, moved_on, write_following
 from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
-from vattn.step_buffers import StepBuffers, alias
+from vattn.step_buffers import Staging, StepBuffers, alias
 from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
 from vattn.step_plans import StepPlans, all_layers, block_size_of, find_layers
 
@@ -174,13 +174,8 @@ class AttentionMetadataBuilder:
         self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
         self._suffix_lens = torch.zeros(self._limits.num_reqs, dtype=torch.int32, device=self.device)
         self._suffix_table = torch.zeros_like(self._buffers.block_table)
-        self._staging = [self._buffers]
-        self._copied: list[torch.cuda.Event | None] = [None]
-        if self.device.type == "cuda":
-            # Two sets in turn: the host fills one while the device may still be reading the other.
-            self._staging = [StepBuffers(self._limits, torch.device("cpu"), pinned=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turn = 0
+        host = torch.device("cpu")
+        self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
         self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
         """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
 
@@ -329,10 +324,8 @@ class AttentionMetadataBuilder:
         for layer in self._sink_layers:
             layer.write_changed_sinks()
         self._built, built = None, self._steps.begin()
-        staging, copied = self._next_staging()
-        write_following(step, staging, self._buffers)
-        if copied is not None:
-            copied.record(torch.cuda.current_stream(self.device))
+        write_following(step, self._staging.next(), self._buffers)
+        self._staging.copied()
         # Its tensors are those of the step before, which Dynamo knows as dynamic.
         after = moved_on(before, built)
         self._derive(after, step)
@@ -440,21 +433,12 @@ class AttentionMetadataBuilder:
 
     def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:
         """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""
-        staging, copied = self._next_staging()
+        staging = self._staging.next()
         staging.fill(step, num_reqs, num_tokens)
-        if copied is None:
-            return
-        for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
-            target.copy_(source, non_blocking=True)
-        copied.record(torch.cuda.current_stream(self.device))
-
-    def _next_staging(self) -> tuple[StepBuffers, torch.cuda.Event | None]:
-        """Return the staging set that the device has read, and the event that says when it has again."""
-        self._turn = (self._turn + 1) % len(self._staging)
-        staging, copied = self._staging[self._turn], self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
-        return staging, copied
+        if staging is not self._buffers:
+            for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
+                target.copy_(source, non_blocking=True)
+        self._staging.copied()
 
 
 def _capacity(name: str, size: Any, least: int = 1) -> int:

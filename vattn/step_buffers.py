@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from vattn.step_input import Limits, Step
 
 _ALIGNMENT = 64
 """Rows of the small buffers start on multiples of this many elements, so that kernels may assume aligned addresses."""
+
+
+Buffers = TypeVar("Buffers")
 
 
 class StepBuffers:
@@ -80,6 +84,37 @@ class StepBuffers:
             yield self.tree_bias[:size], to.tree_bias[:size]
         if step.cross is not None:
             yield self.cross_block_table[:num_reqs], to.cross_block_table[:num_reqs]
+
+
+class Staging(Generic[Buffers]):
+    """Where a step is written before it is copied to the device: two sets of host buffers in turn.
+
+    The host fills one while the device may still be reading the other. Where the buffers themselves are the host's,
+    they are all there is.
+
+    Args:
+        buffers: what kernels read.
+        make: makes a set of the same sizes in pinned memory.
+        device: of `buffers`.
+    """
+
+    def __init__(self, buffers: Buffers, make: Callable[[], Buffers], device: torch.device) -> None:
+        apart = device.type == "cuda"
+        self._sets = [make(), make()] if apart else [buffers]
+        self._copied = [torch.cuda.Event() for _ in self._sets] if apart else []
+        self._device, self._turn = device, 0
+
+    def next(self) -> Buffers:
+        """Return the set to fill, once the device has read what was copied out of it."""
+        self._turn = (self._turn + 1) % len(self._sets)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._sets[self._turn]
+
+    def copied(self) -> None:
+        """Note that all copies out of that set are enqueued on the current stream."""
+        if self._copied:
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
 
 def alias(view: Tensor) -> Tensor:
