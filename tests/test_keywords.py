@@ -9,7 +9,7 @@ from torch import nn
 
 import vattn
 from vattn.context_parallel import ContextParallel
-from vattn.errors import ArgumentsError, ConfigError, UnknownOptionError, VattnError
+from vattn.errors import ArgumentsError, ConfigError, ScaleError, UnknownOptionError, VattnError
 from vattn.keywords import known_keywords, meant
 
 
@@ -204,6 +204,9 @@ def test_a_layer_without_a_prefix_is_called_so() -> None:
 
 REFUSED_AT_ONCE = {
     "no callable": (lambda: vattn.compile(3), ConfigError, "compile with int"),
+    "no layers": (lambda: vattn.compile_regions(3), ConfigError, "compile_regions of int"),
+    "layers that are none": (lambda: vattn.compile_regions(["layer"]), ConfigError, "compile_regions of str"),
+    "no path": (lambda: vattn.read_encoder_scales(None), ScaleError, "scale file None"),
     "mode and options": (
         lambda: vattn.compile(abs, mode="max-autotune", options=vattn.options()),
         ConfigError,

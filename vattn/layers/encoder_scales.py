@@ -71,6 +71,9 @@ def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, flo
     Raises:
         ScaleError: the file is missing or torn, holds something else, or a scale that is not positive and finite.
     """
+    where = f"scale file {path!r:.80}"
+    if not isinstance(path, (str, os.PathLike)):
+        raise ScaleError(where, "a path", "name the file that save_encoder_scales wrote")
     where = f"scale file {os.fspath(path)!r}"
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
