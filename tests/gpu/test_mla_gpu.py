@@ -113,10 +113,11 @@ def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
-def test_scores_in_turns(heads: int, block_size: int) -> None:
+@pytest.mark.parametrize("scores", ["turns", "fetched"])
+def test_scores_in_turns(heads: int, block_size: int, scores: str) -> None:
     """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
     config = deepseek(num_heads=heads, block_size=block_size)
-    with variants.using(latent_scores="turns"):
+    with variants.using(latent_scores=scores):
         check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
         check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
         check(config, [1], [9000], True)
@@ -205,7 +206,7 @@ def test_decode_of_uneven_queries(heads: int) -> None:
     check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
 
 
-WAYS = [(16, "first"), (128, "first"), (128, "turns")]
+WAYS = [(16, "first"), (128, "first"), (128, "turns"), (128, "fetched")]
 
 
 @pytest.mark.parametrize(("heads", "scores"), WAYS)

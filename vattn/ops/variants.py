@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_scores": ("first", "turns"),
+    "latent_scores": ("first", "turns", "fetched"),
     "latent_quotients": ("corrected", "limited"),
     "latent_loads": ("together", "spread", "late"),
     "latent_turns": ("short", "long", "ahead", "free"),
@@ -76,7 +76,7 @@ class Variants:
             Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_scores: which warpgroup scores keys in latent decode of 64 rows a program on Hopper: the "first" alone,
-            or both in "turns", a tile each.
+            or both in "turns", a tile each; "fetched", so, and tiles are asked for in L2 before there is room for them.
         latent_quotients: quotients of quantised outputs of Hopper's expanded latent attention: "corrected" products, or
             FP8's by products "limited" first, and a given scale loaded once.
         latent_loads: what Hopper's expanded latent attention loads first of a row tile: "together", the queries of both

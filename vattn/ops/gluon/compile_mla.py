@@ -239,7 +239,10 @@ def main() -> int:
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
     cases += [
-        partial(recorded, *case, scores="turns") for case in turns() if options.only in "turns " + case[0].encode()
+        partial(recorded, *case, scores=scores)
+        for scores in ("turns", "fetched")
+        for case in turns()
+        if options.only in f"{scores} {case[0].encode()}"
     ]
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]

@@ -71,9 +71,41 @@ def load_tile(
     )  # fmt: skip
 
 
+AHEAD = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+"""Ask for memory to be brought into L2; one lane does."""
+
+
+@gluon.jit
+def fetch_block(cache, block, part, num_blocks, ROWS_OF_IT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Ask for rows of a block of the cache, which is contiguous, of any one for a block that is none."""
+    known = (block >= 0) & (block < num_blocks)
+    row = gl.where(known, block, 0).to(gl.int64) * BLOCK_SIZE + part * ROWS_OF_IT
+    size: gl.constexpr = ROWS_OF_IT * (LATENT + ROPE) * 2
+    gl.inline_asm_elementwise(
+        AHEAD, "=r,l,r", [cache + row * (LATENT + ROPE), gl.to_tensor(size)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fetch_tile(cache, tile, blocks, num_blocks, BLOCK_SIZE: gl.constexpr):
+    """Ask for the rows of a tile, so that their copy finds them in L2."""
+    p0, p1, p2, p3 = blocks
+    if BLOCK_SIZE >= TILE:
+        fetch_block(cache, p0, tile % (BLOCK_SIZE // TILE), num_blocks, TILE, BLOCK_SIZE)
+    else:
+        fetch_block(cache, p0, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
+        fetch_block(cache, p1, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
+        if BLOCK_SIZE < 32:
+            fetch_block(cache, p2, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
+            fetch_block(cache, p3, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
+
+
 @gluon.jit
 def produce_turns(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -95,16 +127,26 @@ def produce_turns(
                 query_free, query_phase, ROWS, False,
             )  # fmt: skip
             query_phase ^= 1
+            following = block_ids(table, first + 1, last_block, BLOCK_SIZE)
             for tile in range(first, last, 2):
-                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                # The ids of the next two tiles, read before the loads of these two.
+                even = block_ids(table, tile + 2, last_block, BLOCK_SIZE)
+                odd = block_ids(table, tile + 3, last_block, BLOCK_SIZE)
                 load_tile(boxes, rope_boxes, tile, num_blocks, blocks, latents, ropes, ready, free, even_phase, 0,
                           BLOCK_SIZE, LAYOUT)  # fmt: skip
                 even_phase ^= 1
-                blocks = block_ids(table, tile + 2, last_block, BLOCK_SIZE)
+                if cache is not None:
+                    if tile + 2 < last:
+                        fetch_tile(cache, tile + 2, even, num_blocks, BLOCK_SIZE)
                 if tile + 1 < last:
                     load_tile(boxes, rope_boxes, tile + 1, num_blocks, following, latents, ropes, ready, free,
                               odd_phase, 1, BLOCK_SIZE, LAYOUT)  # fmt: skip
                     odd_phase ^= 1
+                if cache is not None:
+                    if tile + 3 < last:
+                        fetch_tile(cache, tile + 3, odd, num_blocks, BLOCK_SIZE)
+                blocks = even
+                following = odd
 
 
 @gluon.jit
@@ -465,7 +507,7 @@ def mla_decode_turns_kernel(
                     arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (produce_turns, (
-                    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
+                    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes,
                     query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
                 )),
             ],

@@ -312,8 +312,10 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        if variants.current().latent_scores == "turns":
-            mla_decode_turns_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+        chosen = variants.current().latent_scores
+        if chosen in ("turns", "fetched"):
+            cached = args.kv_cache if chosen == "fetched" else None
+            mla_decode_turns_kernel[grid](cache=cached, GATHER=False, **boxes, **common)
         else:
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
