@@ -6,10 +6,13 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import vattn
@@ -356,6 +359,38 @@ def test_the_error_is_ours_and_a_value_error() -> None:
     with pytest.raises(VattnError, match=OLDER) as found, vattn.forward_context(older):
         pass
     assert isinstance(found.value, ValueError)
+
+
+@given(st.lists(st.sampled_from(["build", "advance", "refused", "copy"]), max_size=12), st.randoms())
+def test_any_program_runs_the_newest_step_of_each_builder_alone(program: list[str], random: Random) -> None:
+    """The model: an object may run if nothing was written behind it, or if it is a copy of one that may."""
+    layer, builders = zeroed(make_layer()), [make_builder(), make_builder()]
+    steps: list[tuple[AttentionMetadata, int]] = []
+    newest: dict[int, list[AttentionMetadata]] = {0: [], 1: []}
+    lengths = {0: 0, 1: 0}
+    for action in program:
+        which = random.randrange(2)
+        own = newest[which]
+        if action == "advance" and own and lengths[which] % BLOCK:
+            lengths[which] += 1
+            newest[which] = [builders[which].advance(own[0], [])]
+        elif action == "refused":
+            with pytest.raises(MetadataError):
+                builders[which].build([1, 1], [99, 1], TABLES)
+            continue
+        elif action == "copy" and own:
+            own.append(dataclasses.replace(random.choice(own)))
+        else:
+            lengths[which] = random.randint(1, 3 * BLOCK)
+            newest[which] = [builders[which].build([1], [lengths[which]], TABLES[which:][:1])]
+        steps += [(step, which) for step in newest[which] if all(step is not known for known, _ in steps)]
+    for step, which in steps:
+        with torch.no_grad():
+            if any(step is each for each in newest[which]):
+                layer(*make_inputs(step.slot_mapping.shape[0]), metadata=step)
+            else:
+                with refused():
+                    layer(*make_inputs(step.slot_mapping.shape[0]), metadata=step)
 
 
 def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
