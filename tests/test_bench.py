@@ -270,9 +270,10 @@ def test_bars(rows: list[dict[str, Any]], tmp_path: Path) -> None:
 
 def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:
     other = tmp_path / "other.json"
-    other.write_text("[1]")
-    with pytest.raises(ConfigError, match="format"):
-        report.read_result(other)
+    for content in ("[1]", "{}", '{"format": 1, "rows": [{}]}', '{"format": 1, "rows": [3]}', '{"format": 1}'):
+        other.write_text(content)
+        with pytest.raises(ConfigError, match="format"):
+            report.read_result(other)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
         report.check_plotting(tmp_path / "out.png")

@@ -149,11 +149,15 @@ def read_result(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}", "a file of `vattn bench attention --json`", "run it again") from error
-    if not isinstance(result, dict) or result.get("format") != FORMAT or not isinstance(result.get("rows"), list):
+    try:
+        whole = result["format"] == FORMAT and heading(result) and [cells_of(row) for row in result["rows"]]
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if whole is False:
         raise ConfigError(
             f"{path}", f"results of format {FORMAT}", "run `python -m vattn bench attention --json` again"
         )
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def check_plotting(path: Path) -> None:
