@@ -1,6 +1,6 @@
 """Run a Gluon kernel's own Python on a CPU: its indices, its barriers and its order, in threads; layouts mean nothing.
 
-Only what `vattn.ops.gluon.few_rows` and `few_rows_tall` use is here. Copies land at once, barriers count arrivals
+Only what `vattn.ops.gluon.few_rows` uses is here. Copies land at once, barriers count arrivals
 and bytes as the hardware does, and whoever waits longer than a few seconds fails: that is a deadlock on a GPU.
 """
 
@@ -74,7 +74,7 @@ class Pointer:
 
 
 class Boxes:
-    """A tensor map over `[panels, rows, columns]` or `[rows, columns]`; boxes are zero beyond it.
+    """A tensor map over `[panels, rows, columns]`; boxes are zero beyond it.
 
     `kind` is `"weights"` or `"inputs"`.
     """
@@ -147,9 +147,8 @@ class Program:
         return Memory(torch.full(shape, torch.nan))
 
     def _copy(self, boxes: Boxes, start: list[int], barrier: Barrier, target: Memory) -> None:
-        if all(first < whole for first, whole in zip(start, boxes.tensor.shape, strict=True)):
-            assert boxes.kind == "weights" or getattr(self.waited, "done", False), "the input is read too early"
-            self.steps.append(boxes.kind)
+        assert boxes.kind == "weights" or getattr(self.waited, "done", False), "the input is read before it is there"
+        self.steps.append(boxes.kind)
         target.store(boxes.box(start))
         size = self.panel_bytes * math.prod(boxes.block_shape[:-1])
         barrier.change(0, -size)

@@ -22,6 +22,10 @@ KERNELS = {
     10: "rope_update_kernel",
     11: "decode_cluster_kernel",
     12: "few_rows_kernel",
+    13: "triton_poi_fused_add_view_3",
+    14: "triton_red_fused_mean_mul_rsqrt_0",
+    15: "triton_per_fused_mean_10",
+    16: "triton_mine_0",
 }
 """Kernel nodes; others are no kernels."""
 
@@ -69,10 +73,19 @@ def test_edges_into_kernels_that_wait() -> None:
     kept = [(4, 1, 1, 1), (1, 4, 1, 1), (1, 2, 0, 0), (9, 3, 0, 0), (1, 9, 0, 0), (2, 3, BEGUN, 1), (1, 5, 0, 0)]
     kept += [(1, 6, 1, 1), (1, 8, 1, 1)]  # Names that only hold one of theirs.
     kept += [(10, 11, 1, 1), (5, 4, 1, 1)]
-    driver = Driver([*kept, (1, 2, 1, 1), (4, 3, 1, 1), (4, 5, 1, 1), (1, 10, 1, 1), (3, 12, 1, 1)])
-    assert start_early(7, driver) == 5
+    # Not the first of a graph, behind no kernel of Inductor, no kernel of Inductor; waiting anyway.
+    kept += [(13, 15, 1, 1), (2, 14, 1, 1), (16, 14, 1, 1), (13, 16, 1, 1), (15, 14, 0, 0)]
+    driver = Driver([*kept, (1, 2, 1, 1), (4, 3, 1, 1), (4, 5, 1, 1), (1, 10, 1, 1), (3, 12, 1, 1), (13, 14, 1, 1)])
+    assert start_early(7, driver) == 6
     # RoPE waits for the end of what is before it where another kernel than decode in clusters is behind it.
-    changed = [(1, 2, BEGUN, 1), (4, 3, BEGUN, 1), (4, 5, 0, 0), (1, 10, BEGUN, 1), (3, 12, BEGUN, 1)]
+    changed = [
+        (1, 2, BEGUN, 1),
+        (4, 3, BEGUN, 1),
+        (4, 5, 0, 0),
+        (1, 10, BEGUN, 1),
+        (3, 12, BEGUN, 1),
+        (13, 14, BEGUN, 1),
+    ]
     assert sorted(driver.edges) == sorted([*kept, *changed])
     assert start_early(7, driver) == 0
 

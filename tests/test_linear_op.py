@@ -111,15 +111,14 @@ def test_which_kernel_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(linear, "INTERPRETED", types.SimpleNamespace(value=False))
     for which, rows, streamed in (
-        ("values", 2, ""), ("values", 32, ""), ("streamed", 1, "streamed_linear"), ("streamed", 8, "streamed_linear"),
-        ("streamed", 9, ""), ("streamed", 33, ""), ("tall", 8, "streamed_linear"), ("tall", 9, "tall_linear"),
-        ("tall", 32, "tall_linear"), ("tall", 33, ""),
+        ("values", 2, False), ("values", 32, False), ("streamed", 1, True), ("streamed", 8, True),
+        ("streamed", 9, False), ("streamed", 33, False),
     ):  # fmt: skip
         for codes in ("", "tensor", "row"):
             args = make_args(rows, codes)
             with using(few_rows=which):
-                assert getattr(linear.streamed(args), "__name__", "") == streamed
-                assert linear.takes(args) == (bool(streamed) or (not codes and 2 < rows <= 32))
+                assert linear.streams(args) == streamed
+                assert linear.takes(args) == (streamed or (not codes and 2 < rows <= 32))
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])

@@ -26,7 +26,6 @@ FUNCTIONS["take_over"] = compat.take_over.fn
         (2, 80, 1024, 2, Ring(4, 3)),  # A ring filled again and again, tiles over its end, programs of 3 and 2 tiles.
         (8, 24, 384, 2, Ring(2, 8)),  # Never full; the last tile is not whole.
         (1, 16, 128, 1, Ring(8, 4)),  # One chunk, most of it behind the last column.
-        (2, 80, 1024, 2, Ring(4, 3, described=True)),
         (19, 100, 512, 3, Ring(2, 2, 32)),  # A second stage at once, many rows.
     ],
 )
@@ -47,7 +46,7 @@ def test_own_code(rows: int, features: int, columns: int, programs: int, ring: R
             boxes(args.weight, ring.features, "weights"), boxes(args.input, height, "inputs"),
             *(None if scale is None else Pointer(scale) for scale in (args.input_scale, args.weight_scale)),
             Pointer(output), rows, features, columns, ring.stages, args.input.dtype is E4M3, codes == "row",
-            codes == "row", ring.described, ring.panels,
+            codes == "row", ring.panels,
         )  # fmt: skip
         steps = len(range(index, tiles, programs)) * -(-columns // (ring.panels * width))
         assert program.steps.count("weights") == program.steps.count("inputs") == steps

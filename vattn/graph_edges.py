@@ -6,18 +6,24 @@ that fill their memory with weights first touch nothing else before they wait fo
 they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
 RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait; but
 only decode in clusters is faster behind it then, so ahead of other kernels it starts when the kernel before has ended.
-The kernel of `vattn::linear` for up to 32 rows of values waits first as well: early, it has been launched by then.
+The kernel of `vattn::linear` for up to 32 rows of values waits first as well: early, it has been launched by then. So
+does the first kernel of a layer that Inductor has compiled on its own: behind the last one of the layer before, it no
+longer keeps the next product's weights waiting.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "tall_kernel", "few_rows_kernel", "rope_update_kernel")
+EARLY_KERNELS = ("streamed_kernel", "few_rows_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
+
+INDUCTOR, FIRST = re.compile(r"triton_(poi|red|per)_fused_\w*_\d+"), re.compile(r"triton_(poi|red|per)_fused_\w*_0")
+"""Names of kernels that Inductor has made, and of those that are the first of their compiled graph."""
 
 ROPE, CLUSTERS = "rope_update_kernel", "decode_cluster_kernel"
 """Names of the kernel of RoPE, and of the one behind it that makes it start early."""
@@ -55,7 +61,7 @@ class KernelNode(ctypes.Structure):
 
 
 def start_early(graph: int, driver: Any = None) -> int:
-    """Let kernels of `EARLY_KERNELS` start when those before them have begun; return how many edges were changed.
+    """Let kernels that wait by themselves start when those before them have begun; return how many edges were changed.
 
     RoPE's waits for the end of the kernel before it where no decode in clusters follows.
 
@@ -79,7 +85,7 @@ def start_early(graph: int, driver: Any = None) -> int:
         if (edge.type, edge.from_port) != (PROGRAMMATIC, PROGRAMMATIC):
             continue
         name = _kernel_name(driver, target)
-        if name not in EARLY_KERNELS:
+        if not _waits(_kernel_name(driver, source), name):
             continue
         ends = (ctypes.byref(ctypes.c_void_p(source)), ctypes.byref(ctypes.c_void_p(target)))
         later = Edge(BEGUN, edge.to_port, PROGRAMMATIC)
@@ -92,6 +98,15 @@ def start_early(graph: int, driver: Any = None) -> int:
         _checked(driver.cuGraphAddDependencies_v2(handle, *ends, ctypes.byref(later), one), "cuGraphAddDependencies")
         changed += 1
     return changed
+
+
+def _waits(before: str, name: str) -> bool:
+    """Return whether a kernel waits for the end of the one before it, and touches nothing earlier.
+
+    Of Inductor's, only the first of a graph is known to: others load what older kernels wrote before they wait. It is
+    the first where the one before is Inductor's too, of another graph; kernels between the two would be operators'.
+    """
+    return name in EARLY_KERNELS or bool(FIRST.fullmatch(name) and INDUCTOR.fullmatch(before))
 
 
 def _driver() -> Any:

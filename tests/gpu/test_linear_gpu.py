@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -56,22 +57,6 @@ def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
     compare(streamed_linear(args), args)
 
 
-@pytest.mark.parametrize("codes", ["", "tensor", "row"])
-@pytest.mark.parametrize(
-    ("features", "columns"), [(24, 384), (16, 128), (28672, 4096), (6144, 4096), (2000, 14336), (4096, 14336)]
-)
-@pytest.mark.parametrize("rows", [9, 32])
-def test_tall(rows: int, features: int, columns: int, codes: str) -> None:
-    """Clusters of one, two, four and eight CTAs, whose parts differ in length; several tiles for each program."""
-    from vattn.ops.gluon.few_rows_launch import MANY_ROWS, accepts
-    from vattn.ops.gluon.few_rows_tall_launch import tall_linear
-
-    args = made_on_gpu(rows, codes, features, columns)
-    assert accepts(args, MANY_ROWS)
-    for _ in range(3):
-        compare(tall_linear(args), args)
-
-
 def made_on_gpu(rows: int, codes: str, features: int, columns: int) -> LinearArgs:
     """Arguments as `make_args` makes them: rows that lie apart, with NaN between them and behind the weight."""
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -113,7 +98,7 @@ def test_streamed_rows_lie_apart() -> None:
 @pytest.mark.parametrize(
     ("rows", "codes", "own"),
     [(rows, codes, own)
-     for rows, own in ((8, "values"), (32, "values"), (2, "streamed"), (8, "streamed"), (9, "tall"), (32, "tall"))
+     for rows, own in ((8, "values"), (32, "values"), (2, "streamed"), (8, "streamed"))
      for codes in ("", "tensor")],
 )  # fmt: skip
 def test_chains(rows: int, codes: str, own: str) -> None:
@@ -149,6 +134,49 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     assert relative_l2(want.float(), run(x, "none").float()) < (0.3 if codes else 0.03)
 
 
+class Layer(torch.nn.Module):
+    """A norm, a product and an addition: kernels of Inductor begin it and end it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter((torch.randn(width, width, device="cuda") / width**0.5).bfloat16(), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)).bfloat16()
+        return x + torch.ops.vattn.linear(normed, self.weight, None, None, "bfloat16")
+
+
+@pytest.mark.parametrize("rows", [2, 24])
+def test_first_kernels_of_layers(rows: int) -> None:
+    """Layers compiled on their own begin while the one before ends: the same bits as where they wait for it."""
+    torch.manual_seed(1)
+    layers = [Layer(4096) for _ in range(8)]
+    vattn.compile_regions(layers, options=vattn.options({"triton.enable_pdl": True}))
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    graphs, results = [], []
+    for early in (False, True):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for captures in (False, True):
+            with torch.no_grad(), torch.cuda.graph(graph) if captures else contextlib.nullcontext():
+                y = x
+                for layer in layers:
+                    y = layer(y)
+            torch.cuda.synchronize()
+        if early:
+            # All products but none of the additions, and all first kernels but that of the first layer.
+            assert start_early(graph.raw_cuda_graph()) == 2 * len(layers) - 1
+        graph.instantiate()
+        graphs.append(graph)
+        results.append(y)
+    for _ in range(50):
+        x.normal_()
+        for graph, result in zip(graphs, results, strict=True):
+            result.fill_(torch.nan)
+            graph.replay()
+        assert results[0].isfinite().all() and torch.equal(*results)
+
+
 class Seen:
     """A logits processor that keeps what it sees, by the tokens before."""
 
@@ -160,9 +188,7 @@ class Seen:
         return scores
 
 
-@pytest.mark.parametrize(
-    ("which", "overlap"), [("values", False), ("values", True), ("streamed", True), ("tall", True)]
-)
+@pytest.mark.parametrize(("which", "overlap"), [("values", False), ("values", True), ("streamed", True)])
 @pytest.mark.parametrize("fmt", ["", "fp8_static", "fp8_per_token"])
 def test_models(fmt: str, which: str, overlap: bool) -> None:
     """Compiled, captured, with the passes, and with Inductor's kernels overlapping: logits are those of torch."""

@@ -133,7 +133,6 @@ def all_launches() -> Iterator[Launch]:
     yield from _narrow_windows()
     yield from _fp4_rows()
     yield from few_rows_cases.launches()
-    yield from few_rows_cases.tall_launches()
 
 
 def _other_cuts() -> Iterator[Launch]:

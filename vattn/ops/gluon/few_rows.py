@@ -23,7 +23,7 @@ from vattn.ops.gluon.compat import load_box, take_over, wait_for_previous_kernel
 @gluon.jit
 def produce(
     weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS: gl.constexpr,
-    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, DESCRIBED: gl.constexpr,
+    PANELS: gl.constexpr, FEATURES: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the tiles of this program, chunk by chunk; the first of them before the input exists."""
     program = gl.program_id(0)
@@ -35,13 +35,7 @@ def produce(
         mbarrier.expect(ready.index(step), BYTES)
         feature = (program + step // CHUNKS * programs) * FEATURES
         load_box(weight_boxes, [step % CHUNKS * PANELS, feature, 0], ready.index(step), weights.index(step))
-    if DESCRIBED:
-        # A box behind the last panel reads nothing, but what describes the input is here before the input is.
-        mbarrier.expect(ready.index(STAGES), BYTES - PANELS * FEATURES * 128)
-        load_box(input_boxes, [CHUNKS * PANELS, 0, 0], ready.index(STAGES), inputs.index(0))
     wait_for_previous_kernel()
-    if DESCRIBED:
-        mbarrier.wait(ready.index(STAGES), 0)
     for step in range(0, early):
         load_box(input_boxes, [step % CHUNKS * PANELS, 0, 0], ready.index(step), inputs.index(step))
     stage = 0
@@ -110,7 +104,7 @@ def consume(
 def streamed_kernel(
     weight_boxes, input_boxes, input_scale, weight_scale, output, num_rows, num_features, K: gl.constexpr,
     STAGES: gl.constexpr, CODES: gl.constexpr, ROW_SCALES: gl.constexpr, FEATURE_SCALES: gl.constexpr,
-    DESCRIBED: gl.constexpr, num_warps: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Write `input @ weight.T` `[num_rows, num_features]`. Grid: any number of programs.
 
@@ -126,14 +120,11 @@ def streamed_kernel(
     weights = gl.allocate_shared_memory(weight_boxes.dtype, [STAGES, PANELS, FEATURES, COLUMNS], weight_boxes.layout)
     inputs = gl.allocate_shared_memory(input_boxes.dtype, [STAGES, PANELS, ROWS, COLUMNS], input_boxes.layout)
     sums = gl.allocate_shared_memory(gl.float32, [PANELS, FEATURES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    BARRIERS: gl.constexpr = STAGES + 1 if DESCRIBED else STAGES
-    ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(released.index(i), count=1)
-    if DESCRIBED:
-        mbarrier.init(ready.index(STAGES), count=1)
     num_tiles = (num_features + FEATURES - 1) // FEATURES
     gl.warp_specialize(
         [
@@ -143,7 +134,7 @@ def streamed_kernel(
             )),
             (produce, (
                 weight_boxes, input_boxes, num_tiles, weights, inputs, ready, released, CHUNKS, PANELS, FEATURES,
-                PANELS * (FEATURES + ROWS) * 128, STAGES, DESCRIBED,
+                PANELS * (FEATURES + ROWS) * 128, STAGES,
             )),
         ],
         [1],

@@ -30,14 +30,12 @@ class Ring:
         stages: of the ring.
         features: rows of the weight in a tile.
         registers: of a thread; few, so that small kernels fit beside it.
-        described: whether what describes the input is fetched before the input is there.
     """
 
     panels: int = 8
     stages: int = 8
     features: int = 16
     registers: int = 80
-    described: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,14 +49,11 @@ RING = Ring()
 MOST_ROWS = 8
 """Rows of the input: every tile reads the whole input."""
 
-MANY_ROWS = 32
-"""Rows of the input with tall tiles."""
 
-
-def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
-    """Return whether the kernel for so many rows runs a product that has been checked."""
+def accepts(args: LinearArgs) -> bool:
+    """Return whether the kernel runs a product that has been checked."""
     x, weight = args.input, args.weight
-    if x.dtype is torch.float32 or not 0 < x.shape[0] <= most_rows or not hopper.is_hopper(x.device):
+    if x.dtype is torch.float32 or not 0 < x.shape[0] <= MOST_ROWS or not hopper.is_hopper(x.device):
         return False
     row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
     # A tensor map's rows lie one behind the other: those of an expanded input do not.
@@ -66,9 +61,8 @@ def accepts(args: LinearArgs, most_rows: int = MOST_ROWS) -> bool:
     return aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight)) and weight.shape[0] > 0
 
 
-def streamed_linear(args: LinearArgs, ring: Ring | None = None) -> Tensor:
+def streamed_linear(args: LinearArgs, ring: Ring = RING) -> Tensor:
     """Run a product that `accepts` takes."""
-    ring = ring or RING
     x, weight, features = args.input, args.weight, args.weight.shape[0]
     output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     tiles, rows = -(-features // ring.features), max(8, triton.next_power_of_2(x.shape[0]))
@@ -77,7 +71,7 @@ def streamed_linear(args: LinearArgs, ring: Ring | None = None) -> Tensor:
         input_scale=args.input_scale, weight_scale=args.weight_scale, output=output, num_rows=x.shape[0],
         num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
         ROW_SCALES=args.input_scale is not None and args.input_scale.dim() == 2,
-        FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1, DESCRIBED=ring.described,
+        FEATURE_SCALES=args.weight_scale is not None and args.weight_scale.numel() > 1,
         **ring.options,
     )  # fmt: skip
     return output

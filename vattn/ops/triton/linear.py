@@ -6,7 +6,6 @@ the one before it ends. It is for 16-bit values; of e4m3 codes, and of one or tw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +79,7 @@ def takes(args: LinearArgs) -> bool:
     rows, which = args.input.shape[0], variants.current().few_rows
     if which == "none" or args.input.dtype is torch.float32 or not 0 < rows <= MOST_ROWS:
         return False
-    if streamed(args) is not None:
+    if streams(args):
         return True
     if rows < LEAST_ROWS or args.input.dtype is E4M3:
         return False
@@ -90,20 +89,13 @@ def takes(args: LinearArgs) -> bool:
     return aligned and choose(args) is not None
 
 
-def streamed(args: LinearArgs) -> Callable[[LinearArgs], Tensor] | None:
-    """Return the launch of a kernel whose weights go ahead of its input, if one is wanted and takes a product."""
-    which = variants.current().few_rows
-    if which not in ("streamed", "tall") or INTERPRETED.value:
-        return None
+def streams(args: LinearArgs) -> bool:
+    """Return whether the kernel whose weights go ahead of its input is wanted, and takes a product."""
+    if variants.current().few_rows != "streamed" or INTERPRETED.value:
+        return False
     from vattn.ops.gluon import few_rows_launch
 
-    if few_rows_launch.accepts(args):
-        return few_rows_launch.streamed_linear
-    if which == "tall" and few_rows_launch.accepts(args, few_rows_launch.MANY_ROWS):
-        from vattn.ops.gluon.few_rows_tall_launch import tall_linear
-
-        return tall_linear
-    return None
+    return few_rows_launch.accepts(args)
 
 
 def choose(args: LinearArgs) -> Cut | None:
@@ -117,9 +109,10 @@ def choose(args: LinearArgs) -> Cut | None:
 
 def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     """Run a product that `takes` accepts; `cut` overrides the one that its sizes would choose."""
-    ahead = None if cut is not None else streamed(args)
-    if ahead is not None:
-        return ahead(args)
+    if cut is None and streams(args):
+        from vattn.ops.gluon.few_rows_launch import streamed_linear
+
+        return streamed_linear(args)
     cut = cut or choose(args)
     assert cut is not None
     x, (rows, columns), features = args.input, args.input.shape, args.weight.shape[0]
