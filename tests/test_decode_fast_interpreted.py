@@ -93,24 +93,3 @@ def test_quantised_output(name: str, cache: dict[str, Any], lengths: list[int]) 
     assert torch.equal(batch.args.output.view(torch.uint8), expected.view(torch.uint8))
     if scales is not None:
         assert torch.equal(scales.float(), expected_scales.float())
-
-
-@pytest.mark.parametrize(("cache", "pair"), [({}, False), (FP8, True)], ids=["plain", "fp8 in pairs"])
-def test_parts_merged_by_the_last_cta(cache: dict[str, Any], pair: bool) -> None:
-    """Counters of split requests start at zero, and every launch leaves them so."""
-    from vattn.ops.triton import decode_fast
-
-    batch = decode_batch([200, 1, 47], padding=1, sinks=True, **cache)
-    tuning = decode_fast.Tuning(2, 3, 2, arrive=True, pair=pair)
-    shape = decode_fast.plan_shape(batch.config, 4, 4, batch.args.query.device)
-    schedule = torch.full(shape, -7, dtype=torch.int32)
-    decode_fast.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.config, tuning)
-    assert schedule[0, 1] > 0, "a request is split"
-    planned, args = schedule.clone(), batch.args._replace(plan=[schedule])
-    output, lse = batch.expected()
-    for _ in range(2):
-        args.output.fill_(float("nan"))
-        decode_fast.decode(args, batch.config, tuning)
-        assert relative_l2(batch.output(), output) < TOLERANCE
-        assert relative_l2(args.lse, lse) < 1e-4
-        assert torch.equal(schedule, planned)

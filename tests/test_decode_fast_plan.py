@@ -119,34 +119,6 @@ def test_every_tile_once(ctas: int, window: int) -> None:
         check_plan(query_lens, seq_lens, ctas, window, rng.choice([1, 2, 4]))
 
 
-def test_items_name_the_split_request_that_they_belong_to() -> None:
-    """Where the main kernel merges parts, records of split requests have counters, and all else is as it was."""
-    from vattn.ops.triton.decode_fast_plan import WAVE_CHOICES, plan_kernel
-
-    lengths, ctas = [5000, 0, 17, 900, 300, 2100], 7
-    max_items = len(lengths) + WAVE_CHOICES.value * ctas
-    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
-    schedules = []
-    for arrive in (False, True):
-        schedule = torch.full((1 + max_items + len(lengths), 8), -99, dtype=torch.int32)
-        plan_kernel[(1,)](
-            starts, torch.tensor(lengths, dtype=torch.int32), schedule, None, len(lengths), ctas, 1, max_items,
-            TOKENS=1, LONGEST=0, WINDOW=0, UNIT=2, REQUESTS=32, ARRIVE=arrive,
-        )  # fmt: skip
-        schedules.append(schedule)
-    usual, merged = schedules
-    num_splits = int(usual[0, 1])
-    splits = usual[1 + max_items :][:num_splits, :4].tolist()
-    assert num_splits > 1
-    assert merged[1 + max_items :][:num_splits].tolist() == [[*split, 0, 0, 0, 0] for split in splits]
-    items, of_split = merged[1 : 1 + max_items], usual[1 : 1 + max_items, 6] >= 0
-    for item in items[of_split]:
-        row, first_slot, parts, _ = splits[-1 - int(item[2])]
-        assert int(item[1]) == row and first_slot <= int(item[6]) < first_slot + parts
-    items[of_split, 2] = 1
-    assert torch.equal(items, usual[1 : 1 + max_items])
-
-
 def test_equal_lengths_split_equally() -> None:
     items = check_plan([1] * 32, [8192] * 32, 132)
     assert len(items) == 128

@@ -235,51 +235,6 @@ def test_tunings(heads: int, cache: dict[str, Any]) -> None:
     check(batch, Tuning(heads, 2 if heads == 8 else 3))
 
 
-ARRIVALS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "features": {"sliding_window": 1500, "logits_soft_cap": 5.0, "sinks": True, "block_size": 48},
-    "groups of 7": {"num_heads": 14, "num_kv_heads": 2, "kv_cache_layout": "HND"},
-    "groups of 16": {"num_heads": 32, "num_kv_heads": 2, "lse": False},
-    "three heads": {"num_heads": 15, "num_kv_heads": 3, "head_size": 64},
-    "fp8 query and output": {"query_format": "fp8_e4m3", "query_scale": "head", "output_format": "fp8_static"},
-}
-
-
-@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
-@pytest.mark.parametrize(("arrive", "pair"), [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("name", ARRIVALS)
-def test_parts_merged_on_arrival_and_pairs_of_tiles(name: str, arrive: bool, pair: bool, cache: dict[str, Any]) -> None:
-    """A schedule serves many launches, each of which leaves its counters at zero and the same results."""
-    from vattn.ops.triton import decode_fast
-
-    changes = ARRIVALS[name]
-    if pair and changes.get("num_heads", 8) // changes.get("num_kv_heads", 2) > 8:
-        pytest.skip("pairs of tiles leave groups of more than 8 no registers")
-    batch = decode_batch([20011, *RAGGED, 3000, 0, 5000], padding=3, **changes, **cache)
-    args, config = batch.args, batch.config
-    tuning = decode_fast.Tuning(1 if config.num_kv_heads == 3 else 2, 3, 4, arrive=arrive, pair=pair)
-    shape = decode_fast.plan_shape(config, args.query.shape[0], args.seq_lens.shape[0], args.query.device)
-    schedule = torch.full(shape, -7, dtype=torch.int32, device="cuda")
-    decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
-    assert int(schedule[0, 1]) > 0, "requests are split"
-    planned, args = schedule.clone(), args._replace(plan=[schedule])
-    first = None
-    for _ in range(50):
-        args.output.view(torch.uint8).fill_(0xFF)
-        decode_fast.decode(args, config, tuning)
-        if first is None:
-            first = args.output.clone()
-            if config.output_format == "none":
-                assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE[config.dtype]
-        assert torch.equal(args.output.view(torch.uint8), first.view(torch.uint8))
-    assert torch.equal(schedule, planned)
-    if config.output_format != "none":
-        other = torch.empty_like(args.output)
-        decode_fast.decode(args._replace(plan=[], output=other), config, decode_fast.Tuning(tuning.heads, 3, 4))
-        changed = (other.float() - args.output.float()).abs() > other.float().abs() / 8
-        assert changed.float().mean() < 1e-3
-
-
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize(("heads", "slots"), [(4, 2), (2, 4), (4, 1)])
 def test_gluon(heads: int, slots: int, cache: dict[str, Any]) -> None:

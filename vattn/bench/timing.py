@@ -15,8 +15,8 @@ TARGET_MS = 10.0
 """Work of one graph, at least."""
 
 LEAD_CYCLES = 400_000
-"""Clock cycles that the GPU is kept busy, about 0.2 ms, before what is timed: launching a graph takes the host some tens
-of us, which would be in the time of the first call otherwise, and so the more in every call's the fewer a graph holds."""
+"""Clock cycles, about 0.2 ms, that the GPU is kept busy before what is timed. Launching a graph takes the host tens of
+us, which would otherwise be in its time, and in that of every call the more, the fewer a graph holds."""
 
 
 class Timer:

@@ -27,12 +27,10 @@ from vattn.ops import hopper
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.cache_layout import key_value_views
 from vattn.ops.triton.decode_fast_kernels import (
-    ARRIVALS,
     FP16_QUERY_SHRINK,
     ITEM_FIELDS,
     LOG2E,
     QUERY_ROWS,
-    SPLIT_FIELDS,
     TILE_TOKENS,
     decode_kernel,
     reduce_kernel,
@@ -83,9 +81,6 @@ class Tuning:
         max_registers: limit per thread, `None` for the compiler's choice.
         whole: of the Gluon kernel and one row a request: a CTA for each request and its heads, without a schedule or a
             reduction.
-        arrive: of the Triton kernel and one row a request: whichever CTA of a split request is done last combines the
-            parts, and there is no reduction.
-        pair: of the Triton kernel: two tiles at a time.
         keep: of the Gluon kernel: what all layers of a step read is to stay in the L2 cache.
     """
 
@@ -96,8 +91,6 @@ class Tuning:
     overlap: bool | Literal["end", "late"] = False
     max_registers: int | None = None
     whole: bool = False
-    arrive: bool = False
-    pair: bool = False
     keep: bool = False
 
 
@@ -143,14 +136,6 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
         return None
     stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 5
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
-
-
-def merges_on_arrival(config: AttentionConfig, tuning: Tuning, tokens: int = 1, longest: int = 0) -> bool:
-    """Return whether the main kernel combines partial results; a record of the schedule counts for four head groups."""
-    groups = -(-config.num_kv_heads // tuning.heads)
-    grouped = OUTPUT_FORMATS[config.output_format].group_size > 0
-    one_row = tokens == 1 and not longest and not tuning.slots and config.group_size <= QUERY_ROWS.value
-    return tuning.arrive and one_row and not grouped and groups <= SPLIT_FIELDS.value - ARRIVALS.value
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
@@ -325,9 +310,8 @@ def plan(
         chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots, 2 * tuning.pair),
-        REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))),
-        ARRIVE=merges_on_arrival(config, tuning, tokens, longest), num_warps=8,
+        TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 
 
@@ -429,8 +413,6 @@ def launch(
     written = config.with_plain_output()
     common = _common_arguments(args, config if finished else written, output)
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
-    if merges_on_arrival(config, tuning, tokens):
-        return
     way = choose_reduction(config if finished else written, num_reqs)
     most = 6 if tuning.max_registers else 8  # Of a multiprocessor: what there is room for beside the main kernel.
     programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
@@ -505,7 +487,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -
     return constants | (
         {"SLOTS": tuning.slots, "TOKENS": tokens, "POLICY": "evict_last" if tuning.keep else ""}
         if tuning.slots
-        else {"ASSEMBLY": True, "PAIR": tuning.pair}
+        else {"ASSEMBLY": True}
     )
 
 
@@ -521,9 +503,7 @@ def _launch_decode(
     common: dict[str, Any],
 ) -> None:
     kernel, warps, grid = decode_kernel, tuning.heads, grid_of(config, tuning, sizes)
-    lengths: dict[str, Tensor | None] = {"splits": None}
-    if schedule is not None and merges_on_arrival(config, tuning, tokens):
-        lengths = {"splits": schedule[1 + sizes.max_items :]}
+    lengths: dict[str, Tensor | None] = {}
     if tuning.slots:
         from vattn.ops.gluon.decode import decode_kernel as kernel
 

@@ -33,8 +33,6 @@ TILE_TOKENS = tl.constexpr(16)
 QUERY_ROWS = tl.constexpr(8)
 ITEM_FIELDS = tl.constexpr(8)
 SPLIT_FIELDS = tl.constexpr(8)
-ARRIVALS = tl.constexpr(4)
-"""First field of a split request that counts, for each of up to four groups of heads, the items that are done."""
 
 KEEP = tl.constexpr("evict_last")
 """Eviction policy of what every layer of a step reads: it stays in the L2 cache while weights stream through that."""
@@ -245,20 +243,6 @@ def take_scores(maximum, total, acc_a, acc_b, scores, FP8: tl.constexpr):
 
 
 @triton.jit
-def take_pair(maximum, total, acc_a, acc_b, scores, second_scores, FP8: tl.constexpr):
-    """Do what `take_scores` does with two tiles at once, which share a rescaling; return both tiles' weights first."""
-    new_maximum = tl.maximum(maximum, tl.max(tl.maximum(scores, second_scores), 2))
-    decay = tl.exp2(maximum - new_maximum)
-    weights = tl.exp2(scores - new_maximum[:, :, None])
-    second_weights = tl.exp2(second_scores - new_maximum[:, :, None])
-    total = total * decay[:, :, None] + (weights + second_weights)
-    acc_a = acc_a * decay[:, None, :]
-    if FP8:
-        acc_b = acc_b * decay[:, None, :]
-    return weights, second_weights, new_maximum, total, acc_a, acc_b
-
-
-@triton.jit
 def visible_end(page, num_blocks, end):
     """Return where visible keys end inside a tile of this block: 0, before every token, for a block id out of range."""
     return tl.where((page >= 0) & (page < num_blocks), end, 0)
@@ -421,81 +405,21 @@ def load_item(schedule, cta, item, ctas):
     return request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item
 
 
-@triton.jit
-def merge_parts(
-    splits, split, first_slot, count, row, head0, v_scale, sinks, scale, output, lse, partial_output, partial_stats,
-    output_stride, HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, KV_SCALE: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr,
-):  # fmt: skip
-    """Note that this CTA's part of a split request is written; combine all parts if it was the last one.
-
-    The counter is left at zero. Parts are added in the order of their slots, whichever came last.
-    """
-    IN_GROUP: tl.constexpr = 4 if GROUP <= 4 else 8
-    ROWS: tl.constexpr = HEADS * IN_GROUP
-    PARTS: tl.constexpr = 2 if ROWS * HEAD_SIZE <= 2048 else 1
-    counter = splits + split * SPLIT_FIELDS + ARRIVALS + head0 // HEADS
-    # What the other threads wrote comes before the count, whose release then covers it.
-    tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-        tl.store(counter, 0)
-        index = tl.arange(0, ROWS)
-        kv_head = head0 + index // IN_GROUP
-        head = kv_head * GROUP + index % IN_GROUP
-        mask = (index % IN_GROUP < GROUP) & (kv_head < NUM_KV_HEADS)
-        column = tl.arange(0, HEAD_SIZE)
-        sink = tl.full([ROWS], float("-inf"), tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
-        factor = tl.full([ROWS], 1.0, tl.float32)
-        if KV_SCALE == 1:
-            factor *= tl.load(v_scale, eviction_policy=KEEP)
-        if KV_SCALE == 2:
-            factor *= tl.load(v_scale + kv_head, mask=mask, other=1.0, eviction_policy=KEEP)
-        # Of one request there are fewer than 2**31 elements.
-        stats = partial_stats + first_slot.to(tl.int64) * (2 * NUM_HEADS)
-        results = partial_output + first_slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
-        maximum = tl.maximum(sink, LOWEST_MAXIMUM)
-        total = tl.exp2(sink - maximum)
-        acc = tl.zeros([ROWS, HEAD_SIZE], tl.float32)
-        for start in tl.range(0, count, PARTS, num_stages=4):
-            part = start + tl.arange(0, PARTS)
-            present = (part < count)[:, None] & mask[None, :]
-            place = part[:, None] * NUM_HEADS + head[None, :]
-            part_maximum = tl.load(stats + place * 2, mask=present, other=LOWEST_MAXIMUM)
-            part_total = tl.load(stats + place * 2 + 1, mask=present, other=0.0)
-            result = tl.load(
-                results + (place[:, :, None] * HEAD_SIZE + column[None, None, :]), mask=present[:, :, None], other=0.0
-            )
-            new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-            weight = tl.exp2(part_maximum - new_maximum[None, :])
-            decay = tl.exp2(maximum - new_maximum)
-            total = total * decay + tl.sum(part_total * weight, 0)
-            acc = acc * decay[:, None] + tl.sum(result * weight[:, :, None], 0)
-            maximum = new_maximum
-        acc *= (factor / tl.where(total == 0.0, 1.0, total))[:, None]
-        pointers = output + row.to(tl.int64) * output_stride + head[:, None] * HEAD_SIZE + column[None, :]
-        store_rows(pointers, acc, mask[:, None], scale, MODEL, OUTPUT)
-        if lse is not None:
-            tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, LN2 * (maximum + tl.log2(total)), mask=mask)
-
-
 @triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def decode_kernel(
-    query, key_boxes, value_boxes, block_table, schedule, splits, output, block_scale, lse, partial_output,
-    partial_stats, q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride,
-    scale_stride, group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
+    query, key_boxes, value_boxes, block_table, schedule, output, block_scale, lse, partial_output, partial_stats,
+    q_scale, k_scale, v_scale, sinks, output_scale, query_stride, query_head_stride, output_stride, scale_stride,
+    group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr,
     QUERY_SCALE: tl.constexpr, QUERY_LOAD: tl.constexpr, KV_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     MODEL: tl.constexpr, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, PAIR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid: items at a time x groups of HEADS KV heads, the groups fastest.
 
     An item is a range of tiles of one request. A request of one row may be split over items, whose partial results go
-    to `partial_*`; a request of several rows is one item, which walks through the rows one after the other. `splits`:
-    the schedule's records of split requests, whose last CTA then combines the parts; without, `reduce_kernel` does.
+    to `partial_*`; a request of several rows is one item, which walks through the rows one after the other.
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
     kernel before may still run, so wait for it first, or at the end if it is "end".
     """
@@ -507,7 +431,6 @@ def decode_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
-    TILES: tl.constexpr = 2 if PAIR else 1
     head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
     kv_head = head0 + tl.arange(0, HEADS)
     kv_head_mask = kv_head < NUM_KV_HEADS
@@ -526,14 +449,6 @@ def decode_kernel(
         request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
             schedule, cta, item, tl.num_programs(0) // HEAD_GROUPS
         )
-        split = -1
-        if splits is not None:
-            # Of a split request, which has one row, the number of its record stands instead.
-            split = -1 - num_rows
-            num_rows = tl.where(split >= 0, 1, num_rows)
-            of_split = splits + tl.maximum(split, 0) * SPLIT_FIELDS
-            split_slot = tl.load(of_split + 1, eviction_policy=KEEP)
-            split_parts = tl.load(of_split + 2, eviction_policy=KEEP)
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request
@@ -560,15 +475,9 @@ def decode_kernel(
             high_total = low_total
             high_a = low_a
             high_b = low_a
-            second_page = page
-            if PAIR:
-                after_first = tl.minimum(first_tile + 1, last_tile - 1) // TILES_PER_BLOCK
-                second_page = tl.load(
-                    table + after_first, mask=first_tile < last_tile, other=-1, eviction_policy=KEEP
-                )  # fmt: skip
-            for tile in tl.range(first_tile, last_tile, TILES, num_stages=STAGES):
+            for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
                 next_page = tl.load(
-                    table + tl.minimum(tile + TILES, last_tile - 1) // TILES_PER_BLOCK, eviction_policy=KEEP
+                    table + tl.minimum(tile + 1, last_tile - 1) // TILES_PER_BLOCK, eviction_policy=KEEP
                 )
                 token0 = tile * TILE_TOKENS
                 inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
@@ -578,48 +487,18 @@ def decode_kernel(
                 page = next_page
                 token = token0 + tl.arange(0, TILE_TOKENS)
                 visible = (token >= begin) & (token < tile_end)
-                if PAIR:
-                    next_second = tl.load(
-                        table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK, eviction_policy=KEEP
-                    )
-                    inside = ((tile + 1) % TILES_PER_BLOCK) * TILE_TOKENS
-                    second_keys = key_boxes.load([second_page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                    second_values = value_boxes.load([second_page, head0, inside, 0]).reshape(HEADS, TILE_TOKENS, WIDTH)
-                    # Of an odd number of tiles the last stands alone.
-                    second_end = visible_end(second_page, num_blocks, tl.where(tile + 1 < last_tile, end, 0))
-                    second_page = next_second
-                    second_visible = (token + TILE_TOKENS >= begin) & (token + TILE_TOKENS < second_end)
                 low, high = tile_scores(
                     keys, query_a, query_b, factor, soft_cap, visible, HEADS, FP8, ASSEMBLY, SOFT_CAP
                 )
-                if PAIR:
-                    second_low, second_high = tile_scores(
-                        second_keys, query_a, query_b, factor, soft_cap, second_visible, HEADS, FP8, ASSEMBLY, SOFT_CAP
+                low, low_maximum, low_total, low_a, low_b = take_scores(low_maximum, low_total, low_a, low_b, low, FP8)
+                if GROUP > 8:
+                    high, high_maximum, high_total, high_a, high_b = take_scores(
+                        high_maximum, high_total, high_a, high_b, high, FP8
                     )
-                    low, second_low, low_maximum, low_total, low_a, low_b = take_pair(
-                        low_maximum, low_total, low_a, low_b, low, second_low, FP8
-                    )
-                    if GROUP > 8:
-                        high, second_high, high_maximum, high_total, high_a, high_b = take_pair(
-                            high_maximum, high_total, high_a, high_b, high, second_high, FP8
-                        )
-                else:
-                    low, low_maximum, low_total, low_a, low_b = take_scores(
-                        low_maximum, low_total, low_a, low_b, low, FP8
-                    )
-                    if GROUP > 8:
-                        high, high_maximum, high_total, high_a, high_b = take_scores(
-                            high_maximum, high_total, high_a, high_b, high, FP8
-                        )
                 low_a, low_b, high_a, high_b = add_values(
                     low, high, values, token0, begin, tile_end, visible, low_a, low_b, high_a, high_b, GROUP, FP8,
                     ASSEMBLY, DTYPE,
                 )  # fmt: skip
-                if PAIR:
-                    low_a, low_b, high_a, high_b = add_values(
-                        second_low, second_high, second_values, token0 + TILE_TOKENS, begin, second_end, second_visible,
-                        low_a, low_b, high_a, high_b, GROUP, FP8, ASSEMBLY, DTYPE,
-                    )  # fmt: skip
             if OVERLAP == "late":
                 if item < 0:
                     tl.extra.cuda.gdc_launch_dependents()
@@ -635,13 +514,6 @@ def decode_kernel(
                     group_stride, 8, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE, WIDTH, FP8, MODEL, OUTPUT,
                     GROUPS,
                 )  # fmt: skip
-            if splits is not None:
-                if split >= 0:
-                    merge_parts(
-                        splits, split, split_slot, split_parts, row, head0, v_scale, sinks, scale, output, lse,
-                        partial_output, partial_stats, output_stride, HEADS, NUM_HEADS, NUM_KV_HEADS, GROUP, HEAD_SIZE,
-                        KV_SCALE, MODEL, OUTPUT,
-                    )  # fmt: skip
     if OVERLAP == "end":
         # What comes next counts on both kernels when this one has ended.
         tl.extra.cuda.gdc_wait()

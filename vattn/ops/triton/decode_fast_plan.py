@@ -8,9 +8,6 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
   none); CTA c starts at item c;
 - the last rows, a split request each: row, first slot, number of slots, number of rows.
 
-Where the main kernel merges parts itself, items of a split request say -1 - (its row among those) instead of 1 row, and
-such a row ends in four counters, one for each group of heads, which every launch that reads them leaves at zero.
-
 Two ways of sharing the work are estimated, and the cheaper one is taken:
 
 - Even chunks: every request is cut into equal chunks, of which CTAs take turns. Of a few numbers of turns the best is
@@ -29,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.triton.decode_fast_kernels import ARRIVALS, ITEM_FIELDS, SPLIT_FIELDS, TILE_TOKENS
+from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS, SPLIT_FIELDS, TILE_TOKENS
 
 WAVE_CHOICES = tl.constexpr(4)
 
@@ -157,12 +154,8 @@ def share_of(unit, total, shares):
 def plan_kernel(
     query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
     LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
-    ARRIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles.
-
-    ARRIVE: items of a split request name its record, whose counters start at zero; one row is attended at a time.
-    """
+    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
     padding_row = tl.load(query_start_loc + num_reqs)
     # Where the reduction is to start with padding: behind every row if that is not its business.
@@ -232,10 +225,7 @@ def plan_kernel(
             mask = (part < parts[:, None]) & (number < max_items)
             tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
             tl.store(record + 1, first_row[:, None], mask=mask)
-            if ARRIVE:
-                tl.store(record + 2, tl.where(is_split > 0, -1 - split, rows)[:, None], mask=mask)
-            else:
-                tl.store(record + 2, rows[:, None], mask=mask)
+            tl.store(record + 2, rows[:, None], mask=mask)
             tl.store(record + 3, seq_len[:, None], mask=mask)
             tl.store(record + 4, base_tile[:, None] + tl.minimum(begin * UNIT, all_tiles[:, None]), mask=mask)
             last = tl.where(part + 1 == count, all_tiles[:, None], tl.minimum(end * UNIT, all_tiles[:, None]))
@@ -247,9 +237,6 @@ def plan_kernel(
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
         tl.store(record + 3, rows, mask=is_split > 0)
-        if ARRIVE:
-            for counter in tl.static_range(ARRIVALS, SPLIT_FIELDS):
-                tl.store(record + counter, 0, mask=is_split > 0)
         line += tl.sum(units, 0)
         num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
