@@ -13,6 +13,7 @@ from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, GraphCont
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_buffers import Staging
+from vattn.step_plans import device_of
 
 BLOCK = 8
 
@@ -351,6 +352,35 @@ def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
     if kind.startswith("Flash"):
         with pytest.raises(ConfigError, match="Block size must be a multiple of 16"):
             make(2, 8, 64, layers=small)
+
+
+class Elsewhere(torch.nn.Module):
+    """What stands in for a layer whose cache is on a device that this machine may not have."""
+
+    def __init__(self, cache: object) -> None:
+        super().__init__()
+        self.kv_cache = cache
+
+
+def test_layers_tell_a_builder_their_device() -> None:
+    class OnDevice(torch.Tensor):
+        device = torch.device("cuda:3")
+        is_meta = False
+
+    here, there = torch.zeros(1), torch.zeros(1).as_subclass(OnDevice)
+    for caches, device in (
+        ((), "cpu"),
+        ((None, here, there), "cpu"),
+        ((None, there, here), "cuda:3"),
+        ((torch.zeros(1, device="meta"), there), "cuda:3"),
+        ((torch.zeros(1, device="meta"),), "cpu"),
+    ):
+        assert device_of([Elsewhere(cache) for cache in caches]) == torch.device(device)
+    layer = vattn.Attention(2, 16, 0.25)
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    assert vattn.AttentionMetadataBuilder(2, 8, 64, layers=layer).device == torch.device("cpu")
+    with pytest.raises(DeviceError, match="meta"):
+        vattn.AttentionMetadataBuilder(2, 8, 64, device="meta", layers=layer)
 
 
 class Event:

@@ -46,7 +46,7 @@ class FlashAttentionMetadataBuilder:
         max_num_tokens: int,
         max_seq_len: int,
         block_size: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
         num_blocks: int | None = None,

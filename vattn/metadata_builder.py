@@ -31,7 +31,7 @@ from vattn.next_step import FollowingSteps, moved_on, write_following
 from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
 from vattn.step_buffers import Staging, StepBuffers, alias
 from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
-from vattn.step_plans import StepPlans, all_layers, block_size_of, find_layers
+from vattn.step_plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 
 
 class AttentionMetadataBuilder:
@@ -41,7 +41,7 @@ class AttentionMetadataBuilder:
         max_num_reqs, max_num_tokens, max_seq_len: capacity of one step; the block table has
             `ceil(max_seq_len / block_size)` columns.
         block_size: tokens per cache block; default: that of `layers`, 16 without any.
-        device: where the metadata lives.
+        device: where the metadata lives; default: that of the caches of `layers`, else the CPU.
         layers: a model, or layers, or configs, whose bound backends get a schedule (`plans`) once a step.
         num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
             untested.
@@ -89,7 +89,7 @@ class AttentionMetadataBuilder:
         max_num_tokens: int,
         max_seq_len: int,
         block_size: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
         num_blocks: int | None = None,
@@ -118,10 +118,6 @@ class AttentionMetadataBuilder:
                 ("max_encoder_len", max_encoder_len),
             )
         )
-        DeviceInfo.of(device)  # an error of ours for what is no device
-        self.device = torch.device(device)
-        if self.device.type == "meta":
-            raise DeviceError("a builder on meta", "a device that holds numbers", "give it the device of the cache")
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
             raise ConfigError(
                 f"context_parallel={context_parallel!r:.60}",
@@ -132,6 +128,11 @@ class AttentionMetadataBuilder:
         with telling_others(context_parallel):
             given = all_layers(layers)
             self.block_size = block_size = block_size_of(given) if block_size is None else block_size
+        device = device_of(given) if device is None else device
+        DeviceInfo.of(device)  # an error of ours for what is no device
+        self.device = torch.device(device)
+        if self.device.type == "meta":
+            raise DeviceError("a builder on meta", "a device that holds numbers", "give it the device of the cache")
         if max_encoder_tokens is None:
             max_encoder_tokens = self.max_num_reqs * max_encoder_len
         limits = Limits(

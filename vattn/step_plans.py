@@ -54,6 +54,13 @@ def block_size_of(layers: Iterable[nn.Module | AttentionConfig]) -> int:
     return next((config.block_size for config in configs if config is not None), CacheConfig().block_size)
 
 
+def device_of(layers: Iterable[nn.Module | AttentionConfig]) -> torch.device:
+    """Return where the first cache of the layers is; the CPU where there is none that holds numbers."""
+    caches = (getattr(layer, "kv_cache", None) for layer in layers)
+    devices = (cache.device for cache in caches if isinstance(cache, Tensor) and not cache.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
 def find_layers(
     layers: Iterable[nn.Module | AttentionConfig],
     limits: Limits,

@@ -79,7 +79,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         max_num_tokens: int,
         max_seq_len: int,
         block_size: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         tree_choices: TreeChoices | TokenTree = None,
         max_tree_nodes: int | None = None,
