@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vattn
 from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
-from vattn.errors import GraphContractError, UnsupportedRequestError
+from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 
 pytestmark = pytest.mark.gpu
 
@@ -200,6 +200,31 @@ def test_contradictions_raise_before_anything_runs() -> None:
     with pytest.raises(GraphContractError, match="bidirectional"):
         runner(ids, metadata=step)
     assert all(map(torch.equal, before, caches(model)))
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_replays_take_the_newest_step_and_refuse_older_ones(how: str) -> None:
+    model = gpu_model()
+    runner = runner_of(model, how, [4])
+    assert vattn.AttentionMetadataBuilder(4, 4, 64, layers=model).device.type == "cuda"
+    ids, tables = torch.arange(2, device="cuda"), [[1], [2]]
+    step = runner.build([1, 1], [1, 1], tables)
+    runner(ids, metadata=step)
+    for length in (2, 3):
+        fill_caches(model)
+        older, step = step, runner.build([1, 1], [length, length + 4], tables)
+        with pytest.raises(MetadataError, match="over which its step"):
+            runner(ids, metadata=older)
+        got = runner(ids, metadata=step).clone()
+        fill_caches(model)
+        close([got], [eager(model, [1, 1], [length, length + 4], tables, ids)])
+    fill_caches(model)
+    later = runner.builder.advance(step, [])
+    with pytest.raises(MetadataError, match="over which its step"):
+        runner(ids, metadata=step)
+    got = runner(ids, metadata=later).clone()
+    fill_caches(model)
+    close([got], [eager(model, [1, 1], [4, 8], tables, ids)])
 
 
 def test_a_backend_that_reads_lengths_on_the_host_is_refused() -> None:
