@@ -143,6 +143,18 @@ def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
         assert prefill_launch.cut_of(other, 8192, 1, 132).residents == 1
 
 
+def test_heads_of_long_prompts_run_side_by_side() -> None:
+    """Eight KV heads of requests of 4k to 8k rows, two of others; as many as divide their number."""
+    config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
+    steps = ((8192, 1), (8192, 2), (8192, 3), (32768, 4), (32768, 1))
+    assert [prefill_launch.cut_of(config, *step, 132).together for step in steps] == [8, 8, 2, 8, 2]
+    for other in ({"sliding_window": 1024}, {"head_size": 64}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}):
+        assert prefill_launch.cut_of(config.replace(**other), 8192, 1, 132).together == 2
+    shapes = [prefill_launch.shape_of(config.replace(num_kv_heads=n), Cut(together=8), False) for n in (8, 32, 4, 1)]
+    assert [shape.KV_GROUP for shape in shapes] == [8, 8, 4, 1]
+    assert mixed_launch.cut_of(config, 256, 64).together == 8 and mixed_launch.cut_of(config, 300, 64).together == 2
+
+
 def test_row_tiles_are_taken_late_where_they_are_few() -> None:
     config, takes = make_config(**LLAMA), prefill_launch.takes_late
     assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)

@@ -61,12 +61,13 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
     """Return how the prefill kernel's rows are cut: one warpgroup where a request's rows do not fill it.
 
     Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
+    Drafts are bound by memory, which gives keys of all heads of a request sooner than those of two.
     """
     if not is_speculative(config, num_tokens, num_reqs):
         return Cut(2, packs(config), ahead=True)
     pack = padded_pack(config)
     fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
-    return Cut(1, pack if fits else packs(config), ahead=True)
+    return Cut(1, pack if fits else packs(config), ahead=True, together=config.num_kv_heads)
 
 
 def short_rows(config: AttentionConfig) -> int:

@@ -84,7 +84,7 @@ def produce(
         query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    LATE: gl.constexpr = LOADS == "late"
+    LATE: gl.constexpr = LOADS != "together"
     most_keys = table_width * BLOCK_SIZE
     item = gl.program_id(0)
     turn = 0
@@ -109,7 +109,7 @@ def produce(
                     query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
                     query_column, used, NOPE, 0,
                 )  # fmt: skip
-                if LOADS == "together":
+                if LOADS != "spread":
                     load_queries(
                         query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
                         query_column, used, NOPE, 1,
@@ -134,7 +134,7 @@ def produce(
                     mbarrier.expect(key_full.index(stage), KEYS * (NOPE + ROPE) * 2)
                     load_box(key_boxes, [place, column], key_full.index(stage), keys.index(stage))
                     load_box(rope_boxes, [place, 0], key_full.index(stage), ropes.index(stage))
-                    if LOADS != "together":
+                    if LOADS == "spread":
                         # The first warpgroup starts while the second ends the row tile before.
                         if back == 0:
                             load_queries(
@@ -170,8 +170,8 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 def weigh(scores, maximum, sums, scale):
     """Return weights of a tile's scores, what earlier ones shrink by, and the new maximum and sums."""
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-    decay = decay_of(maximum, new_maximum, scale, False)
-    weights = weights_of(scores, new_maximum, scale, 0.0, False)
+    decay = decay_of(maximum, new_maximum, scale)
+    weights = weights_of(scores, new_maximum, scale, 0.0)
     new_sums = gl.sum(weights.reshape(GROUP_ROWS, scores.shape[1] // 8, 8), 1)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
     return weights, decay, new_maximum, sums
@@ -182,8 +182,9 @@ def finish(
     output, lse, block_scale, output_scale, scale, inverse, scale_stride, group_stride, room, result, log_sum,
     first_row, rows, head, GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
     OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, QUOTIENTS: gl.constexpr,
+    ZEROS: gl.constexpr = False,
 ):  # fmt: skip
-    """Store this warpgroup's rows of a tile, and their logs if asked for.
+    """Store this warpgroup's rows of a tile, and their logs if asked for. ZEROS: the results are known to be zeros.
 
     scale, inverse: the given scale and 1 / scale, where QUOTIENTS is "limited".
     """
@@ -200,6 +201,7 @@ def finish(
             store_fp8(
                 output, block_scale, scale, inverse, scale_stride, group_stride, result, first_row, rows, head,
                 GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, QUOTIENTS == "limited",
+                ZEROS,
             )  # fmt: skip
         if lse is not None:
             row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -274,7 +276,7 @@ def consume(
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = hide(scores0, position, own_end - 1, held, missing, BLOCK_SIZE, SCORES)
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
-            weights0 = weights_of(scores0, maximum, scale, 0.0, False)
+            weights0 = weights_of(scores0, maximum, scale, 0.0)
             # Sums of each thread's own columns; they meet at the end of the row tile.
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, "plain", MODEL, LEFT)
@@ -331,7 +333,7 @@ def consume(
                     if (key_tile >= whole_from) | (missing != 0):
                         scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
                     maximum, sums, acc = add_tile(
-                        scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, False, 0.0,
+                        scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, 0.0,
                         "plain", MODEL, LEFT, MINE if LONG else None,
                     )  # fmt: skip
                     step += 1
@@ -359,7 +361,7 @@ def consume(
             finish(
                 output, lse, block_scale, output_scale, given, inverse, scale_stride, group_stride, room, nothing,
                 empty, first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
-                QUOTIENTS,
+                QUOTIENTS, True,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)

@@ -120,6 +120,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             if WINDOW:
                 window_to = gl.maximum(position + (TOKENS - 1) - WINDOW + N, 0) // N
             head_scale = score_scale(scale, q_scale, k_scale, head // GROUP, SHAPE.QUERY_SCALE, KV_SCALE)
+            # Of what `cap_scores` returns, in base 2.
+            weight_scale = 2.0 * soft_cap if SOFT_CAP else head_scale
 
             mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
             if CACHE == "widened":
@@ -139,7 +141,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 give_turn(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
-            scores0 = cap_scores(raw0, head_scale, soft_cap, SOFT_CAP)
+            scores0 = cap_scores(raw0, head_scale, SOFT_CAP)
             key_tile0 = own_end - 1
             reaches_tail = (seq_len % BOX != 0) & (own_end * N > seq_len)
             if reaches_tail | (missing != 0) | (key_tile0 < window_to):
@@ -149,7 +151,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
                 scores0 = gl.where(row[:, None] >= column[None, :], scores0, float("-inf"))
             maximum = gl.maximum(gl.max(scores0, 1), LOWEST)
-            weights0 = weights_of(scores0, maximum, head_scale, BITS, SOFT_CAP)
+            weights0 = weights_of(scores0, maximum, weight_scale, BITS)
             # Sums of each thread's own columns; they meet at the end of the row tile.
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, CACHE, MATH, LEFT)
@@ -172,13 +174,13 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
-                scores = cap_scores(raw, head_scale, soft_cap, SOFT_CAP)
+                scores = cap_scores(raw, head_scale, SOFT_CAP)
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
-                    scores, maximum, sums, acc, head_scale, values, value_full, next_stage, next_phase, SOFT_CAP, BITS,
-                    CACHE, MATH, LEFT, MINE if LONG_TURNS else None,
+                    scores, maximum, sums, acc, weight_scale, values, value_full, next_stage, next_phase, BITS, CACHE,
+                    MATH, LEFT, MINE if LONG_TURNS else None,
                 )  # fmt: skip
                 step += 1
             if LONG_TURNS:
@@ -190,10 +192,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             used += 1
 
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
+            log_maximum = maximum * weight_scale
             if SOFT_CAP:
-                log_maximum = maximum
-            else:
-                log_maximum = maximum * head_scale
+                log_maximum += soft_cap
             norm = gl.where(total > 0.0, 1.0 / total, 0.0)
             if sinks is not None:
                 sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK, FILLED) * LOG2E

@@ -11,6 +11,7 @@ the requests is computed right, a request of few rows merely wastes most of its 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -62,6 +63,10 @@ REGISTERS = 65536
 LONG_REQUEST = 2048
 """Query rows per request, on average, from which larger tiles pay."""
 
+LEAST_TOGETHER, MOST_TOGETHER = 4096, 8192
+"""Query rows per request, on average, of prompts whose row tiles of eight KV heads run side by side: enough that heads
+one after the other leave multiprocessors idle at their ends, and few enough that L2 holds the keys of all."""
+
 _GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
 
@@ -80,6 +85,7 @@ class Cut:
             where a 16-bit query meets an FP8 cache.
         ahead: whether a CTA takes its next row tile at the start of the one before even where there are few: these are
             about equally long.
+        together: KV heads, as far as their number divides, whose row tiles run side by side.
     """
 
     groups: int = 2
@@ -89,6 +95,7 @@ class Cut:
     keys: int = 0
     residents: int = 1
     ahead: bool = False
+    together: int = 2
 
     @property
     def tokens(self) -> int:
@@ -115,7 +122,8 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: 
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
-    cut = Cut(groups, packs(config) if side_by_side else 1)
+    together = heads_together(config, num_tokens // num_reqs)
+    cut = Cut(groups, packs(config) if side_by_side else 1, together=together)
     timed = config.head_size == 128 and products_of(config) != "widened"
     heads = config.num_heads // min(cut.pack, config.group_size)
     if timed and (num_tokens // cut.tokens + num_reqs - 1) * heads <= processors:
@@ -128,6 +136,12 @@ def sees_few_keys(config: AttentionConfig) -> bool:
     """Return whether row tiles see no more than about two tiles of keys, and heads side by side fill them."""
     narrow = config.sliding_window is not None and config.sliding_window <= NARROW_WINDOW
     return narrow and config.head_size == 64 and packs(config) > 1 and products_of(config) != "widened"
+
+
+def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
+    """Return how many KV heads of prompts run side by side: two, or eight where that was faster on an H200."""
+    timed = config.head_size >= 128 and config.sliding_window is None and products_of(config) != "widened"
+    return 8 if timed and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
 def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut) -> int:
@@ -331,8 +345,8 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
-        # Heads that share keys run together, so that the keys of a few heads stay in L2.
-        KV_GROUP=2 if config.num_kv_heads % 2 == 0 else 1,
+        # Heads that share keys run together too, so that the keys of a few heads stay in L2.
+        KV_GROUP=math.gcd(config.num_kv_heads, cut.together),
         D=config.head_size,
         PACK=cut.pack,
         KEYS=key_tile(config, cut),

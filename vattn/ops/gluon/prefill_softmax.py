@@ -18,6 +18,9 @@ HIDDEN = gl.constexpr(0x7FFFFFFF)
 NATIVE_BITS = gl.constexpr(8.0)
 """FP8 weights are at most 2 to this power, so that those of 2**-17 of the largest still count."""
 
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+"""Of numbers from 1 on: a quotient would ask for ranges that they never reach."""
+
 WIDENED_SHRINK = gl.constexpr(0.0625)
 """What bf16 queries are scaled down by on their way to fp16: up to 2**20 they stay finite."""
 
@@ -80,30 +83,26 @@ def hide(
 
 
 @gluon.jit
-def cap_scores(scores, scale, soft_cap, SOFT_CAP: gl.constexpr):
-    """Return capped scores in base-2 units; scores as they are without a cap."""
+def cap_scores(scores, scale, SOFT_CAP: gl.constexpr):
+    """Return scores as they are, or of a cap c -1 / (1 + exp(2 score / c)), 2 c times that is capped, less c."""
     if SOFT_CAP:
-        return soft_cap * (1.0 - 2.0 / (gl.exp2(scores * scale) + 1.0))
+        return gl.inline_asm_elementwise(
+            RECIPROCAL, "=f,f", [-1.0 - gl.exp2(scores * scale)], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
         return scores
 
 
 @gluon.jit
-def weights_of(scores, maximum, scale, BITS: gl.constexpr, SOFT_CAP: gl.constexpr):
+def weights_of(scores, maximum, scale, BITS: gl.constexpr):
     """Return the unnormalised weights of scores, at most 2 ** BITS."""
-    if SOFT_CAP:
-        return gl.exp2(scores - (maximum - BITS)[:, None])
-    else:
-        return gl.exp2(scores * scale - (maximum * scale - BITS)[:, None])
+    return gl.exp2(scores * scale - (maximum * scale - BITS)[:, None])
 
 
 @gluon.jit
-def decay_of(old, new, scale, SOFT_CAP: gl.constexpr):
+def decay_of(old, new, scale):
     """Return what earlier weights shrink by. The difference comes first: its rounding must not be scaled."""
-    if SOFT_CAP:
-        return gl.exp2(old - new)
-    else:
-        return gl.exp2((old - new) * scale)
+    return gl.exp2((old - new) * scale)
 
 
 @gluon.jit
@@ -154,8 +153,8 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 
 @gluon.jit
 def add_tile(
-    scores, maximum, sums, acc, scale, values, value_full, stage, phase, SOFT_CAP: gl.constexpr, BITS: gl.constexpr,
-    CACHE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None,
+    scores, maximum, sums, acc, scale, values, value_full, stage, phase, BITS: gl.constexpr, CACHE: gl.constexpr,
+    MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None,
 ):  # fmt: skip
     """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results.
 
@@ -163,8 +162,8 @@ def add_tile(
     """
     N: gl.constexpr = scores.shape[1]
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-    decay = decay_of(maximum, new_maximum, scale, SOFT_CAP)
-    weights = weights_of(scores, new_maximum, scale, BITS, SOFT_CAP)
+    decay = decay_of(maximum, new_maximum, scale)
+    weights = weights_of(scores, new_maximum, scale, BITS)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
     left = as_left(weights, N, CACHE, MATH, LEFT)
     mbarrier.wait(value_full.index(stage), phase)

@@ -24,7 +24,7 @@ from vattn.ops.triton.mask import (
     visible,
 )
 from vattn.ops.triton.rotation import rotate_back, rotate_query
-from vattn.ops.triton.softmax import attend_ahead, softmax_step, softmax_step_of_products
+from vattn.ops.triton.softmax import attend_ahead, softmax_step, softmax_step_apart, softmax_step_of_products
 
 SEARCH = tl.constexpr(256)
 """Requests or block ids that one program looks at in one step."""
@@ -329,6 +329,8 @@ def attention_kernel(
     PRODUCTS: tl.constexpr = FOLDED and not MODIFIED and D_STEP == BLOCK_D
     BOXES: tl.constexpr = key_boxes is not None
     AHEAD: tl.constexpr = FOLDED and PAGED
+    # Whole rows of such a tile lie in a warp, whose threads keep their sums apart.
+    APART: tl.constexpr = PRODUCTS and HOISTED
     if PRODUCTS and not POSITIVE:
         # The largest score is that of the largest product only where none is multiplied by a negative number. A query
         # that is computed here passes to every product through registers.
@@ -399,6 +401,8 @@ def attention_kernel(
                 full_end, TILE, BLOCK_D, BLOCK_V, STAGES,
             )  # fmt: skip
         else:
+            if APART:
+                total = tl.zeros([BLOCK_M, 8], tl.float32)
             for j in tl.range(full_begin, full_end, num_stages=STAGES):
                 k = j * TILE + n
                 # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
@@ -428,7 +432,9 @@ def attention_kernel(
                     v_tile = value_tile(value, value_scales, block, k, dv, None, BLOCK_SIZE, PAGED, V_BLOCK, V_ROW, V,
                                         BLOCK_V, KV_FORMAT, COMPUTE, NATIVE_FP8, VALUE_SCALE_ROWS, VALUE_PART,
                                         LOAD_VALUE, MODEL)  # fmt: skip
-                if PRODUCTS:
+                if APART:
+                    acc, m, total = softmax_step_apart(s, row_factor, v_tile, acc, m, total)
+                elif PRODUCTS:
                     acc, m, total = softmax_step_of_products(s, row_factor, v_tile, acc, m, total)
                 else:
                     s = s * row_factor[:, None]
@@ -438,6 +444,8 @@ def attention_kernel(
                         s = modify_scores(s, q_pos[:, None], k[None, :], causal, soft_cap, slope, tree_bias, tree_size,
                                           query_len, seq_len, CAUSALITY, SOFT_CAP, ALIBI)  # fmt: skip
                     acc, m, total = softmax_step(s, v_tile, acc, m, total)
+            if APART:
+                total = tl.sum(total, axis=1)
 
     # The tiles before and after the full ones, as one loop; masks take registers, so these may be narrower.
     RATIO: tl.constexpr = TILE // MASKED_TILE
