@@ -91,6 +91,7 @@ ATTENTION: list[Case] = [
     ),
     *((FULL, name, wrong_dtype, errors.DtypeError, f"{name} has dtype float64.*float32") for name in SCALES),
     *((FULL, name, on_meta, errors.DeviceError, f"{name} is on meta.*cpu.*move") for name in SHAPES[:-3] + SCALES),
+    (FULL, "query", on_meta, errors.DeviceError, "a tensor on meta beside .* on cpu.*pass tensors with values"),
     *(
         (FULL, name, wrong_shape, errors.ShapeError, rf"{name} has shape \(.*Allowed: \(.*\) = .*Try: build")
         for name in SHAPES

@@ -172,6 +172,11 @@ def refuse(
         )
     if tensor.dtype not in dtypes:
         refuse_dtype(name, tensor, dtypes)
+    if tensor.device != device and device.type == "meta":
+        # The others are measured by the call's first tensor, which is the odd one here.
+        raise DeviceError(
+            f"a tensor on meta beside {name} on {tensor.device}", "all on one device", "pass tensors with values"
+        )
     if tensor.device != device:
         raise DeviceError(f"{name} is on {tensor.device}", f"{device}, as the other tensors", f"move {name} there once")
 
