@@ -23,9 +23,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_sparse": ("plain", "gluon"),
     "latent_scores": ("first", "turns", "fetched"),
     "latent_quotients": ("corrected", "limited"),
-    "latent_loads": ("together", "spread", "late"),
-    "latent_turns": ("short", "long", "ahead", "free"),
-    "few_rows": ("none", "values", "streamed", "tall"),
+    "latent_loads": ("together", "late", "spread"),
+    "latent_turns": ("short", "free"),
+    "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
     "few_requests": ("measured", "split", "clusters"),
@@ -57,8 +57,8 @@ class Variants:
             a time, which is for NVFP4 and keys in a codebook.
         few_requests: decode of up to four requests on Hopper: "split", over as many CTAs as there are, whose parts a
             second kernel merges; "clusters", one kernel, in which the CTAs of a cluster share a request's KV head;
-            "measured", this for one request whose block table has room for no more than 2048 tokens and two of 1024, of
-            8 KV heads.
+            "measured", this for requests of up to 16 KV heads together whose block table has room for no more than 2048
+            tokens.
         one_wave: decode of short requests on Hopper whose pairs of KV heads are about as many as multiprocessors:
             "scheduled", by a schedule, parts and their merge; "whole", one kernel that splits no request.
         rope_launch: when the kernel of RoPE and cache update of few tokens starts on Hopper: "after", when the kernel
@@ -67,7 +67,7 @@ class Variants:
         few_rows: for which products of up to 32 rows `vattn::linear` takes its own kernels: "none"; "values", of 16-bit
             values and more than two rows; "streamed", as "values", and up to eight rows of values or e4m3 codes by a
             kernel whose weights are on their way while the kernel before still runs, which must not be one that writes
-            them; "tall", that, and nine and more rows of either by one of the same kind with tall tiles.
+            them.
         graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
             lets them; "early", when it has begun.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
@@ -79,13 +79,12 @@ class Variants:
             or both in "turns", a tile each; "fetched", so, and tiles are asked for in L2 before there is room for them.
         latent_quotients: quotients of quantised outputs of Hopper's expanded latent attention: "corrected" products, or
             FP8's by products "limited" first, and a given scale loaded once.
-        latent_loads: what Hopper's expanded latent attention loads first of a row tile: "together", the queries of both
-            warpgroups; "spread", those of the first and its keys, so that it starts while the second ends the row tile
-            before; "late", the same, and a row tile is taken when the last keys of the one before are asked for.
-        latent_turns: the turns of the two warpgroups of Hopper's expanded latent attention: "short", a product of
-            queries and keys; "long", a product of weights and values and the next of queries and keys; "ahead", a
-            product of queries and keys, then that of the weights and values before, beside which the new weights are
-            computed; "free", the same without turns.
+        latent_loads: when Hopper's expanded latent attention takes its next row tile, and what it loads first of one:
+            "together", at the beginning of the one before, and the queries of both warpgroups; "late", when the last
+            keys of the one before are asked for; "spread", late, and the queries of the first warpgroup and its keys,
+            so that it starts while the second ends the row tile before.
+        latent_turns: the warpgroups of Hopper's expanded latent attention take "short" turns, a product of queries and
+            keys; or none, "free", and overlap that of weights and values with the next weights.
     """
 
     speculative: str = "packed"
@@ -97,7 +96,7 @@ class Variants:
     latent_sparse: str = "gluon"
     latent_scores: str = "first"
     latent_quotients: str = "corrected"
-    latent_loads: str = "together"
+    latent_loads: str = "spread"
     latent_turns: str = "short"
     few_rows: str = "streamed"
     graph_edges: str = "early"

@@ -31,9 +31,9 @@ LEAST_CTAS = 64
 SLOTS = 4
 """Warps of a CTA, a tile of 16 keys each."""
 
-MOST_HEADS, MOST_KEYS = 16, 8 * 2048
-"""KV heads of all requests, and tokens of a request times these heads (8 at least), up to which clusters are faster: of
-more, splits keep the card busier."""
+MOST_HEADS, MOST_TOKENS = 16, 2048
+"""KV heads of all requests, and tokens of a request, up to which clusters are faster: of more, splits keep the card
+busier."""
 
 
 def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -43,7 +43,7 @@ def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
         return False
     # Lengths are on the device; what the host knows of them is how many blocks a request can have.
     tokens, heads = args.block_table.shape[1] * config.block_size, num_reqs * config.num_kv_heads
-    if way == "measured" and (heads > MOST_HEADS or tokens * max(heads, 8) > MOST_KEYS):
+    if way == "measured" and (heads > MOST_HEADS or tokens > MOST_TOKENS):
         return False
     return args.query.shape[0] == num_reqs and not refusals(args, config)
 
