@@ -169,6 +169,36 @@ def groups_dequantised(o: Tensor, s: Tensor) -> Tensor:
     return (codes.float().unflatten(-1, (-1, 64)) * scales.unsqueeze(-1)).flatten(1) @ torch.ones(COLUMNS, 3)
 
 
+def written_in_turn(o: Tensor, s: Tensor, groups: int = 4) -> tuple[Tensor, Tensor]:
+    codes, scales = torch.zeros(o.shape, dtype=E4M3), torch.empty(o.shape[0], groups)
+    for group in range(groups):
+        columns = slice(64 * group, 64 * group + 64)
+        made, scale = per_token(o[:, columns])
+        codes[:, columns], scales[:, group] = made, scale.squeeze(-1)
+    return codes, scales
+
+
+def heads_written_in_turn(o: Tensor, s: Tensor) -> Tensor:
+    codes = torch.empty(o.shape[0], HEADS, WIDTH, dtype=E4M3)
+    for head, x in enumerate(o.view(-1, HEADS, WIDTH).unbind(1)):
+        codes[:, head] = static(x, s)
+    return codes.flatten(1)
+
+
+def powers_of_two(ceil: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        groups = o.float().unflatten(-1, (-1, 64))
+        scales = ceil(groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)
+        return clamped(groups / scales).flatten(-2), scales.squeeze(-1)
+
+    return function
+
+
+def by_exponent_bits(x: Tensor) -> Tensor:
+    """What NaN becomes is lost."""
+    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
 def mapped(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.func.vmap(per_token)(o)
 
@@ -200,6 +230,10 @@ PROGRAMS: dict[str, Form] = {
         Form("program: nn.Module of heads", lambda o, s: Quantiser(WIDTH)(o)),
         Form("program: autograd.Function", lambda o, s: Rounding.apply(o.float() / s)),
         Form("program: vmap", mapped),
+        Form("program: groups written in turn", written_in_turn),
+        Form("program: all groups but one written", lambda o, s: written_in_turn(o, s, 3)),
+        Form("program: heads written in turn", heads_written_in_turn),
+        Form("program: powers of two by their bits", powers_of_two(by_exponent_bits)),
         Form("program: gated", gated),
         Form("program: a copy of the scale", checkpointed_scale),
         Form("program: torch.where on tokens", lambda o, s: static(torch.where(o.isnan(), o, o), s)),

@@ -270,7 +270,27 @@ class Asked:
         finite = [s for s in seen if bool(s.rows.isfinite().all())]
         if finite and any(not bool(s.values[self.quantised].float().isfinite().all()) for s in finite):
             return "finite values become NaN: clamp to +-448 before the cast"
+        name = self._of_finite_groups(seen, floors)
+        if name:
+            return f"of finite values that were tried it makes {name}, of those beside NaN or infinities something else"
         return "its values are those of no supported format"
+
+    def _of_finite_groups(self, seen: list[Sample], floors: Sequence[float | None]) -> str:
+        """Return the format with computed scales that agrees where a scale is of finite values, empty if none."""
+        for way in quantisers(seen[0].rows.shape[1], self.quantised, floors):
+            fp8 = way.fmt.container == torch.float8_e4m3fn and not way.fmt.static_scale
+            if fp8 and all(self._agrees_in_finite_groups(way, sample) for sample in seen):
+                return way.fmt.name
+        return ""
+
+    def _agrees_in_finite_groups(self, way: Quantiser, sample: Sample) -> bool:
+        got, (tokens, columns) = sample.values[self.quantised], sample.rows.shape
+        groups = tokens, -1, columns if way.fmt.group_size < 0 else way.fmt.group_size
+        codes, _ = way(sample.rows, 0.0)
+        if got.numel() != codes.numel():
+            return False
+        finite = sample.rows.reshape(groups).isfinite().all(-1)
+        return same_bits(got.reshape(groups)[finite], codes.reshape(groups)[finite])
 
 
 def _dtype(node: Node) -> torch.dtype | None:

@@ -23,8 +23,10 @@ from vattn.passes.region import (
     expression,
     find_region,
     is_check,
+    lacks_parts,
     same_shape,
     same_size,
+    unknown_readers,
     value,
 )
 
@@ -74,8 +76,12 @@ def find(attention: AttentionNode, order: dict[Node, int], names: Sequence[str])
         Refusal: nothing; with the reason.
     """
     region = find_region(attention.output, order)
+    if any(map(lacks_parts, region.quantised)):
+        region = find_region(attention.output, order, in_parts=True)
     if not region.quantised:
-        raise Refusal("the output is not quantised", attention.output)
+        readers = unknown_readers(attention.output)
+        doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
+        raise Refusal(f"the output is not quantised{doubt}", attention.output)
     first: Refusal | None = None
     for quantised in region.quantised:
         try:

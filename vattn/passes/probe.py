@@ -37,6 +37,7 @@ _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
 _SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
 """What may stand between one value and a tensor that holds it many times."""
+_UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -216,7 +217,10 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
             return unsaturated_cast(args[1] if name == "copy" else args[0], dtype)
     if node.target is torch.ops.prims.device_put.default:
         return args[0]
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    if name in _UNWRITTEN:
+        made.fill_(3)  # Memory that was freed may hold what is compared with it.
+    return made
 
 
 def unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -161,15 +161,16 @@ class Region:
         return [node for node in self.nodes if node in needed]
 
 
-def find_region(output: Node, order: dict[Node, int]) -> Region:
+def find_region(output: Node, order: dict[Node, int], in_parts: bool = False) -> Region:
     """Walk from an attention output to everything that can be run from it.
 
     Args:
         order: position of every node of the graph.
+        in_parts: go on behind FP8 tensors into which one part after the other is written, as far as the last part.
     """
-    reached, ends = _reach(output, whole=True)
+    reached, ends = _reach(output, whole=True, in_parts=in_parts)
     if not ends:
-        part, ends_of_part = _reach(output, whole=False)
+        part, ends_of_part = _reach(output, whole=False, in_parts=in_parts)
         # Bytes that are reached through FP8 codes alone are those codes: of half the output, as many as packed ones.
         if not any(_covers(node, output, (torch.uint8,), 2) for node in part):
             reached, ends = part, ends_of_part
@@ -185,11 +186,12 @@ def find_region(output: Node, order: dict[Node, int]) -> Region:
     return Region(output, tuple(nodes), tuple(quantised))
 
 
-def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
+def _reach(output: Node, whole: bool, in_parts: bool) -> tuple[set[Node], set[Node]]:
     """Return what can be run from an output, and where the walk ends.
 
     Args:
         whole: end at FP8 tensors that cover the output; otherwise at every one, for a part of it may be quantised.
+        in_parts: see `find_region`.
     """
     reached, stack, ends = {output}, [output], set()
     while stack and len(reached) <= _LARGEST_REGION:
@@ -198,11 +200,36 @@ def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
             if user in reached or is_check(user) or not can_run(user):
                 continue
             reached.add(user)
-            if _covers(user, output, FP8_DTYPES, 1) if whole else _holds(user, FP8_DTYPES):
+            is_end = _covers(user, output, FP8_DTYPES, 1) if whole else _holds(user, FP8_DTYPES)
+            if is_end and not (in_parts and lacks_parts(user)):
                 ends.add(user)
             else:
                 stack.append(user)
     return reached, ends
+
+
+def lacks_parts(node: Node) -> bool:
+    """Return whether a node writes a part of a tensor, and others write more of it behind it."""
+    return _is_scatter(node) and any(_is_scatter(user) and user.args[0] is node for user in node.users)
+
+
+def _is_scatter(node: Node) -> bool:
+    return op_name(node.target) in ("slice_scatter", "select_scatter")
+
+
+def unknown_readers(output: Node) -> list[str]:
+    """Return names of what reads an output, or what is made of it, and may quantise it for all that is known here."""
+    reached, _ = _reach(output, whole=True, in_parts=False)
+    found: dict[str, None] = {}
+    for node in sorted((output, *reached), key=lambda node: node.name):
+        for user in node.users:
+            op = user.args[0] if _is_functionalised(user) else user.target
+            if isinstance(op, torch._ops.OpOverload):
+                if op.namespace not in _RUNNABLE_NAMESPACES:
+                    found[op._schema.name] = None
+            elif isinstance(op, torch._ops.HigherOrderOperator):
+                found[op.name()] = None
+    return list(found)
 
 
 def _rounded_again(end: Node) -> list[Node]:
