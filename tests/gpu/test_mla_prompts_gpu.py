@@ -117,10 +117,7 @@ def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None
         compare(args, config, sum(lens[0]))
 
 
-WAYS = [
-    *(("together", turns) for turns in ("long", "ahead", "free")),
-    *((loads, turns) for loads in ("spread", "late") for turns in ("short", "long", "ahead", "free")),
-]
+WAYS = [(loads, turns) for loads in variants.ALLOWED["latent_loads"] for turns in variants.ALLOWED["latent_turns"]]
 
 
 @pytest.mark.parametrize("name", ["bf16", "narrow, 3 heads"])

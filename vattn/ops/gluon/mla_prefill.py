@@ -217,7 +217,7 @@ def finish(
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    QUOTIENTS: gl.constexpr, ORDER: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    QUOTIENTS: gl.constexpr, OVERLAPPED: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -235,9 +235,7 @@ def consume(
     NEXT: gl.constexpr = TURNS[1 - GROUP_INDEX]
     query = queries.index(GROUP_INDEX)
     query_rope = query_ropes.index(GROUP_INDEX)
-    AHEAD: gl.constexpr = ORDER == "ahead" or ORDER == "free"
-    LONG: gl.constexpr = ORDER == "long"
-    TURNING: gl.constexpr = ORDER != "free"
+    TURNING: gl.constexpr = not OVERLAPPED
     most_keys = table_width * BLOCK_SIZE
     given = 1.0
     inverse = 1.0
@@ -281,21 +279,17 @@ def consume(
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, "plain", MODEL, LEFT)
             acc = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
-            if AHEAD:
+            if OVERLAPPED:
                 left = left0
                 decay = gl.full([GROUP_ROWS], 1.0, gl.float32, ROW)
                 for back in range(1, own_end):
                     next_stage = (step + 1) % STAGES
                     mbarrier.wait(key_full.index(next_stage), ((step + 1) // STAGES) & 1)
                     missing = read_word(words.index((step + 1) % WORDS), 4)
-                    if TURNING:
-                        take_turn(MINE)
                     scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
                     acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
                     mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
                     acc = warpgroup_mma(left, values.index(step % STAGES), acc, is_async=True)
-                    if TURNING:
-                        give_turn(NEXT)
                     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
                     mbarrier.arrive(key_empty.index(next_stage), count=1)
                     key_tile = own_end - 1 - back
@@ -313,8 +307,6 @@ def consume(
                 acc = warpgroup_mma(left, values.index(step % STAGES), acc, is_async=True)
             else:
                 mbarrier.wait(value_full.index(stage), phase)
-                if LONG:
-                    take_turn(MINE)
                 acc = warpgroup_mma(left0, values.index(stage), acc, use_acc=False, is_async=True)
                 for back in range(1, own_end):
                     next_step = step + 1
@@ -322,8 +314,7 @@ def consume(
                     next_phase = (next_step // STAGES) & 1
                     mbarrier.wait(key_full.index(next_stage), next_phase)
                     missing = read_word(words.index(next_step % WORDS), 4)
-                    if not LONG:
-                        take_turn(MINE)
+                    take_turn(MINE)
                     scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
                     give_turn(NEXT)
                     scores, acc = warpgroup_mma_wait(num_outstanding=0, deps=(scores, acc))
@@ -334,11 +325,9 @@ def consume(
                         scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
                     maximum, sums, acc = add_tile(
                         scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, 0.0,
-                        "plain", MODEL, LEFT, MINE if LONG else None,
+                        "plain", MODEL, LEFT,
                     )  # fmt: skip
                     step += 1
-                if LONG:
-                    give_turn(NEXT)
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
@@ -378,7 +367,7 @@ def mla_prefill_gluon_kernel(
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
     STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, QUOTIENTS: gl.constexpr, ORDER: gl.constexpr, LOADS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, QUOTIENTS: gl.constexpr, OVERLAPPED: gl.constexpr, LOADS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
@@ -386,7 +375,8 @@ def mla_prefill_gluon_kernel(
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
     value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. QUOTIENTS: how
     outputs are quantised, by `store_rows` if "divided", else by `vattn.ops.gluon.mla_prefill_store` and, NVFP4,
-    `mla_prefill_parts`. ORDER, LOADS: `latent_turns` and `latent_loads` of `vattn.ops.variants`.
+    `mla_prefill_parts`. OVERLAPPED: no turns; a product of keys, then that of the values before, beside which
+    the new weights are computed. LOADS: `latent_loads` of `vattn.ops.variants`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -424,11 +414,11 @@ def mla_prefill_gluon_kernel(
         [
             (consume, (
                 consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, QUOTIENTS,
-                ORDER, 0,
+                OVERLAPPED, 0,
             )),
             (consume, (
                 consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, QUOTIENTS,
-                ORDER, 1,
+                OVERLAPPED, 1,
             )),
             (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES, LOADS)),
         ],

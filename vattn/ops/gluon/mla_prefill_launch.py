@@ -142,8 +142,8 @@ def attend_expanded(
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
-        QUOTIENTS=ways.latent_quotients if corrects(output, groups) else "divided", ORDER=ways.latent_turns,
-        LOADS=ways.latent_loads, num_warps=4,
+        QUOTIENTS=ways.latent_quotients if corrects(output, groups) else "divided",
+        OVERLAPPED=ways.latent_turns == "free", LOADS=ways.latent_loads, num_warps=4,
     )  # fmt: skip
 
 

@@ -103,11 +103,12 @@ def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
 def store_fp8(
     output, scales, scale, inverse, scale_stride, group_stride, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale.
 
     inverse: 1 / scale, where LIMITED.
+    ZEROS: all results are zeros; the assembler of CUDA 12.8 would lose half of a conversion of four equal values.
     """
     values = rounded(result, MODEL)
     if OUTPUT_GROUPS[0] > 0:
@@ -124,13 +125,17 @@ def store_fp8(
         group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
         place = (first_row + row).to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
         gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-        if LIMITED:
-            divisor = gl.where(step == float("inf"), 0.0, step)
-            ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal_of(step).expand_dims(2))
+        if LIMITED and ZEROS:
+            WHOLE: gl.constexpr = values.type.layout
+            codes = gl.zeros([GROUP_ROWS, VALUES], gl.uint8, WHOLE)
         else:
-            reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-            ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
-        codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
+            if LIMITED:
+                divisor = gl.where(step == float("inf"), 0.0, step)
+                ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal_of(step).expand_dims(2))
+            else:
+                reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
+                ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
+            codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
     else:
         if LIMITED:
             if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
