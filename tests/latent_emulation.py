@@ -23,8 +23,8 @@ from vattn.ops.gluon import mla_decode_turns, mla_decode_wide, mla_items
 
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
     mla_decode_turns: (
-        "load_tile", "produce_turns", "score", "raised", "add_weights", "multiply_sent", "total_of", "close_rows",
-        "attend_even", "attend_odd", "mla_decode_turns_kernel",
+        "load_tile", "produce_turns", "score", "raised", "add_weights", "multiply_sent", "total_of", "room_to_send",
+        "close_rows", "attend_even", "attend_odd", "mla_decode_turns_kernel",
     ),
     mla_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
     mla_decode_wide: ("blocks_known", "hide", "may_send", "store_half", "wait_for_rows"),

@@ -236,7 +236,7 @@ def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("topk", [5, 64, 700])
-@pytest.mark.parametrize("scores", ["first", "turns"])
+@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
 def test_sparse_decode(heads: int, block_size: int, topk: int, scores: str) -> None:
     """Lists with gaps, positions out of range and blocks that are none."""
     hopper()
@@ -289,7 +289,7 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns"])
+@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
 def test_sparse_decode_in_parts(scores: str) -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)
@@ -298,7 +298,7 @@ def test_sparse_decode_in_parts(scores: str) -> None:
         compare(args, config, 3)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns"])
+@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
 def test_sparse_decode_of_many_tokens(scores: str) -> None:
     hopper()
     config = deepseek(num_heads=128, sparse=True)

@@ -94,7 +94,7 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
-    latent_scores: str = "first"
+    latent_scores: str = "turns"
     latent_quotients: str = "corrected"
     latent_loads: str = "spread"
     latent_turns: str = "short"

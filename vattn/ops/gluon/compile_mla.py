@@ -249,7 +249,10 @@ def main() -> int:
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     in_turns = [case for case in lists() if case.kv_cache_dtype == case.dtype]
     cases += [
-        partial(recorded_lists, case, scores="turns") for case in in_turns if options.only in "turns " + case.encode()
+        partial(recorded_lists, case, scores=scores)
+        for scores in ("turns", "fetched")
+        for case in in_turns
+        if options.only in f"{scores} {case.encode()}"
     ]
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     cases += [partial(recorded_prompts, case) for case in corrected() if options.only in "corrected " + case.encode()]

@@ -107,7 +107,7 @@ def fetch_tile(cache, tile, blocks, num_blocks, BLOCK_SIZE: gl.constexpr):
 def produce_turns(
     query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles: even ones into stage 0, odd ones into stage 1."""
     _, _, _, schedule, _, num_blocks, _, _ = work
@@ -135,14 +135,14 @@ def produce_turns(
                 load_tile(boxes, rope_boxes, tile, num_blocks, blocks, latents, ropes, ready, free, even_phase, 0,
                           BLOCK_SIZE, LAYOUT)  # fmt: skip
                 even_phase ^= 1
-                if cache is not None:
+                if FETCH:
                     if tile + 2 < last:
                         fetch_tile(cache, tile + 2, even, num_blocks, BLOCK_SIZE)
                 if tile + 1 < last:
                     load_tile(boxes, rope_boxes, tile + 1, num_blocks, following, latents, ropes, ready, free,
                               odd_phase, 1, BLOCK_SIZE, LAYOUT)  # fmt: skip
                     odd_phase ^= 1
-                if cache is not None:
+                if FETCH:
                     if tile + 3 < last:
                         fetch_tile(cache, tile + 3, odd, num_blocks, BLOCK_SIZE)
                 blocks = even
@@ -217,6 +217,12 @@ def total_of(sums, totals, totals_ready, read, phase, ME: gl.constexpr, LAYOUT: 
     other = totals.index(1 - ME).load(LAYOUT)
     mbarrier.arrive(read.index(0), count=1)
     return own + other
+
+
+@gluon.jit
+def room_to_send(first, last):
+    """Return the stage from whose room results leave: that of odd tiles, so that the next item's first one can come."""
+    return (last - first > 1).to(gl.int32)
 
 
 @gluon.jit
@@ -317,7 +323,7 @@ def attend_even(
                     acc = warpgroup_mma(operand, panels(latents.index(0), 0, 4, TILE, LAYOUT), acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (tile + 1 < last) | (sent == 0):
+                    if (last - first > 1) | (sent == 0):
                         mbarrier.arrive(free.index(0), count=1)
                     phase ^= 1
                     if tile + 1 < last:
@@ -329,14 +335,14 @@ def attend_even(
                         acc = multiply_sent(acc, ropes.index(1), latents.index(1), ready, weights_ready, odd_phase,
                                             keys - (tile + 1) * TILE, 0, 1, GATHER, LAYOUT)  # fmt: skip
                         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                        if (tile + 2 < last) | (sent == 0):
+                        if (tile + 3 < last) | (sent == 0):
                             mbarrier.arrive(free.index(2), count=1)
                         odd_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 0, SCORE_ROWS)
                 group_phase ^= 1
             else:
                 mbarrier.arrive(query_free.index(0), count=1)
-            stage = (last - first + 1) % 2
+            stage = room_to_send(first, last)
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage), row, limit, rows, row0, slot, group, first, sent, 0,
@@ -419,7 +425,7 @@ def attend_odd(
                     acc = warpgroup_mma(ropes.index(1), room, acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (tile + 1 < last) | (sent == 0):
+                    if (tile + 2 < last) | (sent == 0):
                         mbarrier.arrive(free.index(3), count=1)
                     phase ^= 1
                 if (last - first) % 2 == 1:
@@ -430,12 +436,12 @@ def attend_odd(
                     acc = multiply_sent(acc, ropes.index(0), latents.index(0), ready, weights_ready, even_phase,
                                         keys - (last - 1) * TILE, 4, 0, GATHER, LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if sent == 0:
+                    if (last - first > 1) | (sent == 0):
                         mbarrier.arrive(free.index(1), count=1)
                     even_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 1, SCORE_ROWS)
                 group_phase ^= 1
-            stage = (last - first + 1) % 2
+            stage = room_to_send(first, last)
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage + 1), row, limit, rows, row0, slot, group, first, sent, 4,
@@ -452,7 +458,8 @@ def mla_decode_turns_kernel(
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode_wide.mla_decode_wide_kernel`, whose arguments these are."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -491,7 +498,7 @@ def mla_decode_turns_kernel(
                 )),
                 (gather_turns, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
-                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
+                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, FETCH, LAYOUT,
                 )),
             ],
             [4, 4],
@@ -508,7 +515,7 @@ def mla_decode_turns_kernel(
                 )),
                 (produce_turns, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes,
-                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, FETCH, LAYOUT,
                 )),
             ],
             [4, 1],

@@ -49,7 +49,7 @@ MOST_QUERY_TOKENS = 8
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
-_REGISTERS: int | None = None
+_REGISTERS = 152
 """Registers of a thread that the narrow kernel is launched with; its warpgroups share them out among themselves."""
 FP8_STAGES = 4
 
@@ -314,8 +314,9 @@ def _launch(
         boxes |= result_boxes(output, partial)
         chosen = variants.current().latent_scores
         if chosen in ("turns", "fetched"):
-            cached = args.kv_cache if chosen == "fetched" else None
-            mla_decode_turns_kernel[grid](cache=cached, GATHER=False, **boxes, **common)
+            fetch = chosen == "fetched"
+            cached = args.kv_cache if fetch else None
+            mla_decode_turns_kernel[grid](cache=cached, GATHER=False, FETCH=fetch, **boxes, **common)
         else:
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:

@@ -14,6 +14,8 @@ from vattn.ops.triton.tiles import next_power_of_two
 
 MOST_PROGRAMS = 16
 """Programs of one warp that a multiprocessor merges with at a time."""
+FEW_PROGRAMS = 4
+"""As many where most requests stay whole, and what has to start is what takes time."""
 
 
 def merge_parts(
@@ -32,7 +34,8 @@ def merge_parts(
     common = {"HEADS": heads, "PARTIAL_ROWS": partial_rows, "LATENT": latent, "num_warps": 1, "launch_pdl": True}
     step = min(64, next_power_of_two(max(4, splits)))
     columns = max(32, 2048 // step)
-    programs = min(rows * (latent // columns), processors * MOST_PROGRAMS)
+    most = MOST_PROGRAMS if splits > 1 else FEW_PROGRAMS
+    programs = min(rows * (latent // columns), processors * most)
     mla_merge_parts_kernel[(programs,)](**tensors, COLUMNS=columns, STEP=step, FULL=full, **common)
 
 
