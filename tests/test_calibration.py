@@ -277,6 +277,9 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
     assert dead.quant_config(prefix).k_scale is not None
     model = make_model("llama")
     config = vattn.CacheConfig(cache_dtype="fp8")
+    fewer = {prefix: {**seen, "key": seen["key"][:1]} for prefix, seen in found.layers.items()}
+    with pytest.raises(errors.ScaleError, match="1 KV heads"):
+        enable(model, cache_config=config, calibration=vattn.Calibration(fewer, 1))
     with pytest.raises(errors.ConfigError, match="one of them"):
         enable(model, cache_config=config, calibration=found, quant_config=vattn.QuantConfig("unit", "unit"))
     quantised = enable(model, cache_config=config, calibration=found, num_blocks=4)

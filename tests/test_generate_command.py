@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from vattn.__main__ import main
+from vattn.generation.command import DEMO_MODEL
 
 QUICK = ["generate", "--max-new-tokens", "8", "--device", "cpu", "--memory", "8MiB"]
 
@@ -130,9 +132,40 @@ def test_a_wheel_carries_no_model(
     assert "a wheel carries no model), or pass --model DIR" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 3}', '{"prompt": "x", "temprature": 1}'])
+LINES = [
+    "{",
+    "[]",
+    '{"text": "x"}',
+    '{"prompt": 3}',
+    '{"prompt": "x", "temprature": 1}',
+    '{"prompt": "x", "stop_strings": "END"}',
+]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_wrong_lines_of_a_file(capsys: Any, tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
     status, _, err = run(capsys, "--file", str(path))
     assert status == 2 and "prompts.jsonl:2" in err
+
+
+def test_a_file_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "d\xff"}')
+    status, _, err = run(capsys, "--file", str(path))
+    assert status == 2 and "UTF-8" in err
+
+
+@pytest.mark.parametrize("kind", ["torn", "other sizes"])
+def test_checkpoints_that_cannot_be_loaded(capsys: Any, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    if kind == "torn":
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    status, _, err = run(capsys, "--model", str(folder), "--prompt", "x")
+    assert status == 2 and "check the checkpoint" in err

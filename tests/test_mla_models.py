@@ -94,6 +94,37 @@ def test_other_models_are_refused() -> None:
         enable_latent_attention(model)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_refused(name: str) -> None:
+    """Such models attend by an indexer of their own, which a layer without one would leave out."""
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers without {name}")
+    torch.manual_seed(3)
+    sizes = {**SIZES, "q_lora_rank": 20, "first_k_dense_replace": 1, "pad_token_id": 0}
+    config = transformers.CONFIG_MAPPING[name](**sizes, index_topk=4, index_n_heads=2, index_head_dim=16)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with pytest.raises(UnsupportedRequestError, match="sparse attention"):
+            enable_latent_attention(model)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_models_that_no_step_could_run_are_refused() -> None:
+    model = make_model("DeepSeek-V2-Lite")
+    with pytest.raises(ConfigError, match="with its head"):
+        enable_latent_attention(model.model)
+    outputs = vattn.QuantConfig(output_format="fp8_static", output_scale=1.0)
+    with pytest.raises(ConfigError, match="quantise_linears"):
+        enable_latent_attention(model, quant_config=outputs)
+    with torch.device("meta"):
+        empty = make_model("DeepSeek-V2-Lite")
+    with pytest.raises(ConfigError, match="meta"):
+        enable_latent_attention(empty)
+    enable_latent_attention(model)
+
+
 @pytest.mark.parametrize("options", [{"memory": "lots"}, {"attn_backend": "FLASH_ATTN", "num_blocks": 4}], ids=str)
 def test_a_refused_model_stays_as_it_was(options: dict[str, Any]) -> None:
     model = make_model("DeepSeek-V2-Lite")

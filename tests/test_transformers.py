@@ -345,6 +345,7 @@ def test_wrong_arguments() -> None:
         ({"calibration": 5}, "calibration=5"),
         ({"quant_config": 0.5}, "QuantConfig"),
         ({"query_format": "fp8_e4m3"}, "without calibration"),
+        ({"quant_config": vattn.QuantConfig(output_format="fp8_per_token")}, "quantise_linears"),
     ):
         with pytest.raises(vattn.errors.ConfigError, match=text):
             enable(model, **option)

@@ -171,7 +171,8 @@ def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
     kind = "auto" if dtype is None else MODEL_DTYPES[dtype]
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Torn files, weights of other shapes, packages that are missing: each has a class of its own.
         raise ConfigError(f"--model {folder}: {error}", "a causal language model", "check the checkpoint") from error
     return model.eval().requires_grad_(False).to(device), _tokenizer(transformers, folder, model.config.vocab_size)
 
@@ -226,9 +227,9 @@ def _jobs(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     jobs = [(prompt, common) for prompt in options.prompt]
     if options.file is not None:
         try:
-            lines = options.file.read_text().splitlines()
-        except OSError as error:
-            raise ConfigError(f"--file {options.file}: {error}", "a readable file", "check the path") from error
+            lines = options.file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--file {options.file}: {error}", "a file of UTF-8 text", "check the path") from error
         for number, line in enumerate(lines, 1):
             if line.strip():
                 jobs.append(_job(line, f"{options.file}:{number}", common))
@@ -244,8 +245,6 @@ def _job(line: str, where: str, common: dict[str, Any]) -> tuple[str, dict[str, 
         prompt = own.pop("prompt")
         if not isinstance(prompt, str):
             raise TypeError("prompt is no text")
-        if "stop_strings" in own:
-            own["stop_strings"] = tuple(own["stop_strings"])
         Sampling(**{**common, **own})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

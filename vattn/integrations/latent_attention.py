@@ -14,14 +14,18 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.config import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.integrations.attention_calls import AttentionCall, observe
 from vattn.integrations.fixed_frequencies import fix_frequencies
 from vattn.integrations.fp8_checkpoint import take_cache_hooks
 from vattn.integrations.transformers import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
     NAME,
+    PackedCache,
     PackedModel,
     attend,
+    check_model,
+    check_quant_config,
     disable,
     no_mask,
     own_config,
@@ -68,9 +72,11 @@ def enable_latent_attention(
         The model as a function of packed tokens.
 
     Raises:
-        ConfigError: a model that is on vattn already, or in training mode.
-        UnsupportedRequestError: no latent attention, frequencies of RoPE that go by lengths, or a transformers that
-            expands latents before its cache.
+        ConfigError: a model without its head, that is on vattn already, in training mode or without values; quantised
+            outputs.
+        UnsupportedRequestError: no latent attention, tokens that meet outside of it (an indexer of sparse attention,
+            linear attention), frequencies of RoPE that go by lengths, or a transformers that expands latents before its
+            cache.
             After these, and what `vattn.MLAAttention` and `vattn.allocate_kv_cache` raise, the model is as after
             `disable`.
 
@@ -89,10 +95,13 @@ def enable_latent_attention(
         torch.Size([5, 64])
     """
     modules = _latent_modules(model)
+    check_model(model)
+    check_quant_config(quant_config)
     own_config(model)
     frequencies = fix_frequencies(model, None)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
     try:
+        _check_calls(observe(model, PackedCache()), modules)
         for name, module in modules.items():
             layer = MLAAttention(
                 module.num_heads,
@@ -145,6 +154,23 @@ def _latent_modules(model: Any) -> dict[str, Any]:
                 "use a newer transformers, or vattn.integrations.transformers.enable, which caches expanded heads",
             )
     return found
+
+
+def _check_calls(calls: dict[str, AttentionCall], modules: dict[str, Any]) -> None:
+    """Refuse a model whose attention is more than plain causal latent attention.
+
+    Raises:
+        UnsupportedRequestError: attention elsewhere, or with a window, a soft cap, sinks, slopes or another scale.
+    """
+    for name, call in calls.items():
+        odd = [part for part in ("window", "soft_cap", "sinks", "alibi_slopes") if getattr(call, part) is not None]
+        if name not in modules or odd or call.scale != float(modules[name].scaling):
+            what = "no latent attention" if name not in modules else ", ".join(odd) or f"scale {call.scale}"
+            raise UnsupportedRequestError(
+                f"{type(call.module).__name__} {name!r} with {what}",
+                "causal latent attention in every layer",
+                "use vattn.integrations.transformers.enable, which caches expanded heads",
+            )
 
 
 def _expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from vattn import context
 from vattn.calibration import Calibration, as_calibration
 from vattn.config import CacheConfig
-from vattn.errors import ConfigError, MetadataError, MissingPackageError, ShapeError, UnsupportedRequestError
+from vattn.errors import (
+    ConfigError,
+    MetadataError,
+    MissingPackageError,
+    ScaleError,
+    ShapeError,
+    UnsupportedRequestError,
+)
 from vattn.formats import KV_FORMATS, resolve_kv_cache_dtype
 from vattn.integrations import merged_linears
 from vattn.integrations.attention_calls import AttentionCall, observe, own_config, set_attention
@@ -215,7 +222,7 @@ def enable(
 
     Raises:
         ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
-            neither `True` nor `False`; a `rope_length` that a model has no use for; an entry of
+            neither `True` nor `False`; a `rope_length` that a model has no use for; quantised outputs; an entry of
             `kv_cache_dtype_skip_layers` that matches no layer.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
             not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
@@ -235,7 +242,7 @@ def enable(
         ...     packed(torch.arange(5), step.positions, torch.tensor([2, 4])).shape
         torch.Size([2, 64])
     """
-    _check_model(model)
+    check_model(model)
     _check_switches(
         scales_per_head=scales_per_head,
         batch_invariant=batch_invariant,
@@ -250,12 +257,16 @@ def enable(
             "no window: each layer's own comes from the model",
             "leave sliding_window out",
         )
-    scales = _scales(calibration, quant_config, cache_config, scales_per_head, query_format)
+    check_quant_config(quant_config)
+    found = None if calibration is None else as_calibration(calibration)
+    scales = _scales(found, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
     frequencies = fix_frequencies(model, rope_length)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
     try:
         calls = observe(model, PackedCache())
+        if found is not None:
+            _check_heads(found, calls)
         if calibration is None and quant_config is None:
             scales = checkpoint_configs(model, list(calls), cache_config).get
         layers = {
@@ -428,23 +439,53 @@ class ModelAttention(Attention):
                 )
 
 
+def check_quant_config(quant_config: object) -> None:
+    """Refuse what is no `QuantConfig`, and quantised outputs, which the model's own projection would get.
+
+    Raises:
+        ConfigError: either.
+    """
+    if quant_config is not None and not isinstance(quant_config, QuantConfig):
+        raise ConfigError(f"quant_config={quant_config!r}", "vattn.QuantConfig(...)", "QuantConfig(k_scale=...)")
+    if isinstance(quant_config, QuantConfig) and quant_config.output_format != "none":
+        raise ConfigError(
+            f"QuantConfig(output_format={quant_config.output_format!r}) for a model of transformers",
+            "outputs in the model's dtype, which its own projection takes",
+            "vattn.quantise_linears(model, ...) and vattn.enable(): the passes quantise outputs",
+        )
+
+
+def _check_heads(found: Calibration, calls: dict[str, AttentionCall]) -> None:
+    """Refuse a calibration of a model with other heads, whose layers may be called the same.
+
+    Raises:
+        ScaleError: a layer has another number of heads than it had.
+    """
+    for name, call in calls.items():
+        seen = found.layers.get(name)
+        heads = call.num_heads, call.num_kv_heads
+        if seen is not None and (len(seen["query"]), len(seen["key"])) != heads:
+            raise ScaleError(
+                f"a calibration in which layer {name!r} has {len(seen['query'])} query and {len(seen['key'])} KV heads",
+                f"{heads[0]} and {heads[1]}, as the model has",
+                "calibrate this model",
+            )
+
+
 def _scales(
-    calibration: Calibration | str | os.PathLike[str] | None,
+    calibration: Calibration | None,
     quant_config: QuantConfig | None,
     cache_config: CacheConfig | None,
     per_head: bool,
     query_format: str,
 ) -> Callable[[str], QuantConfig | None]:
     """Return what gives a layer its scales."""
-    if quant_config is not None and not isinstance(quant_config, QuantConfig):
-        raise ConfigError(f"quant_config={quant_config!r}", "vattn.QuantConfig(...)", "QuantConfig(k_scale=...)")
     if calibration is None:
         if per_head:
             raise ConfigError("scales_per_head without calibration", "both", "give QuantConfig scales per head itself")
         if query_format != "none":
             raise ConfigError("query_format without calibration", "both", "QuantConfig(query_format=..., q_scale=...)")
         return lambda name: quant_config
-    found = as_calibration(calibration)
     if quant_config is not None:
         raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
     dtype = "auto" if cache_config is None else cache_config.cache_dtype
@@ -452,7 +493,7 @@ def _scales(
         raise ConfigError(
             f"calibration with cache_dtype={dtype!r}", "formats with given scales, such as fp8", "drop it"
         )
-    return lambda name: found.quant_config(name, cache_dtype=dtype, per_head=per_head, query_format=query_format)
+    return lambda name: calibration.quant_config(name, cache_dtype=dtype, per_head=per_head, query_format=query_format)
 
 
 def _layer(
@@ -485,7 +526,8 @@ def _layer(
     return layer
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Refuse what is no whole causal language model in eval mode that is not on vattn yet."""
     if not isinstance(model, transformers.PreTrainedModel):
         raise ConfigError(
             f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
