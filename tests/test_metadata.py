@@ -354,6 +354,25 @@ def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
             make(2, 8, 64, layers=small)
 
 
+@pytest.mark.parametrize("head_size_v", [64, 32])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])
+def test_caches_of_every_layout_tell_their_blocks(cache_dtype: str, head_size_v: int) -> None:
+    """A block behind the cache is refused, whichever dimension of the storage counts them."""
+    scales = {"k_scale": "unit", "v_scale": "unit"} if cache_dtype in ("fp8", "nvfp4") else {}
+    layer = vattn.Attention(
+        *(2, 64, 0.125, 2),
+        head_size_v=head_size_v,
+        cache_config=vattn.CacheConfig(cache_dtype=cache_dtype),
+        quant_config=vattn.QuantConfig(**scales),
+    )
+    vattn.allocate_kv_cache(layer, num_blocks=5, dtype=torch.float32)
+    builder = AttentionMetadataBuilder(2, 8, 64, layers=layer)
+    assert builder.num_blocks == 5
+    builder.build([1], [9], [[4]])
+    with pytest.raises(MetadataError, match="block ids from 0 to 4"):
+        builder.build([1], [9], [[5]])
+
+
 class Elsewhere(torch.nn.Module):
     """What stands in for a layer whose cache is on a device that this machine may not have."""
 

@@ -17,6 +17,7 @@ from vattn.errors import CacheNotBoundError, ConfigError
 from vattn.metadata import AttentionMetadata, host_plan_key, plan_key, with_sinks
 from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
+from vattn.ops.cache_layout import num_blocks_of
 from vattn.step_buffers import alias
 from vattn.step_input import Limits, Step
 
@@ -208,4 +209,4 @@ def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
     cache = getattr(layer, "kv_cache", None)
     if not isinstance(cache, Tensor):
         return None
-    return cache.shape[1 if config.head_size == config.head_size_v else 0]
+    return cache.shape[0] if isinstance(config, MLAConfig) else num_blocks_of(cache, config)
