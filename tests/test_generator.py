@@ -70,6 +70,26 @@ def test_prefixes_are_found_again(packed: PackedModel, expected: list[list[int]]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_blocks_of_other_weights_are_not_found(hybrid: bool) -> None:
+    """Weights that are written between runs, as a trainer does, leave keys of the old ones in the cache."""
+    model = make_model("gemma2" if hybrid else "llama")
+    packed = enable(model)
+    packed.allocate(num_blocks=64, hybrid=hybrid)
+    generator = make_generator(packed)
+    before = generator.generate(PROMPTS[:1], GREEDY)[0].output
+    assert generator.generate(PROMPTS[:1], GREEDY)[0].reused > 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    got = generator.generate(PROMPTS[:2], GREEDY)
+    assert [request.reused for request in got] == [0, 0]
+    assert got[0].output == make_generator(packed).generate(PROMPTS[:1], GREEDY)[0].output != before
+    generator = make_generator(packed)
+    generator.generate(PROMPTS[:1], GREEDY)
+    assert generator.generate(PROMPTS[:1], GREEDY)[0].reused > 0
+
+
 def test_a_whole_model_compiled_gives_the_same(expected: list[list[int]]) -> None:
     torch._dynamo.reset()
     packed = enable(make_model("llama"), num_blocks=64)

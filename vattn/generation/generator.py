@@ -59,7 +59,8 @@ class Generator:
             model was trained for.
         stop_token_ids: end tokens; default those of the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: find blocks of equal content in the cache instead of computing them.
+        reuse_prefixes: find blocks of equal content in the cache instead of computing them; those of other weights are
+            found no more once a request comes while none runs (what is written through `.data` is not noticed).
         speculation: guess tokens and verify them together: fewer steps, the same tokens. Requests with
             a repetition penalty or logits processors of their own get no guesses.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
@@ -133,7 +134,7 @@ class Generator:
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
-        self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes)
+        self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes, model)
         self.scheduler = Scheduler(self._blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
