@@ -38,6 +38,13 @@ def dynamic(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return rounded(q.float() / scale), scale.reshape(1)
 
 
+def in_turn(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(q.shape[0], HEADS, WIDTH, dtype=E4M3)
+    for head in range(HEADS):
+        codes[:, head] = rounded(heads(q)[:, head].float() / s)
+    return codes, s
+
+
 PER_TENSOR: dict[str, Way] = {
     "divide": lambda q, s: (rounded(q.float() / s), s),
     "torch.div": lambda q, s: (rounded(torch.div(q.to(torch.float32), s)), s),
@@ -59,8 +66,14 @@ PER_TENSOR: dict[str, Way] = {
     "our op": lambda q, s: (torch.ops.vattn.quant_fp8_static(q, s), s),
     "computed scale": dynamic,
     "clamp in bf16": lambda q, s: (rounded((q.clamp(-1e30, 1e30)).float() / s), s),
+    "heads in turn": in_turn,
+    "heads stacked": lambda q, s: (torch.stack([rounded(x.float() / s) for x in heads(q).unbind(1)], 1), s),
 }
 """Each means one scale for the whole query."""
+
+def joined_groups(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([rounded(by_group(q)[:, group].float() / s[group]) for group in range(KV_HEADS)], 1), s
+
 
 PER_HEAD: dict[str, Way] = {
     "repeat_interleave": lambda q, s: (rounded(heads(q).float() / s.repeat_interleave(GROUP)[:, None]), s),
@@ -68,6 +81,7 @@ PER_HEAD: dict[str, Way] = {
     "expand": lambda q, s: (rounded(heads(q).float() / s[:, None].expand(-1, GROUP).reshape(-1, 1)), s),
     "reciprocal of groups": lambda q, s: (rounded(by_group(q).float() * s.reciprocal()[:, None, None]), s),
     "columns": lambda q, s: (rounded(q.float() / s.repeat_interleave(GROUP * WIDTH)), s),
+    "groups joined": joined_groups,
 }
 """Each means one scale per KV head."""
 

@@ -37,6 +37,9 @@ _MOVES = frozenset(
     "unbind narrow".split()
 )
 _FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
+_JOINS = frozenset("cat stack slice_scatter select_scatter".split())
+"""What puts parts of a query together, each of which may have been quantised by itself."""
+
 _LONGEST_CHAIN = 100
 
 _known: dict[str, Verdict] = {}
@@ -191,10 +194,28 @@ def _chain(query: Node, config: AttentionConfig) -> _Chain:
 def _data_input(node: Node) -> Node | None:
     """Return the one tensor that a move or a pointwise op changes, `None` for any other op."""
     inputs = node.all_input_nodes
+    if _name(node) in _JOINS and value(node).dtype in FP8_DTYPES:
+        return _before_parts(node)
     if _is_move(node):
         return inputs[0]
     same = [source for source in inputs if _holds_all(source, node)]
     return same[0] if len(same) == 1 else None
+
+
+def _before_parts(joined: Node) -> Node | None:
+    """Return the one node that all of the parts come from that make up an FP8 tensor; `None`: there is none."""
+    found: set[Node] = set()
+    seen, stack = {joined}, [joined]
+    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
+        for source in stack.pop().all_input_nodes:
+            if source in seen:
+                continue
+            seen.add(source)
+            if _holds_all(source, joined) and value(source).dtype not in FP8_DTYPES:
+                found.add(before_moves(source))
+            elif can_run(source):
+                stack.append(source)
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_move(node: Node) -> bool:
