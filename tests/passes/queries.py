@@ -71,6 +71,7 @@ PER_TENSOR: dict[str, Way] = {
 }
 """Each means one scale for the whole query."""
 
+
 def joined_groups(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([rounded(by_group(q)[:, group].float() / s[group]) for group in range(KV_HEADS)], 1), s
 
