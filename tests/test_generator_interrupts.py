@@ -17,8 +17,11 @@ from tests.generator_support import PROMPTS, Characters, check_empty, make_gener
 from tests.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, enable
 
-HOST = ("/vattn/generation/", "/vattn/block_pool.py", "/vattn/block_tables.py", "/vattn/context.py")
-"""Files whose lines are interrupted."""
+OWN = ("generator.py", "scheduler.py", "blocks.py", "request.py", "turn.py")
+STATE = (*(f"/vattn/generation/{name}" for name in OWN), "/vattn/block_pool.py", "/vattn/block_tables.py")
+USERS = ("/vattn/generation/outcome.py", "/vattn/generation/text.py")
+"""Files whose lines are interrupted: those that keep what requests are, without `with` blocks, whose end a trace could
+take away; and those that call what a user has given, where an `Exception` ends its request alone."""
 
 SAMPLINGS = [
     vattn.Sampling(9, stop_token_ids=()),
@@ -33,32 +36,39 @@ def packed() -> PackedModel:
     return enable(make_model("llama"), num_blocks=24)
 
 
-def interrupting(at: int, seen: list[int]) -> Callable[..., Any]:
+class TimeIsUp(Exception):
+    """What a signal handler may raise."""
+
+
+def interrupting(at: int, seen: list[int], error: type[BaseException]) -> Callable[..., Any]:
     """Return a trace function that counts lines of the host and interrupts one of them."""
+    files = STATE if error is TimeIsUp else (*STATE, *USERS)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not any(name in frame.f_code.co_filename for name in HOST):
+        if not frame.f_code.co_filename.endswith(files):
             return None
         if event in ("line", "return"):
             seen[0] += 1
             if seen[0] == at:
-                raise KeyboardInterrupt
+                raise error
         return trace
 
     return trace
 
 
-def run(packed: PackedModel, options: dict[str, Any], at: int) -> tuple[list[vattn.Request], list[list[int]], int]:
+def run(
+    packed: PackedModel, options: dict[str, Any], error: type[BaseException], at: int
+) -> tuple[list[vattn.Request], list[list[int]], int]:
     """Run requests, interrupted once; return them, the tokens that steps told, and how many lines there were."""
     generator = make_generator(packed, tokenizer=Characters(), token_budget=24, **options)
     requests = [generator.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=False)]
     told: dict[int, list[int]] = {id(request): [] for request in requests}
     seen, interrupted = [0], 0
     while any(not request.done for request in requests):
-        sys.settrace(interrupting(at, seen) if not interrupted else None)
+        sys.settrace(interrupting(at, seen, error) if not interrupted else None)
         try:
             came = generator.step()
-        except KeyboardInterrupt:
+        except error:
             interrupted += 1
             continue
         finally:
@@ -72,15 +82,16 @@ def run(packed: PackedModel, options: dict[str, Any], at: int) -> tuple[list[vat
     return requests, list(told.values()), seen[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "guesses"])
+@pytest.mark.parametrize("kind", ["plain", "guesses", "handler"])
 def test_an_interruption_anywhere(packed: PackedModel, kind: str) -> None:
     options: dict[str, Any] = {}
     if kind == "guesses":
         options["speculation"] = vattn.PromptLookup(num_drafts=3, shortest=1)
-    want, told, lines = run(packed, options, 0)
+    error = TimeIsUp if kind == "handler" else KeyboardInterrupt
+    want, told, lines = run(packed, options, error, 0)
     assert told == [request.output for request in want] and lines > 1000
-    for at in range(1, lines, lines // 14):
-        got, told, _ = run(packed, options, at)
+    for at in range(1, lines, lines // 11):
+        got, told, _ = run(packed, options, error, at)
         for one, other, tokens in zip(want, got, told, strict=True):
             assert (one.output, one.text, one.reason) == (other.output, other.text, other.reason), at
             # Nothing is told twice; what a step that was interrupted at its end would have returned is told by nobody.

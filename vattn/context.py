@@ -26,8 +26,9 @@ class _Block:
 
     __slots__ = ("before", "ended", "outer", "step")
 
-    def __init__(self, outer: _Block | None, before: AttentionMetadata | None, step: AttentionMetadata | None) -> None:
-        self.outer, self.before, self.step, self.ended = outer, before, step, False
+    def __init__(self, before: AttentionMetadata | None, step: AttentionMetadata | None) -> None:
+        self.outer: _Block | None = None
+        self.before, self.step, self.ended = before, step, False
 
 
 _entering = threading.Lock()
@@ -61,19 +62,24 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     if metadata is not None and is_rewritten(metadata):
         raise rewritten(metadata, "forward_context()")
     before = current
-    block = None if torch.compiler.is_compiling() else _enter(before, metadata)
-    _set_parts(before, metadata)
-    current = metadata
+    block = None if torch.compiler.is_compiling() else _Block(before, metadata)
+    if block is not None:
+        _enter(block)
     try:
+        _set_parts(before, metadata)
+        current = metadata
         yield
     finally:
+        if block is not None:
+            # Before anything is called: Ctrl-C there would leave it running.
+            block.ended = True
         left, after = (metadata, before) if block is None else _leave(block)
         _set_parts(left, after)
         current = after
 
 
-def _enter(before: AttentionMetadata | None, step: AttentionMetadata | None) -> _Block:
-    """Note that a block begins, and return it."""
+def _enter(block: _Block) -> None:
+    """Note that a block begins."""
     global _innermost
     with _entering:
         outer = _running(_own_innermost.get())
@@ -83,15 +89,22 @@ def _enter(before: AttentionMetadata | None, step: AttentionMetadata | None) -> 
                 "one at a time: all of them see the same step",
                 "pass metadata= to the layers where several run models at once",
             )
-        block = _innermost = _Block(outer, before, step)
-        _own_innermost.set(block)
-    return block
+        block.outer = outer
+        if outer is None:
+            # A step that is current outside of all blocks was left by one whose end was interrupted.
+            block.before = None
+        try:
+            _innermost = block
+            _own_innermost.set(block)
+        except BaseException:
+            # Ctrl-C between the two would keep everybody out.
+            block.ended = True
+            raise
 
 
 def _leave(block: _Block) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
-    """Note that a block ends; return the step that was current, and that of the innermost block that still runs."""
+    """Return the step that was current in a block that has ended, and that of the innermost block that still runs."""
     with _entering:
-        block.ended = True
         running = _running(_innermost)
     outermost = block
     while outermost.outer is not None:

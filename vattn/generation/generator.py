@@ -151,6 +151,8 @@ class Generator:
         self._first: list[float] = []
         self._turn = Turn(self, Generator.step.__code__, self.scheduler, tokenizer)
         self._cancelled, self._streams = deque[Request](), 0
+        # Whether a step has left nothing half done, and whether one that could not be launched was undone.
+        self._whole = self._undone = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
@@ -206,7 +208,7 @@ class Generator:
 
         The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
         error in the model leaves no request half computed: they wait, and the next step computes them again. So do they
-        behind Ctrl-C, with nothing left in the cache.
+        behind Ctrl-C or any other interruption, if need be with nothing left in the cache.
         """
         if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
             raise CacheError(
@@ -226,16 +228,11 @@ class Generator:
                 "one step at a time, from one thread",
                 "add requests there, and run them by the steps that run already",
             )
-        whole = False
+        self._whole = self._undone = False
         try:
             came = self._run_step()
-            whole = True
-        except Exception:
-            # What had begun has been taken back.
-            whole = True
-            raise
         finally:
-            self._end_step(whole)
+            self._end_step(self._whole)
         for one in came if self._streams else ():
             if one.request.watcher is not None:
                 one.request.watcher.append(one)
@@ -262,33 +259,26 @@ class Generator:
 
     def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
-        now, self._ahead = self._ahead or self._launch(None), None
+        now, self._ahead = self._ahead or self._next(None), None
         if now is None:
+            self._whole = True
             return []
         self._publish(now.batch)
-        try:
-            # The device goes on while the host deals with this step.
-            self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
-        except BaseException:
-            self._ahead = now
-            raise
-        try:
-            came = self._accept(now)
-        except BaseException:
-            self._start_again()
-            raise
+        # The device goes on while the host deals with this step.
+        self._ahead = self._next(now) if self._can_look_ahead(now.batch) else None
+        came = self._accept(now)
         self._count(now, came, begin)
+        self._whole = True
         return came
 
-    def _start_again(self) -> None:
-        """Forget the steps on their way, behind an interruption: who has no token of one yet computes it again."""
-        self._ahead = None
-        for request in reversed(list(self.scheduler.running)):
-            request.coming = False
-            if request.done:
-                self.scheduler.retire(request)
-            else:
-                self.scheduler.preempt(request)
+    def _next(self, before: Launched | None) -> Launched | None:
+        """Launch the next step; where that fails and is undone, the step before is still on its way."""
+        try:
+            return self._launch(before)
+        except BaseException:
+            self._ahead = before
+            self._whole = self._undone
+            raise
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
@@ -312,6 +302,7 @@ class Generator:
                 self._await_tokens(before)
             for request in reversed(batch.requests):
                 self.scheduler.preempt(request)
+            self._undone = True
             raise
 
     def _await_tokens(self, before: Launched | None) -> None:
