@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, GraphContractError, MetadataError
+from vattn.errors import (
+    CacheError,
+    CacheNotBoundError,
+    ConfigError,
+    DeviceError,
+    GraphContractError,
+    MetadataError,
+)
 from vattn.metadata import AttentionMetadata
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_buffers import Staging
@@ -371,6 +378,26 @@ def test_caches_of_every_layout_tell_their_blocks(cache_dtype: str, head_size_v:
     builder.build([1], [9], [[4]])
     with pytest.raises(MetadataError, match="block ids from 0 to 4"):
         builder.build([1], [9], [[5]])
+
+
+def test_a_builder_refuses_caches_that_came_after_it() -> None:
+    """Block ids of the larger cache would be dropped by the smaller one's kernels; an equal cache is fine."""
+    model = torch.nn.ModuleList(vattn.Attention(2, 16, 0.25, prefix=f"layers.{index}") for index in range(2))
+    vattn.allocate_kv_cache(model, num_blocks=9, dtype=torch.float32)
+    builder = AttentionMetadataBuilder(2, 8, 64, layers=model)
+    step = builder.build([1], [9], [[8]])
+    vattn.allocate_kv_cache(model, num_blocks=9, dtype=torch.float32)
+    for _ in range(2):
+        step = builder.build([1], [9], [[8]])
+        step = builder.advance(step, [])
+    before = [tensor.clone() for tensor in step.tensors().values()]
+    for changes in ({"num_blocks": 5}, {"num_blocks": 9, "dtype": torch.bfloat16}):
+        vattn.allocate_kv_cache(model, **{"dtype": torch.float32, **changes})  # type: ignore[arg-type]
+        for call in (lambda: builder.build([1], [9], [[3]]), lambda: builder.advance(step, [])):
+            with pytest.raises(CacheError, match=r"layer 'layers.0' has another cache since .*make a new builder"):
+                call()
+        assert all(map(torch.equal, before, step.tensors().values()))
+    assert AttentionMetadataBuilder(2, 8, 64, layers=model).build([1], [9], [[8]]).num_reqs == 1
 
 
 class Elsewhere(torch.nn.Module):

@@ -152,6 +152,7 @@ class AttentionMetadataBuilder:
         with telling_others(context_parallel):
             found = find_layers(given, limits, self.device, context_parallel, self._one_table)
         self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
+        self._bound = found.bound
         reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
         self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)
         # Buffers made in inference mode could not be rewritten outside of it.
@@ -238,10 +239,12 @@ class AttentionMetadataBuilder:
         Raises:
             MetadataError: values that contradict each other, the capacity or the cache; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+            CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
             RankError: the other ranks build another step, or none; no buffer was touched.
         """
         number = next(self._builds)
         with telling_others(self.context_parallel):
+            self._check_bound()
             step = read_step(
                 self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
             )
@@ -318,6 +321,7 @@ class AttentionMetadataBuilder:
                 "the metadata that build() or advance() of this builder returned last",
                 "call build() for this step",
             )
+        self._check_bound()
         before, steps = self._built
         if isinstance(steps, Step):
             steps = FollowingSteps(self._limits, steps, self._buffers.block_table.shape[1])
@@ -333,6 +337,12 @@ class AttentionMetadataBuilder:
         steps.move(step)
         self._built = after, steps
         return after
+
+    def _check_bound(self) -> None:
+        """Refuse layers that were bound to another cache since; binding gives them another config."""
+        for bound in self._bound:
+            if bound.layer.config is not bound.config:
+                bound.check()
 
     def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
         """Add views of the encoder's side, with as many rows of states as asked for."""

@@ -13,13 +13,41 @@ from vattn.backends import selector
 from vattn.config import AttentionConfig, CacheConfig
 from vattn.context_parallel.group import ContextParallel
 from vattn.context_parallel.steps import check_ranks
-from vattn.errors import CacheNotBoundError, ConfigError
+from vattn.errors import CacheError, CacheNotBoundError, ConfigError
 from vattn.metadata import AttentionMetadata, host_plan_key, plan_key, with_sinks
 from vattn.mla_config import MLAConfig
 from vattn.ops.arguments import HostPlanArgs
 from vattn.ops.cache_layout import num_blocks_of
 from vattn.step_buffers import alias
 from vattn.step_input import Limits, Step
+
+
+@dataclass
+class BoundLayer:
+    """A layer, and the cache that it was bound to when a builder was made."""
+
+    layer: Any
+    config: AttentionConfig
+    num_blocks: int | None
+
+    def check(self) -> None:
+        """Refuse a layer that was bound to another cache since, unless that one is as large, for the same request.
+
+        Raises:
+            CacheError: other blocks, or another request.
+        """
+        config = self.layer.config
+        if config is None:
+            return  # It has no cache by now, and says so when it runs.
+        num_blocks = _blocks_of(self.layer, config)
+        if num_blocks != self.num_blocks or config != self.config:
+            raise CacheError(
+                f"layer {self.layer.prefix!r} has another cache since the builder was made: {num_blocks} blocks of "
+                f"{config.encode()}",
+                f"{self.num_blocks} blocks of {self.config.encode()}",
+                "make a new builder after allocating caches",
+            )
+        self.config = config
 
 
 @dataclass
@@ -37,6 +65,8 @@ class FoundLayers:
 
     sink_layers: list[Any] = field(default_factory=list)
     backends: set[str] = field(default_factory=set)
+
+    bound: list[BoundLayer] = field(default_factory=list)
 
     asked: list[str] = field(default_factory=list)
     """What each layer asks of ranks that share a cache, for the ranks to agree on."""
@@ -101,8 +131,9 @@ def find_layers(
             key = plan_key(backend.plan_key(config), sink_len)
             found.sink_lens[key] = sink_len
             found.configs.setdefault(key, config)
-        if found.num_blocks is None and isinstance(layer, nn.Module):
-            found.num_blocks = _blocks_of(layer, config)
+        if isinstance(layer, nn.Module):
+            found.bound.append(BoundLayer(layer, config, _blocks_of(layer, config)))
+            found.num_blocks = found.bound[-1].num_blocks if found.num_blocks is None else found.num_blocks
     if found.num_blocks is None:
         # Without it a block id could not be told from one outside of the cache.
         by_device = {key: c for key, c in found.configs.items() if not selector.choose(c, device).host_plan_size(c)}
