@@ -15,7 +15,9 @@ from vattn import errors
 pytest.importorskip("transformers")
 
 from tests.hf_families import make_model
+from tests.test_mla_models import make_model as make_latent
 from tests.test_transformers import Runner
+from vattn.integrations.latent_attention import enable_latent_attention
 from vattn.integrations.transformers import PackedModel, disable, enable
 
 TEXTS = [list(range(3, 60)), [7, 5, 90, 11], [2]]
@@ -175,6 +177,16 @@ def test_models_that_are_not_on_vattn() -> None:
             call(model)
         with pytest.raises(errors.ConfigError, match="allocate_kv_cache"):
             call(packed)
+
+
+def test_caches_that_cannot_be_calibrated() -> None:
+    grouped = enable(make_model("gemma2"))
+    grouped.allocate(num_blocks=33, hybrid=True)
+    latent = enable_latent_attention(make_latent("DeepSeek-V2-Lite"), num_blocks=8)
+    for model, text in ((grouped, "a cache of groups"), (latent, "latent attention")):
+        for call in (lambda m: vattn.calibrate(m, [[[1]]]), lambda m: vattn.audit(m, [[1]])):
+            with pytest.raises(errors.ConfigError, match=text):
+                call(model)
 
 
 def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) -> None:

@@ -20,6 +20,7 @@ from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.keywords import known_keywords
 from vattn.layers.cached_attention import CachedAttention
+from vattn.layers.mla_attention import MLAAttention
 from vattn.layers.scales import QuantConfig
 from vattn.metadata_builder import AttentionMetadataBuilder
 
@@ -298,8 +299,8 @@ def calibrate(
         progress: show a bar (needs tqdm).
 
     Raises:
-        ConfigError: no layer with a cache, batches that are nested otherwise, an empty text, one that the cache
-            cannot hold, or a switch that is neither `True` nor `False`.
+        ConfigError: no layer with a cache, a cache of groups, latent attention, batches that are nested otherwise, an
+            empty text, one that the cache cannot hold, or a switch that is neither `True` nor `False`.
         ScaleError: nothing was seen.
 
     Example:
@@ -377,6 +378,12 @@ def _no_cache(model: nn.Module) -> ConfigError:
             "a model on vattn, with a cache",
             "pass what vattn.integrations.transformers.enable(model, memory='1GiB') returns",
         )
+    if any(isinstance(layer, MLAAttention) for layer in model.modules()):
+        return ConfigError(
+            f"a {type(model).__name__} with latent attention",
+            "layers with keys and values of heads; the scale of a latent cache is given",
+            "QuantConfig(k_scale=...), or a cache format with scales in its rows",
+        )
     return ConfigError(
         f"{type(model).__name__} without a bound KV cache",
         "attention layers with one",
@@ -394,6 +401,12 @@ class StepRunner:
         layers = [layer for layer in cached_layers(model).values() if layer.config is not None]
         if not layers or "_vattn_packed" in model.__dict__:
             raise _no_cache(model)
+        if any(layer.kv_cache_group is not None for layer in layers):
+            raise ConfigError(
+                f"{type(model).__name__} with a cache of groups",
+                "a cache that all layers read by one block table",
+                "allocate it without hybrid=True, and with groups afterwards",
+            )
         config, cache = layers[0].config, layers[0].kv_cache
         assert config is not None and cache is not None
         probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)
