@@ -266,7 +266,7 @@ def test_a_compiler_that_copies_the_cache_is_refused(detached):
 
 def test_a_cache_that_was_bound_again_is_refused(detached):
     setup = Setup(HostMemoryConnector("1MiB"))
-    vattn.allocate_kv_cache(setup.model, num_blocks=4, dtype=torch.float32)
+    vattn.allocate_kv_cache(setup.model, num_blocks=12, dtype=torch.float32)
     with pytest.raises(GraphContractError, match="bound again"):
         setup.run(torch.randn(2, 64), [1, 1], [1, 1], [[1], [2]])
     with pytest.raises(CacheError, match=r"'layers\.0' is bound to another storage"):
