@@ -97,3 +97,22 @@ def test_an_interruption_anywhere(packed: PackedModel, kind: str) -> None:
             # Nothing is told twice; what a step that was interrupted at its end would have returned is told by nobody.
             missing = len(other.output) - len(tokens)
             assert any(tokens == other.output[:n] + other.output[n + missing :] for n in range(len(tokens) + 1)), at
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_interruption_while_prompts_are_read(packed: PackedModel, streams: bool) -> None:
+    """What was queued by then is computed by nobody."""
+
+    class Slow(Characters):
+        def encode(self, text: str) -> list[int]:
+            if text == "third":
+                raise KeyboardInterrupt
+            return super().encode(text)
+
+    generator = make_generator(packed, tokenizer=Slow())
+    texts = ["first", "second", "third"]
+    with pytest.raises(KeyboardInterrupt):
+        list(generator.stream(texts)) if streams else generator.generate(texts)
+    check_empty(generator)
+    assert generator.generate(["first"], vattn.Sampling(3, stop_token_ids=()))[0].state == "finished"
+    assert generator.statistics().prompt_tokens == 5

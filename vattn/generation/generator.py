@@ -396,7 +396,7 @@ class Generator:
         pairs = pair(prompts, sampling, self.tokenizer)
 
         def run() -> Iterator[Progress]:
-            yield from self._run_to_end([self._add_or_fail(prompt, one) for prompt, one in pairs])
+            yield from self._run_to_end(pairs, [])
 
         return run()
 
@@ -424,9 +424,10 @@ class Generator:
         """
         if not isinstance(progress, bool):
             raise ConfigError(f"progress={progress!r:.60}", "True or False", "progress=True shows a bar")
-        requests = [self._add_or_fail(prompt, one) for prompt, one in pair(prompts, sampling, self.tokenizer)]
-        bar = _bar(len(requests)) if progress else None
-        for came in self._run_to_end(requests):
+        pairs = pair(prompts, sampling, self.tokenizer)
+        requests: list[Request] = []
+        bar = _bar(len(pairs)) if progress else None
+        for came in self._run_to_end(pairs, requests):
             if bar is not None and came.request.done:
                 bar.update()
         if bar is not None:
@@ -453,13 +454,17 @@ class Generator:
             request.end(FAILED, "error", error)
             return request
 
-    def _run_to_end(self, requests: list[Request]) -> Iterator[Progress]:
-        """Run requests to their end; steps of others may bring their tokens too."""
-        came = deque(Progress(request, "", ()) for request in requests if request.done)
-        for request in requests:
-            request.watcher = came
+    def _run_to_end(
+        self, pairs: Sequence[tuple[Prompt, Sampling | None]], requests: list[Request]
+    ) -> Iterator[Progress]:
+        """Queue prompts, add their requests to a list, and run them to their end; steps of others may do so too."""
         self._streams += 1
         try:
+            for prompt, sampling in pairs:
+                requests.append(self._add_or_fail(prompt, sampling))
+            came = deque(Progress(request, "", ()) for request in requests if request.done)
+            for request in requests:
+                request.watcher = came
             while came or any(not request.done for request in requests):
                 if came:
                     yield came.popleft()
@@ -467,9 +472,12 @@ class Generator:
                     self.step()
         finally:
             self._streams -= 1
+            # All at once: another interruption ends none of them later than the next step.
+            self._cancelled.extend(request for request in requests if not request.done)
             for request in requests:
                 request.watcher = None
-                self.cancel(request)
+            if self._take_turn():
+                self._end_step(True)
 
     def _count(self, now: Launched, came: Sequence[Progress], begin: float) -> None:
         so_far, batch = self._statistics, now.batch
