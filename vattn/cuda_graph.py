@@ -18,7 +18,7 @@ from vattn.backends.mla import mla_backends
 from vattn.context import forward_context
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.graph_edges import start_early
-from vattn.host_integers import integer
+from vattn.host_integers import integer, read_count
 from vattn.keywords import known_keywords
 from vattn.metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata_builder import AttentionMetadataBuilder, Lengths
@@ -150,6 +150,22 @@ class CUDAGraphRunner:
     ) -> None:
         if output_rows not in (None, "tokens", "requests"):
             raise ConfigError(f"output_rows={output_rows!r}", "'tokens', 'requests' or None", "leave it out")
+        for name, given, right, allowed in (
+            ("function", function, callable(function), "a model or a function"),
+            ("batch_sizes", batch_sizes, isinstance(batch_sizes, Sequence), "a list of sizes"),
+            ("builder", builder, hasattr(builder, "max_num_reqs"), "an AttentionMetadataBuilder, or one of groups"),
+            ("make_inputs", make_inputs, callable(make_inputs), "a function of a step that returns inputs"),
+            ("step_options", step_options, step_options is None or callable(step_options), "a function, or None"),
+            (
+                "memory_of",
+                memory_of,
+                isinstance(memory_of, (CUDAGraphRunner, type(None))),
+                "a CUDAGraphRunner, or None",
+            ),
+        ):
+            if not right:
+                raise ConfigError(f"{name}={given!r:.60} of a CUDAGraphRunner", allowed, f"change {name}")
+        read_count("tokens_per_request", tokens_per_request, 1, "leave it out for decodes")
         self.function, self.builder = function, builder
         self._make_inputs, self._output_rows = make_inputs, output_rows
         self._step_options = step_options or (lambda batch_size: {})

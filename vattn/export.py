@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,22 +73,26 @@ class ExportedStep:
         caches = {name: layer.get_buffer("kv_cache") for name, layer in _cached_layers(self.model).items()}
         return args, metadata.tensors(), caches
 
-    def compile(self, package_path: str) -> Callable[..., Any]:
+    def compile(self, package_path: str | os.PathLike[str]) -> Callable[..., Any]:
         """Compile the program with AOTInductor into the file `package_path` and load it; a serving process only loads.
 
         The process that loads the file must import vattn first, which registers the ops.
 
         Raises:
+            ConfigError: no path of a file called `.pt2` in a folder that exists.
             UnsupportedRequestError: torch is older than 2.12, where loading the file ends the process (seen on 2.11).
         """
+        path = Path(package_path) if isinstance(package_path, (str, os.PathLike)) else None
+        if path is None or path.suffix != ".pt2" or not path.absolute().parent.is_dir():
+            raise ConfigError(f"package_path={package_path!r:.80}", "a file.pt2 in a folder that exists", "model.pt2")
         if parse_version(torch.__version__) < (2, 12):
             raise UnsupportedRequestError(
                 f"AOTInductor of an exported step on torch {torch.__version__}",
                 "torch 2.12 or newer; older ones crash when they load it",
                 "update torch, or run program.module() or vattn.compile(model)",
             )
-        path = torch._inductor.aoti_compile_and_package(self.program, package_path=package_path)
-        return torch._inductor.aoti_load_package(path)
+        written = torch._inductor.aoti_compile_and_package(self.program, package_path=str(path))
+        return torch._inductor.aoti_load_package(written)
 
 
 def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionMetadata) -> ExportedStep:

@@ -108,6 +108,9 @@ def test_aot_inductor_is_refused_where_it_would_crash(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     with pytest.raises(UnsupportedRequestError, match=r"AOTInductor of an exported step on torch 2\.11\.0"):
         exported.compile(str(tmp_path / "step.pt2"))
+    for path in (5, tmp_path / "step", tmp_path / "none" / "step.pt2"):
+        with pytest.raises(ConfigError, match="package_path"):
+            exported.compile(path)
 
 
 @pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
