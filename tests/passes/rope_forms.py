@@ -255,6 +255,23 @@ def swapped(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor)
     return turn(query), turn(key)
 
 
+def by_matrices(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    """Pairs of columns times matrices of cosines and sines."""
+    cos, sin = gathered(layer, positions)
+    turns = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)
+
+    def turn(x: Tensor) -> Tensor:
+        pairs = torch.stack(x.float().chunk(2, dim=-1), -1).unsqueeze(-1)
+        return torch.cat((turns @ pairs).squeeze(-1).unbind(-1), -1).to(x.dtype)
+
+    return turn(query), turn(key)
+
+
+def first_positions(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    turned, near = chunked(layer, query, key, positions), (positions < 10)[:, None, None]
+    return torch.where(near, turned[0], query), torch.where(near, turned[1], key)
+
+
 def two_tables(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
     return chunked(layer, query, key, positions)[0], chunked(layer, query, key, positions + 1)[1]
 
@@ -377,6 +394,8 @@ FORMS: dict[str, RopeForm] = {
     ),
     "rolled, signs in a constant": RopeForm(rolled, "RoPE (neox, 32 of 32 columns)"),
     "halves swapped": RopeForm(swapped, "not as a rotation that the op has", False),
+    "products with matrices": RopeForm(by_matrices, "the key: made of cosines or sines, but not as a rotation", False),
+    "up to a position": RopeForm(first_positions, "the key: made of cosines or sines, but not as a rotation", False),
     "different tables": RopeForm(two_tables, "different tables", False),
     "cosines scaled in bf16": RopeForm(scaled_cosines, "the tables are bfloat16 and float32", False),
     "tables in fp64": RopeForm(tables_in_fp64, "the tables are float64", False),

@@ -30,6 +30,10 @@ ROPE_CHOICES = ("auto", "always", "never")
 _VIEWS = frozenset(
     "view reshape _unsafe_view select slice as_strided unsqueeze squeeze permute transpose alias".split()
 )
+_ANGLES = frozenset(("cos", "sin", "polar"))
+_LARGEST_PAST = 400
+"""Nodes behind a key among which cosines and sines are looked for."""
+
 _CACHE_FIELDS = (
     "num_kv_heads head_size head_size_v dtype kv_cache_dtype block_size kv_cache_layout kv_scale backend".split()
 )
@@ -119,9 +123,10 @@ def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str
     try:
         key_turn, key_past = classify_turn(key, config.num_kv_heads, config)
     except Refusal as refusal:
-        if not refusal.near:
+        if not refusal.near and not _reads_angles(key):
             return None
-        raise Refusal(f"the key: {refusal.reason}", refusal.node, near=True) from None
+        odd = "" if refusal.near else "made of cosines or sines, but not as a rotation that the op has: "
+        raise Refusal(f"the key: {odd}{refusal.reason}", refusal.node, near=True) from None
     try:
         query_turn, query_past = classify_turn(query, config.num_heads, config)
     except Refusal as refusal:
@@ -155,6 +160,20 @@ def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str
         q_scale=scale,
         dead=frozenset(dead),
     )
+
+
+def _reads_angles(key: Node) -> bool:
+    """Return whether cosines or sines have a part in a key behind its projection, through batched products too."""
+    seen, stack = {key}, [key]
+    while stack and len(seen) <= _LARGEST_PAST:
+        node = stack.pop()
+        if op_name(node.target) in _ANGLES:
+            return True
+        if can_run(node) or op_name(node.target) == "bmm":
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return False
 
 
 def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
