@@ -750,3 +750,17 @@ def test_gradients_are_fine_without_grad_mode():
     with torch.no_grad():
         out = layer(query.requires_grad_(), key, value, metadata=make_step())
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    "make", [make_layer, lambda: vattn.MLAAttention(2, 0.25, 8, 8, 8, None, 16, torch.nn.Linear(16, 32, False))]
+)
+def test_what_is_no_storage_and_no_dtype_is_not_bound(make):
+    layer = make()
+    before = layer.kv_cache
+    with pytest.raises(CacheError, match="storage of type NoneType"):
+        layer.bind_kv_cache(None, torch.float32)
+    for dtype in ("float32", torch.float64):
+        with pytest.raises(DtypeError, match="dtype="):
+            layer.bind_kv_cache(torch.zeros(4, 16, 24), dtype)
+    assert layer.kv_cache is before

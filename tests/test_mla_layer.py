@@ -576,6 +576,9 @@ def test_scratch_is_told_and_claimed_by_profiling_calls(monkeypatch: pytest.Monk
     assert told[1] in claimed
     with pytest.raises(ConfigError, match="without a cache"):
         layers[0].scratch_bytes(10)
+    for tokens in (-1, 2.5, "x"):
+        with pytest.raises(ConfigError, match="num_tokens="):
+            layers[0].scratch_bytes(tokens, torch.float32)
     triton = mla_backends()["TRITON_MLA"]
     config = layers[0]._request_config(torch.bfloat16)
     small, large = (triton.scratch_bytes(config, 10, room) for room in (64, None))

@@ -32,6 +32,7 @@ from vattn.layers.request import (
 )
 from vattn.layers.scales import QuantConfig
 from vattn.layers.shared_prefix import PrefixOps, prefix_ops
+from vattn.layers.step_checks import check_storage_kind
 from vattn.skip_layers import skip_names
 
 if TYPE_CHECKING:
@@ -265,8 +266,10 @@ class BoundCache(CacheScales):
 
         Raises:
             CacheError: the storage does not fit the request, or the target's geometry differs.
+            DtypeError: no model has the dtype.
             UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
         """
+        check_storage_kind(self, storage, dtype)
         if (target is None) != (self.kv_sharing_target_layer_name is None):
             raise CacheError(
                 f"layer {self.prefix!r} bound {'without' if target is None else 'with'} a target layer",

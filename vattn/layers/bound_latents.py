@@ -26,6 +26,7 @@ from vattn.layers.own_buffers import OwnBuffers
 from vattn.layers.parallel_request import check_context_parallel, gather_rows, partial_request
 from vattn.layers.request import check_configs, check_extra, named_arguments
 from vattn.layers.scales import QuantConfig, make_scale
+from vattn.layers.step_checks import check_storage_kind
 from vattn.mla_config import DECODE_THRESHOLD, MLAConfig
 from vattn.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
 from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
@@ -257,13 +258,14 @@ class BoundLatents(OwnBuffers):
             target: `None`: latent attention shares no cache.
 
         Raises:
-            CacheError: the storage does not fit the request.
+            CacheError, DtypeError: the storage does not fit the request, or no model has the dtype.
             ConfigError, ShapeError, ScaleError: weights that cannot be read, as of `process_weights_after_loading`, or
                 an indexer that is none. Weights on meta or not finite, as before a model is loaded, are refused at
                 ranks and where others were read before; elsewhere calls refuse to run until
                 `process_weights_after_loading` was called.
             UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
         """
+        check_storage_kind(self, storage, dtype)
         config = self.resolve_config(dtype, storage.device, target)
         blocks = storage.shape[0] if storage.dim() else 0
         shape, stored = shape_of_mla_storage(storage, config, blocks), mla_cache_dtype(config)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vattn.backends.mla import mla_backends
 from vattn.errors import CacheNotBoundError, ConfigError
+from vattn.host_integers import read_count
 from vattn.keywords import refuse_unknown_inputs
 from vattn.layers.bound_latents import BoundLatents
 from vattn.layers.kv_b_weights import weights_version
@@ -163,9 +164,10 @@ class MLAAttention(BoundLatents):
             dtype, device: of the model, for a layer without a cache.
 
         Raises:
-            ConfigError: neither a cache nor a dtype.
+            ConfigError: neither a cache nor a dtype, or a number of tokens that is none.
             UnsupportedRequestError: no backend runs the layer.
         """
+        num_tokens = read_count("num_tokens", num_tokens, 0, "pass the tokens of a step")
         config: Any = self.config
         if config is None:
             if dtype is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn import context
-from vattn.errors import DeviceError, DtypeError, GradientError, MetadataError, ShapeError
+from vattn.errors import CacheError, DeviceError, DtypeError, GradientError, MetadataError, ShapeError
 from vattn.formats import MODEL_DTYPES, dtype_name
 from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
 from vattn.ops.schemas import asked_gradient
@@ -85,6 +85,23 @@ def check_no_gradients(
         raise GradientError(
             f"{_called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix
         )
+
+
+def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
+    """Refuse what is no storage to bind, or no model dtype.
+
+    Raises:
+        CacheError: no tensor. DtypeError: no dtype that models have.
+    """
+    if not isinstance(storage, Tensor):
+        raise CacheError(
+            f"a KV cache storage of type {type(storage).__name__} for {_called(layer)}",
+            "a tensor",
+            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+        )
+    if dtype not in MODEL_DTYPES.values():
+        allowed = ", ".join(map(str, MODEL_DTYPES.values()))
+        raise DtypeError(f"dtype={dtype!r:.60} for {_called(layer)}", allowed, "pass the dtype of the model")
 
 
 def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
