@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -116,3 +117,26 @@ def test_an_interruption_while_prompts_are_read(packed: PackedModel, streams: bo
     check_empty(generator)
     assert generator.generate(["first"], vattn.Sampling(3, stop_token_ids=()))[0].state == "finished"
     assert generator.statistics().prompt_tokens == 5
+
+
+def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
+    generator = make_generator(packed)
+    faults: list[BaseException] = []
+
+    def run_steps() -> None:
+        try:
+            while generator.busy:
+                generator.step()
+        except BaseException as error:
+            faults.append(error)
+
+    kept = [generator.add(prompt, vattn.Sampling(12, stop_token_ids=())) for prompt in PROMPTS[:3]]
+    worker = threading.Thread(target=run_steps)
+    worker.start()
+    while worker.is_alive():
+        generator.cancel(generator.add(PROMPTS[3], vattn.Sampling(2, stop_token_ids=())))
+        generator.statistics()
+    worker.join()
+    assert not faults and [len(request.output) for request in kept] == [12, 12, 12]
+    generator.statistics()
+    check_empty(generator)

@@ -222,7 +222,7 @@ class Generator:
                 "one generator for a cache: the newest",
                 "use that one or make a new one, or give each a model with a cache of its own",
             )
-        if not self._take_turn():
+        if not self._take_turn(brief=False):
             raise RequestError(
                 "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
                 "one step at a time, from one thread",
@@ -238,9 +238,9 @@ class Generator:
                 one.request.watcher.append(one)
         return came
 
-    def _take_turn(self) -> bool:
+    def _take_turn(self, brief: bool = True) -> bool:
         """Let this thread change requests; behind an interruption they wait as they did before that step."""
-        if not self._turn.take():
+        if not self._turn.take(brief):
             return False
         if self._turn.started_over:
             self._ahead, self._turn.started_over = None, False
@@ -436,7 +436,7 @@ class Generator:
 
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and what it holds now."""
-        if self._take_turn():
+        if self._turn.torn and self._take_turn():
             self._end_step(True)
         now, running = self._statistics, self.scheduler.running
         now.waiting, now.running = len(self.scheduler.waiting), len(running)

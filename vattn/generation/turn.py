@@ -8,6 +8,7 @@ tokens to be computed again.
 from __future__ import annotations
 
 import sys
+import time
 from itertools import islice
 from operator import attrgetter
 from threading import get_ident
@@ -30,39 +31,48 @@ class Turn:
         tokenizer: of their texts, `None` without texts.
 
     Attributes:
+        torn: whether a step runs, or was interrupted.
         started_over: whether steps on their way are to be forgotten; whoever does so sets it to False.
     """
 
     def __init__(self, owner: Any, step: CodeType, scheduler: Scheduler, tokenizer: Any) -> None:
         self._owner, self._step, self._scheduler, self._tokenizer = ref(owner), step, scheduler, tokenizer
-        # A dict, since a lock that was taken may not be noted as such when the interruption comes.
-        self._holder: dict[str, int] = {}
+        # A dict, since a lock that was taken may not be noted as such when the interruption comes. The thread that has
+        # the turn, and whether for a moment.
+        self._holder: dict[str, tuple[int, bool]] = {}
         self._known: list[Request] = []
         self._lengths: list[int] = []
-        self._torn = self.started_over = False
+        self.torn = self.started_over = False
 
-    def take(self) -> bool:
-        """Take the turn; return whether that worked: not inside of a step, nor while another thread has it."""
-        me = get_ident()
-        if self._holder.get("thread") == me:
+    def take(self, brief: bool) -> bool:
+        """Take the turn; return whether that worked: not inside of a step, nor while another thread runs one.
+
+        Args:
+            brief: no step is run. Another thread waits for such a turn, for a second at most: it may never end.
+        """
+        mine, last = (get_ident(), brief), time.monotonic() + 1
+        if self._holder.get("turn", (0, False))[0] == mine[0]:
             # Ours by a step below in the stack, or by one whose end was interrupted.
             if self._inside():
                 return False
-        elif self._holder.setdefault("thread", me) != me:
-            return False
-        if self._torn:
+            self._holder["turn"] = mine
+        while (held := self._holder.setdefault("turn", mine)) is not mine:
+            if not held[1] or time.monotonic() > last:
+                return False
+            time.sleep(0)
+        if self.torn:
             self._start_over()
         scheduler = self._scheduler
         # Those that have run and wait again are the first that wait.
         self._known = [*scheduler.running, *islice(scheduler.waiting, scheduler.max_num_reqs)]
         self._lengths = list(map(len, map(_OUTPUT, self._known)))
-        self._torn = True
+        self.torn = True
         return True
 
     def give(self, whole: bool) -> None:
         """Give the turn back; `whole` says that nothing was left half done."""
-        self._torn = not whole
-        self._holder.pop("thread", None)
+        self.torn = not whole
+        self._holder.pop("turn", None)
 
     def _inside(self) -> bool:
         """Whether the owner's method that takes the turn was called in a step."""
