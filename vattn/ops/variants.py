@@ -22,9 +22,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
     "latent_scores": ("first", "turns", "fetched"),
-    "latent_quotients": ("corrected", "limited"),
-    "latent_loads": ("together", "late", "spread"),
-    "latent_turns": ("short", "free"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
@@ -77,14 +74,6 @@ class Variants:
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_scores: which warpgroup scores keys in latent decode of 64 rows a program on Hopper: the "first" alone,
             or both in "turns", a tile each; "fetched", so, and tiles are asked for in L2 before there is room for them.
-        latent_quotients: quotients of quantised outputs of Hopper's expanded latent attention: "corrected" products, or
-            FP8's by products "limited" first, and a given scale loaded once.
-        latent_loads: when Hopper's expanded latent attention takes its next row tile, and what it loads first of one:
-            "together", at the beginning of the one before, and the queries of both warpgroups; "late", when the last
-            keys of the one before are asked for; "spread", late, and the queries of the first warpgroup and its keys,
-            so that it starts while the second ends the row tile before.
-        latent_turns: the warpgroups of Hopper's expanded latent attention take "short" turns, a product of queries and
-            keys; or none, "free", and overlap that of weights and values with the next weights.
     """
 
     speculative: str = "packed"
@@ -95,9 +84,6 @@ class Variants:
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
     latent_scores: str = "turns"
-    latent_quotients: str = "corrected"
-    latent_loads: str = "spread"
-    latent_turns: str = "short"
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"

@@ -18,12 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.ops.gluon.compat import block_barrier, load_box
-from vattn.ops.gluon.epilogue import load_scale
 from vattn.ops.gluon.mla_prefill_parts import PART_COLUMNS, store_parts
 from vattn.ops.gluon.mla_prefill_store import store_fp8
 from vattn.ops.gluon.prefill_load import GROUP_ROWS, WORDS
 from vattn.ops.gluon.prefill_messages import RECORD, announce, new_barriers, read_word, receive
-from vattn.ops.gluon.prefill_softmax import LOWEST, add_tile, as_left, decay_of, weights_of
+from vattn.ops.gluon.prefill_softmax import LOWEST, add_tile, as_left, weights_of
 from vattn.ops.gluon.prefill_store import store_rows
 from vattn.ops.gluon.prefill_turns import TURNS, give_turn, own_end_of, pass_tiles, take_turn
 from vattn.ops.triton.mask import LN2
@@ -75,7 +74,7 @@ def load_queries(
 @gluon.jit
 def produce(
     arguments, HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr,
-    VALUES: gl.constexpr, STAGES: gl.constexpr, LOADS: gl.constexpr,
+    VALUES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take row tiles from the counter, announce them, and load their queries, keys and values."""
     (
@@ -84,7 +83,6 @@ def produce(
         query_full, query_empty, key_full, key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    LATE: gl.constexpr = LOADS != "together"
     most_keys = table_width * BLOCK_SIZE
     item = gl.program_id(0)
     turn = 0
@@ -96,9 +94,7 @@ def produce(
         turn += 1
         end = gl.minimum(read_word(fields.index(6), 1), (most_keys + KEYS - 1) // KEYS)
         if rows > 0:
-            if not LATE:
-                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-            elif end <= 0:
+            if end <= 0:
                 item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if end > 0:
                 first_row = read_word(fields.index(1), 1)
@@ -109,20 +105,15 @@ def produce(
                     query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
                     query_column, used, NOPE, 0,
                 )  # fmt: skip
-                if LOADS != "spread":
-                    load_queries(
-                        query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes, first_row,
-                        query_column, used, NOPE, 1,
-                    )  # fmt: skip
                 table = block_table + request.to(gl.int64) * table_stride
                 origin = gl.load(line + request)
                 column = head * (NOPE + VALUES)
                 blocks = load_blocks(table, end - 1, table_width, BLOCK_SIZE)
                 for back in range(end):
                     key_tile = end - 1 - back
-                    if LATE:
-                        if key_tile == 0:
-                            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+                    # Late, so that the longest row tiles that are left go to who is free first.
+                    if key_tile == 0:
+                        item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     place = origin + key_tile * KEYS
                     stage = step % STAGES
                     free = ((step // STAGES) & 1) ^ 1
@@ -134,13 +125,12 @@ def produce(
                     mbarrier.expect(key_full.index(stage), KEYS * (NOPE + ROPE) * 2)
                     load_box(key_boxes, [place, column], key_full.index(stage), keys.index(stage))
                     load_box(rope_boxes, [place, 0], key_full.index(stage), ropes.index(stage))
-                    if LOADS == "spread":
-                        # The first warpgroup starts while the second ends the row tile before.
-                        if back == 0:
-                            load_queries(
-                                query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes,
-                                first_row, query_column, used, NOPE, 1,
-                            )  # fmt: skip
+                    # The first warpgroup starts while the second ends the row tile before.
+                    if back == 0:
+                        load_queries(
+                            query_boxes, query_rope_boxes, query_full, query_empty, queries, query_ropes,
+                            first_row, query_column, used, NOPE, 1,
+                        )  # fmt: skip
                     mbarrier.wait(value_empty.index(stage), free)
                     mbarrier.expect(value_full.index(stage), KEYS * VALUES * 2)
                     load_box(key_boxes, [place, column + NOPE], value_full.index(stage), values.index(stage))
@@ -167,41 +157,26 @@ def multiply_keys(query, query_rope, keys, ropes, stage, zero):
 
 
 @gluon.jit
-def weigh(scores, maximum, sums, scale):
-    """Return weights of a tile's scores, what earlier ones shrink by, and the new maximum and sums."""
-    new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-    decay = decay_of(maximum, new_maximum, scale)
-    weights = weights_of(scores, new_maximum, scale, 0.0)
-    new_sums = gl.sum(weights.reshape(GROUP_ROWS, scores.shape[1] // 8, 8), 1)
-    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
-    return weights, decay, new_maximum, sums
-
-
-@gluon.jit
 def finish(
     output, lse, block_scale, output_scale, scale, inverse, scale_stride, group_stride, room, result, log_sum,
     first_row, rows, head, GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, QUOTIENTS: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
     ZEROS: gl.constexpr = False,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if asked for. ZEROS: the results are known to be zeros.
 
-    scale, inverse: the given scale and 1 / scale, where QUOTIENTS is "limited".
+    scale, inverse: the given scale and 1 / scale, where CORRECTED.
     """
-    if QUOTIENTS != "divided":
-        if QUOTIENTS != "limited":
-            scale = load_scale(output_scale)
+    if CORRECTED:
         if OUTPUT_GROUPS[1]:
             store_parts(
                 output, block_scale, scale, scale_stride, group_stride, room.index(GROUP_INDEX), result,
                 first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
-                QUOTIENTS == "limited",
             )  # fmt: skip
         else:
             store_fp8(
                 output, block_scale, scale, inverse, scale_stride, group_stride, result, first_row, rows, head,
-                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, QUOTIENTS == "limited",
-                ZEROS,
+                GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT_GROUPS, ZEROS,
             )  # fmt: skip
         if lse is not None:
             row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -217,7 +192,7 @@ def finish(
 def consume(
     arguments, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    QUOTIENTS: gl.constexpr, OVERLAPPED: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    CORRECTED: gl.constexpr, GROUP_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Attend this warpgroup's rows of every row tile that the producer announces."""
     (
@@ -235,17 +210,16 @@ def consume(
     NEXT: gl.constexpr = TURNS[1 - GROUP_INDEX]
     query = queries.index(GROUP_INDEX)
     query_rope = query_ropes.index(GROUP_INDEX)
-    TURNING: gl.constexpr = not OVERLAPPED
     most_keys = table_width * BLOCK_SIZE
     given = 1.0
     inverse = 1.0
-    if QUOTIENTS == "limited" and output_scale is not None:
+    if CORRECTED and output_scale is not None:
         given = gl.load(output_scale)
         inverse = gl.div_rn(1.0, given)
     step = 0
     used = 0
     turn = 0
-    if TURNING and GROUP_INDEX == 1:
+    if GROUP_INDEX == 1:
         give_turn(NEXT)
     rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
     while rows > 0:
@@ -255,7 +229,7 @@ def consume(
             position = tile_position + GROUP_INDEX * GROUP_ROWS
             own_end = own_end_of(position, rows, 0, end, GROUP_INDEX, GROUP_ROWS, N)
             step = pass_tiles(
-                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, TURNING, STAGES
+                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, True, STAGES
             )
             # Key tiles from here on hold keys that some row does not see.
             whole_from = gl.minimum(gl.maximum(position + 1, 0), held) // N
@@ -265,11 +239,9 @@ def consume(
             mbarrier.wait(key_full.index(stage), phase)
             missing = read_word(words.index(step % WORDS), 4)
             zero = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
-            if TURNING:
-                take_turn(MINE)
+            take_turn(MINE)
             scores0 = multiply_keys(query, query_rope, keys, ropes, stage, zero)
-            if TURNING:
-                give_turn(NEXT)
+            give_turn(NEXT)
             scores0 = warpgroup_mma_wait(num_outstanding=0, deps=(scores0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = hide(scores0, position, own_end - 1, held, missing, BLOCK_SIZE, SCORES)
@@ -278,56 +250,29 @@ def consume(
             # Sums of each thread's own columns; they meet at the end of the row tile.
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, "plain", MODEL, LEFT)
-            acc = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
-            if OVERLAPPED:
-                left = left0
-                decay = gl.full([GROUP_ROWS], 1.0, gl.float32, ROW)
-                for back in range(1, own_end):
-                    next_stage = (step + 1) % STAGES
-                    mbarrier.wait(key_full.index(next_stage), ((step + 1) // STAGES) & 1)
-                    missing = read_word(words.index((step + 1) % WORDS), 4)
-                    scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
-                    acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
-                    mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
-                    acc = warpgroup_mma(left, values.index(step % STAGES), acc, is_async=True)
-                    scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                    mbarrier.arrive(key_empty.index(next_stage), count=1)
-                    key_tile = own_end - 1 - back
-                    if (key_tile >= whole_from) | (missing != 0):
-                        scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
-                    weights, decay, maximum, sums = weigh(scores, maximum, sums, scale)
-                    # Held still: the assembler does not move the next wait ahead of this one, beside the weights.
-                    mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
-                    acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
-                    mbarrier.arrive(value_empty.index(step % STAGES), count=1)
-                    left = as_left(weights, N, "plain", MODEL, LEFT)
-                    step += 1
-                acc = acc * gl.convert_layout(decay, RESULT_ROW)[:, None]
-                mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
-                acc = warpgroup_mma(left, values.index(step % STAGES), acc, is_async=True)
-            else:
-                mbarrier.wait(value_full.index(stage), phase)
-                acc = warpgroup_mma(left0, values.index(stage), acc, use_acc=False, is_async=True)
-                for back in range(1, own_end):
-                    next_step = step + 1
-                    next_stage = next_step % STAGES
-                    next_phase = (next_step // STAGES) & 1
-                    mbarrier.wait(key_full.index(next_stage), next_phase)
-                    missing = read_word(words.index(next_step % WORDS), 4)
-                    take_turn(MINE)
-                    scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
-                    give_turn(NEXT)
-                    scores, acc = warpgroup_mma_wait(num_outstanding=0, deps=(scores, acc))
-                    mbarrier.arrive(value_empty.index(step % STAGES), count=1)
-                    mbarrier.arrive(key_empty.index(next_stage), count=1)
-                    key_tile = own_end - 1 - back
-                    if (key_tile >= whole_from) | (missing != 0):
-                        scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
-                    maximum, sums, acc = add_tile(
-                        scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, 0.0,
-                        "plain", MODEL, LEFT,
-                    )  # fmt: skip
-                    step += 1
+            mbarrier.wait(value_full.index(stage), phase)
+            no_result = gl.zeros([GROUP_ROWS, VALUES], gl.float32, RESULT)
+            acc = warpgroup_mma(left0, values.index(stage), no_result, use_acc=False, is_async=True)
+            for back in range(1, own_end):
+                next_step = step + 1
+                next_stage = next_step % STAGES
+                next_phase = (next_step // STAGES) & 1
+                mbarrier.wait(key_full.index(next_stage), next_phase)
+                missing = read_word(words.index(next_step % WORDS), 4)
+                take_turn(MINE)
+                scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
+                give_turn(NEXT)
+                scores, acc = warpgroup_mma_wait(num_outstanding=0, deps=(scores, acc))
+                mbarrier.arrive(value_empty.index(step % STAGES), count=1)
+                mbarrier.arrive(key_empty.index(next_stage), count=1)
+                key_tile = own_end - 1 - back
+                if (key_tile >= whole_from) | (missing != 0):
+                    scores = hide(scores, position, key_tile, held, missing, BLOCK_SIZE, SCORES)
+                maximum, sums, acc = add_tile(
+                    scores, maximum, sums, acc, scale, values, value_full, next_stage, next_phase, 0.0,
+                    "plain", MODEL, LEFT,
+                )  # fmt: skip
+                step += 1
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
@@ -342,7 +287,7 @@ def consume(
             finish(
                 output, lse, block_scale, output_scale, given, inverse, scale_stride, group_stride, room, result,
                 log_sum, first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
-                QUOTIENTS,
+                CORRECTED,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
@@ -350,11 +295,11 @@ def consume(
             finish(
                 output, lse, block_scale, output_scale, given, inverse, scale_stride, group_stride, room, nothing,
                 empty, first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
-                QUOTIENTS, True,
+                CORRECTED, True,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
-    if TURNING and GROUP_INDEX == 0:
+    if GROUP_INDEX == 0:
         take_turn(MINE)
 
 
@@ -367,16 +312,14 @@ def mla_prefill_gluon_kernel(
     group_stride, line, schedule, counter, block_table, table_stride, table_width, num_blocks, query_head_stride, scale,
     HEADS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_SIZE: gl.constexpr, NOPE: gl.constexpr, VALUES: gl.constexpr,
     STAGES: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, QUOTIENTS: gl.constexpr, OVERLAPPED: gl.constexpr, LOADS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
-    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. QUOTIENTS: how
-    outputs are quantised, by `store_rows` if "divided", else by `vattn.ops.gluon.mla_prefill_store` and, NVFP4,
-    `mla_prefill_parts`. OVERLAPPED: no turns; a product of keys, then that of the values before, beside which
-    the new weights are computed. LOADS: `latent_loads` of `vattn.ops.variants`.
+    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. CORRECTED: quantised
+    outputs by `vattn.ops.gluon.mla_prefill_store` and, NVFP4, `mla_prefill_parts`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -413,14 +356,14 @@ def mla_prefill_gluon_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, QUOTIENTS,
-                OVERLAPPED, 0,
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                0,
             )),
             (consume, (
-                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, QUOTIENTS,
-                OVERLAPPED, 1,
+                consumer, HEADS, BLOCK_SIZE, VALUES, STAGES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS, CORRECTED,
+                1,
             )),
-            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES, LOADS)),
+            (produce, (producer, HEADS, TOGETHER, BLOCK_SIZE, NOPE, VALUES, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -119,7 +119,7 @@ def attend_expanded(
         ctas: programs, by default one for each multiprocessor.
         schedule: the step's row tiles, made here by default.
     """
-    query, heads, ways = args.query, config.num_heads, variants.current()
+    query, heads = args.query, config.num_heads
     if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
         query = query.contiguous()
     tokens, reqs, device = query.shape[0], args.seq_lens.shape[0], query.device
@@ -142,8 +142,8 @@ def attend_expanded(
         scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
-        QUOTIENTS=ways.latent_quotients if corrects(output, groups) else "divided",
-        OVERLAPPED=ways.latent_turns == "free", LOADS=ways.latent_loads, num_warps=4,
+        CORRECTED=corrects(output, groups),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def corrects(output: str, groups: tuple[Any, ...]) -> bool:
 
 
 def heads_together(heads: int) -> int:
-    """Return how many heads' tiles run side by side. Programs that all read the same few heads' keys were slower."""
+    """Return how many heads' tiles run side by side: the longest of many heads go first, and the shortest end together."""
     return next(count for count in (16, 8, 4, 2, 1) if heads % count == 0)
 
 

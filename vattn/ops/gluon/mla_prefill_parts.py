@@ -21,11 +21,11 @@ PART_COLUMNS = gl.constexpr(64)
 @gluon.jit
 def store_part(
     output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column,
-    STRIDE: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
+    STRIDE: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise rows `[32, 64]`; SCALE_COLUMNS of swizzled scales, or 0: rows of scales."""
     COUNT: gl.constexpr = PART_COLUMNS // 16
-    codes, stored = fp4_of(values.reshape([PART_ROWS, COUNT, 16]), scale, OUTPUT_GROUPS, LIMITED)
+    codes, stored = fp4_of(values.reshape([PART_ROWS, COUNT, 16]), scale, OUTPUT_GROUPS)
     PLACE: gl.constexpr = stored.type.layout
     row = gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
     group = first_column // 16 + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
@@ -50,13 +50,12 @@ def store_part(
 def store_half(
     output, scales, scale, scale_stride, group_stride, room, half, first_row, rows, first_column,
     GROUP_INDEX: gl.constexpr, STRIDE: gl.constexpr, MODEL: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise 64 columns of a warpgroup's rows."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # A group of 16 is one thread's, or two threads'.
-    WIDE: gl.constexpr = 16 if LIMITED else 8
-    HELD: gl.constexpr = gl.BlockedLayout([1, WIDE], [WIDE // 2, 64 // WIDE], [4, 1], [1, 0])
+    # A group of 16 is one thread's.
+    HELD: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     block_barrier()
     room.store(half.to(MODEL))
     block_barrier()
@@ -68,7 +67,7 @@ def store_half(
         known_rows = left - part * PART_ROWS
         store_part(
             output, scales, scale, scale_stride, group_stride, values, first_token, known_rows, first_column, STRIDE,
-            OUTPUT_GROUPS, SCALE_COLUMNS, LIMITED,
+            OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip
 
 
@@ -76,7 +75,7 @@ def store_half(
 def store_parts(
     output, scales, scale, scale_stride, group_stride, room, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows by way of `room` `[64, 64]` in shared memory."""
     STRIDE: gl.constexpr = HEADS * VALUES
@@ -84,14 +83,14 @@ def store_parts(
         low, high = result.reshape(GROUP_ROWS, 2, PART_COLUMNS).permute(0, 2, 1).split()
         store_half(
             output, scales, scale, scale_stride, group_stride, room, low, first_row, rows, head * VALUES, GROUP_INDEX,
-            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, LIMITED,
+            STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip
         store_half(
             output, scales, scale, scale_stride, group_stride, room, high, first_row, rows,
-            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, LIMITED,
+            head * VALUES + PART_COLUMNS, GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip
     else:
         store_half(
             output, scales, scale, scale_stride, group_stride, room, result, first_row, rows, head * VALUES,
-            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS, LIMITED,
+            GROUP_INDEX, STRIDE, MODEL, OUTPUT_GROUPS, SCALE_COLUMNS,
         )  # fmt: skip

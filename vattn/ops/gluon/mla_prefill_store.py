@@ -39,27 +39,6 @@ def rounded(x, MODEL: gl.constexpr):
     return pairs.to(gl.float32)
 
 
-@gluon.jit
-def is_usual(scale):
-    """Return whether quotients by a given scale can be corrected products."""
-    size = gl.abs(scale)
-    return (size > LEAST_DIVISOR) & (size < MOST_DIVISOR)
-
-
-@gluon.jit
-def corrected_quotients(x, divisor, reciprocal):
-    """Return IEEE's fp32 quotients; divisors and their reciprocals broadcast.
-
-    Beyond 2^40, infinities included, and below 2^-40 products are left as they are: codes and block scales saturate
-    there or are zeros, whose sign a correction may lose.
-    """
-    product = x * reciprocal
-    zero = gl.zeros_like(x)
-    corrected = gl.fma(gl.fma(-product, zero + divisor, x), zero + reciprocal, product)
-    size = gl.abs(product)
-    return gl.where((size < 1.0995116e12) & (size > 9.094947e-13), corrected, product)
-
-
 LIMITED_QUOTIENT = gl.constexpr(
     "{ .reg .f32 p, e; mul.rn.f32 p, $1, $3; min.xorsign.abs.f32 p, p, 0f53800000; neg.f32 e, $1; "
     "fma.rn.f32 e, p, $2, e; neg.f32 e, e; fma.rn.f32 $0, e, $3, p; }"
@@ -103,11 +82,11 @@ def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
 def store_fp8(
     output, scales, scale, inverse, scale_stride, group_stride, result, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, VALUES: gl.constexpr, MODEL: gl.constexpr,
-    OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr, ZEROS: gl.constexpr,
+    OUTPUT_GROUPS: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Quantise a warpgroup's rows to FP8, in whole groups or under the given scale.
 
-    inverse: 1 / scale, where LIMITED.
+    inverse: 1 / scale.
     ZEROS: all results are zeros; the assembler of CUDA 12.8 would lose half of a conversion of four equal values.
     """
     values = rounded(result, MODEL)
@@ -115,35 +94,22 @@ def store_fp8(
         COUNT: gl.constexpr = VALUES // OUTPUT_GROUPS[0]
         groups = values.reshape([GROUP_ROWS, COUNT, OUTPUT_GROUPS[0]])
         largest = group_maximum(groups)
-        if LIMITED:
-            stored = fp8_scales(largest, OUTPUT_GROUPS)
-            step = stored
-        else:
-            stored, step = group_scales(largest, 1.0, OUTPUT_GROUPS)
+        step = fp8_scales(largest, OUTPUT_GROUPS)
         PLACE: gl.constexpr = largest.type.layout
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, PLACE))[:, None]
         group = head * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, PLACE))[None, :]
         place = (first_row + row).to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
-        gl.store(scales + place, stored, mask=(row < rows) & (group >= 0))
-        if LIMITED and ZEROS:
+        gl.store(scales + place, step, mask=(row < rows) & (group >= 0))
+        if ZEROS:
             WHOLE: gl.constexpr = values.type.layout
             codes = gl.zeros([GROUP_ROWS, VALUES], gl.uint8, WHOLE)
         else:
-            if LIMITED:
-                divisor = gl.where(step == float("inf"), 0.0, step)
-                ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal_of(step).expand_dims(2))
-            else:
-                reciprocal = gl.div_rn(gl.zeros_like(step) + 1.0, step)
-                ratio = corrected_quotients(groups, step.expand_dims(2), reciprocal.expand_dims(2))
+            divisor = gl.where(step == float("inf"), 0.0, step)
+            ratio = limited_quotients(groups, divisor.expand_dims(2), reciprocal_of(step).expand_dims(2))
             codes = encode_e4m3(ratio).reshape([GROUP_ROWS, VALUES])
     else:
-        if LIMITED:
-            if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
-                ratio = limited_quotients(values, scale, inverse)
-            else:
-                ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
-        elif is_usual(scale):
-            ratio = corrected_quotients(values, scale, gl.div_rn(1.0, scale))
+        if (scale > LEAST_DIVISOR) & (scale < MOST_DIVISOR):
+            ratio = limited_quotients(values, scale, inverse)
         else:
             ratio = gl.div_rn(values, gl.zeros_like(values) + scale)
         codes = encode_e4m3(ratio)
@@ -156,27 +122,16 @@ def store_fp8(
     gl.store(output + target, codes, mask=(row < rows) & (column >= 0))
 
 
-@gluon.jit
-def encode_number(x):
-    """Return what `encode_e2m1` returns; a NaN must be arithmetic's own, whose sign is not set.
-
-    As a function of the magnitude, codes lie on the lowest of three lines. Beside 1.5 * 2^23 the adder rounds to whole
-    numbers; what it adds is even, so that ties go to even codes.
-    """
-    magnitude = gl.minimum(gl.abs(x), 6.0)
-    below_two, below_four = magnitude * 2.0 + 12582912.0, magnitude + 12582914.0
-    lowest = gl.minimum(gl.minimum(below_two, below_four), magnitude * 0.5 + 12582916.0)
-    sign = (x.to(gl.uint32, bitcast=True) >> 28).to(gl.int32) & 8
-    return (lowest.to(gl.int32, bitcast=True) & 7) | sign
-
-
 NUMBER = gl.constexpr(
     "{ .reg .f32 p, q, e, a, b, c; .reg .b32 s; mul.rn.f32 p, $1, $3; neg.f32 e, $1; fma.rn.f32 e, p, $2, e; "
     "neg.f32 e, e; fma.rn.f32 q, e, $3, p; abs.f32 q, q; fma.rn.f32 a, q, 0f40000000, 0f4B400000; "
     "add.rn.f32 b, q, 0f4B400002; fma.rn.f32 c, q, 0f3F000000, 0f4B400004; min.f32 a, a, b; min.f32 a, a, c; "
     "min.f32 a, a, 0f4B400007; mov.b32 s, p; shr.u32 s, s, 28; mov.b32 $0, a; lop3.b32 $0, $0, s, 7, 0xE4; }"
 )
-"""`encode_number` of a corrected product of $1 and $3, the reciprocal of $2. A product may be infinite: its correction
+"""The e2m1 code of a corrected product of $1 and $3, the reciprocal of $2: saturating, nearest even, NaN as 6.
+
+As a function of the magnitude, codes lie on the lowest of three lines and the largest code. Beside 1.5 * 2^23 the adder
+rounds to whole numbers; what it adds is even, so that ties go to even codes. A product may be infinite: its correction
 is NaN then, of which the last minimum makes the largest code. The sign is the product's."""
 
 
@@ -189,7 +144,7 @@ def numbers_of(x, divisor, reciprocal):
 
 
 @gluon.jit
-def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr):
+def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr):
     """Return NVFP4 codes of groups `[rows, groups, 16]` in int32, and the bytes of their block scales.
 
     A sixth of a maximum is a corrected product too. Of maxima so small that it is inexact the block scale is zero.
@@ -203,10 +158,7 @@ def fp4_of(values, scale, OUTPUT_GROUPS: gl.constexpr, LIMITED: gl.constexpr):
         stored = encode_e4m3(limited_quotients(sixth, scale, 1.0 / scale))
         step = stored.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
         reciprocal = gl.where(step == 0.0, 0.0, 1.0 / step)
-        if LIMITED:
-            codes = numbers_of(values, step.expand_dims(2), reciprocal.expand_dims(2))
-        else:
-            codes = encode_number(limited_quotients(values, step.expand_dims(2), reciprocal.expand_dims(2)))
+        codes = numbers_of(values, step.expand_dims(2), reciprocal.expand_dims(2))
     else:
         stored, step = group_scales(largest, scale, OUTPUT_GROUPS)
         codes = group_codes(values, step.expand_dims(2), OUTPUT_GROUPS)
