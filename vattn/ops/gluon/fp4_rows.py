@@ -1,7 +1,7 @@
 """NVFP4 of rows that another kernel stored in the model dtype: a thread quantises a whole group.
 
-The kernel behind a prefill. A group of 16 columns takes about 300 instructions of a thread, and nothing is exchanged
-between threads.
+The kernel behind a prefill, for which instructions count, not latency: a group of 16 columns takes about 300 of a
+thread, and nothing is exchanged between threads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from vattn.formats import NVFP4_GROUP_SIZE, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 from vattn.ops.gluon.epilogue import group_codes, group_maximum, group_scales
 from vattn.ops.gluon.fp4 import fp4_code, fp4_scale, inverse_of, is_usual, quick_reciprocal
-from vattn.ops.triton.decode_fast import _multiprocessors
 from vattn.ops.triton.epilogue import group_constants
 
 WARPS, SIZE = 8, gl.constexpr(NVFP4_GROUP_SIZE)
 COLUMNS_OF_PROGRAM = WARPS * 32 * NVFP4_GROUP_SIZE
-PROGRAMS = 5
-"""Of a multiprocessor at a time: as many as its registers hold."""
 
 SIGNS = gl.constexpr(
     """
@@ -77,25 +74,28 @@ def swizzled_place(row, column, COLUMNS: gl.constexpr):
     return tile.to(gl.int64) * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
 
 
-@gluon.jit
-def place_of(row, column, row_stride, column_stride):
-    return row.to(gl.int64) * row_stride + column.to(gl.int64) * column_stride
+@gluon.jit(do_not_specialize=["num_tokens", "scale_stride", "group_stride"])
+def fp4_rows_kernel(
+    source, output, block_scale, output_scale, num_tokens, scale_stride, group_stride, COLUMNS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Quantise rows `[T, COLUMNS]`; grid: rows (of padded scales if swizzled) x blocks of columns.
 
-
-@gluon.jit
-def load_groups(source, row, group, num_tokens, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return groups of a row in the model dtype, zeros past its end and of rows that are not there."""
+    The output's rows are as many words of eight codes. SCALE_COLUMNS is the padded number of swizzled scales of a row,
+    0 for scales in order.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, SIZE], [32, 1], [WARPS, 1], [1, 0])
+    APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide"
+    row = gl.program_id(0)
+    first = gl.program_id(1) * (WARPS * 32)
+    group = first + gl.arange(0, WARPS * 32, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))
     inside = (group < COLUMNS // SIZE) & (row < num_tokens)
-    place = (group * SIZE)[:, None] + column[None, :]
-    return gl.load(source + row.to(gl.int64) * COLUMNS + place, mask=inside[:, None], other=0.0)
-
-
-@gluon.jit
-def scales_and_words(x, scale, inverse_scale, GROUPS: gl.constexpr):
-    """Return the bytes of the block scales of fp32 groups `[R, 16]`, and their codes as words `[R, 2]`."""
-    APPROXIMATE: gl.constexpr = GROUPS[4] == "approximate_divide"
+    scale = gl.load(output_scale)
+    start = source + row.to(gl.int64) * COLUMNS
+    x = gl.load(start + (group * SIZE)[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(gl.float32)
     largest = group_maximum(x, 1)
+    inverse_scale = quick_reciprocal(scale, APPROXIMATE)
     if is_usual(inverse_scale):
         stored, step = fp4_scale(largest, scale, inverse_scale, APPROXIMATE)
         zero = gl.zeros_like(x)
@@ -109,43 +109,17 @@ def scales_and_words(x, scale, inverse_scale, GROUPS: gl.constexpr):
     else:
         stored, step = group_scales(largest, scale, GROUPS)
         words = words_of(group_codes(x, step.expand_dims(1), GROUPS))
-    return stored, words
-
-
-@gluon.jit(do_not_specialize=["num_tokens", "num_rows", "scale_stride", "group_stride"])
-def fp4_rows_kernel(
-    source, output, block_scale, output_scale, num_tokens, num_rows, scale_stride, group_stride, COLUMNS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Quantise rows `[T, COLUMNS]`; grid: programs that take one row after the other x blocks of columns.
-
-    The next row is on its way while one is quantised. `num_rows` counts the padded rows of swizzled scales too. The
-    output's rows are as many words of eight codes. SCALE_COLUMNS is the padded number of swizzled scales of a row, 0
-    for scales in order.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, SIZE], [32, 1], [WARPS, 1], [1, 0])
-    first = gl.program_id(1) * (WARPS * 32)
-    group = first + gl.arange(0, WARPS * 32, layout=gl.SliceLayout(1, LAYOUT))
-    scale = gl.load(output_scale)
-    inverse_scale = quick_reciprocal(scale, GROUPS[4] == "approximate_divide")
-    following = load_groups(source, gl.program_id(0), group, num_tokens, COLUMNS, LAYOUT)
-    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
-        x = following.to(gl.float32)
-        following = load_groups(source, row + gl.num_programs(0), group, num_tokens, COLUMNS, LAYOUT)
-        stored, words = scales_and_words(x, scale, inverse_scale, GROUPS)
-        inside = (group < COLUMNS // SIZE) & (row < num_tokens)
-        if SCALE_COLUMNS > 0:
-            place = swizzled_place(row, group, SCALE_COLUMNS)
-            gl.store(block_scale + place, gl.where(inside, stored, 0), mask=group < SCALE_COLUMNS)
-        else:
-            gl.store(block_scale + place_of(row, group, scale_stride, group_stride), stored, mask=inside)
-        WORDS: gl.constexpr = words.type.layout
-        at = first + gl.arange(0, WARPS * 32, layout=gl.SliceLayout(1, WORDS))
-        half = gl.arange(0, SIZE // 8, layout=gl.SliceLayout(0, WORDS))
-        place = place_of(row, at, COLUMNS // 8, SIZE // 8)[:, None] + half[None, :]
-        gl.store(
-            output + place, words, mask=((at < COLUMNS // SIZE) & (row < num_tokens))[:, None] & (half >= 0)[None, :]
-        )
+    if SCALE_COLUMNS > 0:
+        place = swizzled_place(row, group, SCALE_COLUMNS)
+        gl.store(block_scale + place, gl.where(inside, stored, 0), mask=group < SCALE_COLUMNS)
+    else:
+        place = row.to(gl.int64) * scale_stride + group.to(gl.int64) * group_stride
+        gl.store(block_scale + place, stored, mask=inside)
+    WORDS: gl.constexpr = words.type.layout
+    at = first + gl.arange(0, WARPS * 32, layout=gl.SliceLayout(1, WORDS))
+    half = gl.arange(0, SIZE // 8, layout=gl.SliceLayout(0, WORDS))
+    target = output + row.to(gl.int64) * (COLUMNS // 8) + (at * (SIZE // 8))[:, None] + half[None, :]
+    gl.store(target, words, mask=((at < COLUMNS // SIZE) & (row < num_tokens))[:, None] & (half >= 0)[None, :])
 
 
 def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_reqs: int, values: Tensor) -> None:
@@ -161,11 +135,16 @@ def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, n
 
 def launch(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor) -> None:
     """Launch the kernel for an output that takes whole words."""
-    arguments = kernel_arguments(args, config, values)
-    columns = max(arguments["COLUMNS"], arguments["SCALE_COLUMNS"] * NVFP4_GROUP_SIZE)
-    blocks = -(-columns // COLUMNS_OF_PROGRAM)
-    programs = max(1, PROGRAMS * _multiprocessors(values.device) // blocks)
-    fp4_rows_kernel[(min(arguments["num_rows"], programs), blocks)](**arguments)
+    fp4_rows_kernel[grid(args, config)](**kernel_arguments(args, config, values))
+
+
+def grid(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> tuple[int, int]:
+    """Return rows, padded ones of swizzled scales included, and programs a row."""
+    assert args.output_block_scale is not None
+    swizzled = OUTPUT_FORMATS[config.output_format].swizzled
+    scales = args.output_block_scale.shape if swizzled else (args.query.shape[0], 0)
+    columns = max(config.num_heads * config.head_size_v, scales[1] * NVFP4_GROUP_SIZE)
+    return scales[0], -(-columns // COLUMNS_OF_PROGRAM)
 
 
 def kernel_arguments(
@@ -177,7 +156,6 @@ def kernel_arguments(
     return {
         "source": values, "output": args.output.view(-1).view(torch.int32), "block_scale": scales.view(torch.uint8),
         "output_scale": args.output_scale, "num_tokens": args.query.shape[0],
-        "num_rows": scales.shape[0] if fmt.swizzled else args.query.shape[0],
         "scale_stride": scales.stride(0), "group_stride": scales.stride(1),
         "COLUMNS": config.num_heads * config.head_size_v, "SCALE_COLUMNS": scales.shape[1] if fmt.swizzled else 0,
         "GROUPS": (NVFP4_GROUP_SIZE, True, False, -1.0, group_constants(config)[4]), "WARPS": WARPS,
