@@ -745,6 +745,12 @@ def test_rows_that_are_not_strided_are_refused(turn):
             layer(*given, metadata=make_step())
 
 
+def test_a_query_that_comes_quantised_says_who_quantises_it():
+    layer, (query, key, value) = make_layer(), make_inputs(5)
+    with pytest.raises(DtypeError, match=r"QuantConfig\(query_format='fp8_e4m3'"):
+        layer(query.to(torch.float8_e4m3fn), key, value, metadata=make_step())
+
+
 def test_gradients_are_fine_without_grad_mode():
     layer, (query, key, value) = make_layer(), make_inputs(5)
     with torch.no_grad():

@@ -111,6 +111,10 @@ def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
         fix = f"pass queries of torch.{dtype}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
         if came in MODEL_DTYPES:
             fix = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
+        elif came.startswith("float8"):
+            fix = (
+                "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
+            )
         raise DtypeError(f"{name} is {came} in {_called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
 
 
