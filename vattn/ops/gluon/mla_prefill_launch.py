@@ -154,7 +154,7 @@ def corrects(output: str, groups: tuple[Any, ...]) -> bool:
 
 
 def heads_together(heads: int) -> int:
-    """Return how many heads' tiles run side by side: the longest of many heads go first, and the shortest end together."""
+    """Return how many heads' tiles run side by side: the longest of many go first, the shortest last."""
     return next(count for count in (16, 8, 4, 2, 1) if heads % count == 0)
 
 
