@@ -155,6 +155,20 @@ def test_heads_of_long_prompts_run_side_by_side() -> None:
     assert mixed_launch.cut_of(config, 256, 64).together == 8 and mixed_launch.cut_of(config, 300, 64).together == 2
 
 
+def test_short_prompts_of_fp8_queries_multiply_values_by_halves() -> None:
+    config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
+    of_fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert [prefill_launch.cut_of(of_both, tokens, 4, 132).halves for tokens in (2048, 8188, 8192)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not prefill_launch.cut_of(of_both, 512, 1, 132).halves, "one warpgroup was not timed so"
+    for other in (config, of_fp8, of_both.replace(head_size=64, head_size_v=64)):
+        assert not prefill_launch.cut_of(other, 2048, 4, 132).halves
+
+
 def test_row_tiles_are_taken_late_where_they_are_few() -> None:
     config, takes = make_config(**LLAMA), prefill_launch.takes_late
     assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)

@@ -253,6 +253,7 @@ CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "narrow, three warpgroups": ({"head_size": 64, **FP8}, {"groups": 3}),
     "narrow, three warpgroups, FP8 query": ({"head_size": 64, **NATIVE}, {"groups": 3}),
     "one warpgroup, not packed": ({}, {"groups": 1}),
+    "halves": (NATIVE, {"halves": True}),
     "heads side by side": ({"num_heads": 24, "num_kv_heads": 12}, {"together": 8}),
     "heads side by side, FP8 query": ({"num_heads": 8, "num_kv_heads": 8, **NATIVE}, {"together": 8}),
 }

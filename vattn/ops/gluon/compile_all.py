@@ -153,6 +153,8 @@ def _other_cuts() -> Iterator[Launch]:
                 yield prefill_launch_of(uneven, Cut(1, prefill_launch.padded_pack(uneven), ahead=True))
             if config.takes_fp8_query:
                 yield prefill_launch_of(config, Cut(2, turn=64))
+                if head_size == 128:
+                    yield prefill_launch_of(config, Cut(2, halves=True))
             # Beside the results of wide heads there are no registers for more converters.
             if config.takes_fp8_query and head_size < 256:
                 for cut in (Cut(2, converters=4), Cut(2, converters=4, turn=64)):

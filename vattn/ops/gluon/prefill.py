@@ -180,7 +180,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, weight_scale, values, value_full, next_stage, next_phase, BITS, CACHE,
-                    MATH, LEFT, MINE if LONG_TURNS else None,
+                    MATH, LEFT, MINE if LONG_TURNS else None, SHAPE.HALVES,
                 )  # fmt: skip
                 step += 1
             if LONG_TURNS:

@@ -26,6 +26,7 @@ class Shape:
         TURN: tokens of a panel of turned values.
         LONG_TURNS: whether a warpgroup's turn is its second product and the next first one, not the first alone.
         HELD: columns of the queries that consumers keep in registers.
+        HALVES: whether values of the first half of a tile are multiplied while weights of the second are computed.
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
         MODEL: dtype of the model.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
@@ -52,6 +53,7 @@ class Shape:
     TURN: int
     LONG_TURNS: bool
     HELD: int
+    HALVES: bool
     QUERY_SCALE: int
     KV_SCALE: int
     MODEL: Any

@@ -128,6 +128,13 @@ def as_right(values, CACHE: gl.constexpr):
 
 
 @gluon.jit
+def half_of(values, HALF: gl.constexpr, KEYS: gl.constexpr, CACHE: gl.constexpr):
+    """Return the first (0) or second (1) half of a tile of values as `[KEYS // 2, D]`."""
+    SIDE: gl.constexpr = 1 if CACHE == "native" else 0
+    return as_right(values.slice(HALF * (KEYS // 2), KEYS // 2, dim=SIDE), CACHE)
+
+
+@gluon.jit
 def score_scale(scale, q_scale, k_scale, kv_head, QUERY_SCALE: gl.constexpr, KV_SCALE: gl.constexpr):
     """Return what scores of a head are multiplied by. QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one a head."""
     if QUERY_SCALE:
@@ -154,22 +161,39 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 @gluon.jit
 def add_tile(
     scores, maximum, sums, acc, scale, values, value_full, stage, phase, BITS: gl.constexpr, CACHE: gl.constexpr,
-    MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None,
+    MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None, HALVES: gl.constexpr = False,
 ):  # fmt: skip
     """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results.
 
-    TURN: the turn to be taken first, or `None`.
+    TURN: the turn to be taken first, or `None`. HALVES: values of the first half of the tile are multiplied while the
+    weights of the second are computed.
     """
     N: gl.constexpr = scores.shape[1]
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
     decay = decay_of(maximum, new_maximum, scale)
-    weights = weights_of(scores, new_maximum, scale, BITS)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
-    left = as_left(weights, N, CACHE, MATH, LEFT)
-    mbarrier.wait(value_full.index(stage), phase)
-    if TURN is not None:
-        take_turn(TURN)
-    acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)
-    new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
+    if HALVES:
+        exponents = scores * scale - (new_maximum * scale - BITS)[:, None]
+        low, high = exponents.reshape(GROUP_ROWS, 2, N // 2).permute(0, 2, 1).split()
+        first = gl.exp2(low)
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
+        left = as_left(first, N // 2, CACHE, MATH, LEFT)
+        mbarrier.wait(value_full.index(stage), phase)
+        if TURN is not None:
+            take_turn(TURN)
+        acc = warpgroup_mma(left, half_of(values.index(stage), 0, N, CACHE), acc, is_async=True)
+        second = gl.exp2(high)
+        right = as_left(second, N // 2, CACHE, MATH, LEFT)
+        acc = warpgroup_mma(right, half_of(values.index(stage), 1, N, CACHE), acc, is_async=True)
+        new_sums = gl.sum(first.reshape(GROUP_ROWS, N // 16, 8), 1) + gl.sum(second.reshape(GROUP_ROWS, N // 16, 8), 1)
+        new_sums = gl.convert_layout(new_sums, sums.type.layout)
+    else:
+        weights = weights_of(scores, new_maximum, scale, BITS)
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
+        left = as_left(weights, N, CACHE, MATH, LEFT)
+        mbarrier.wait(value_full.index(stage), phase)
+        if TURN is not None:
+            take_turn(TURN)
+        acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)
+        new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums
     return new_maximum, sums, acc
