@@ -220,9 +220,15 @@ def total_of(sums, totals, totals_ready, read, phase, ME: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def room_to_send(first, last):
-    """Return the stage from whose room results leave: that of odd tiles, so that the next item's first one can come."""
-    return (last - first > 1).to(gl.int32)
+def tile_to_send(first, last, EARLY: gl.constexpr):
+    """Return the tile from whose room results leave: the last one.
+
+    EARLY: the last odd one, if there is any, so that the next item's first tile can come.
+    """
+    if EARLY:
+        return gl.where(last - first > 1, last - 1 - (last - first) % 2, last - 1)
+    else:
+        return last - 1
 
 
 @gluon.jit
@@ -257,7 +263,7 @@ def close_rows(
 @gluon.jit
 def attend_even(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of even tiles, and the left half of the results."""
     (
@@ -294,6 +300,7 @@ def attend_even(
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
+            sender = tile_to_send(first, last, FETCH)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
@@ -323,7 +330,7 @@ def attend_even(
                     acc = warpgroup_mma(operand, panels(latents.index(0), 0, 4, TILE, LAYOUT), acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (last - first > 1) | (sent == 0):
+                    if (tile != sender) | (sent == 0):
                         mbarrier.arrive(free.index(0), count=1)
                     phase ^= 1
                     if tile + 1 < last:
@@ -335,14 +342,14 @@ def attend_even(
                         acc = multiply_sent(acc, ropes.index(1), latents.index(1), ready, weights_ready, odd_phase,
                                             keys - (tile + 1) * TILE, 0, 1, GATHER, LAYOUT)  # fmt: skip
                         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                        if (tile + 3 < last) | (sent == 0):
+                        if (tile + 1 != sender) | (sent == 0):
                             mbarrier.arrive(free.index(2), count=1)
                         odd_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 0, SCORE_ROWS)
                 group_phase ^= 1
             else:
                 mbarrier.arrive(query_free.index(0), count=1)
-            stage = room_to_send(first, last)
+            stage = (sender - first) & 1
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage), row, limit, rows, row0, slot, group, first, sent, 0,
@@ -353,7 +360,7 @@ def attend_even(
 @gluon.jit
 def attend_odd(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of odd tiles, and the right half of the results."""
     (
@@ -388,6 +395,7 @@ def attend_odd(
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
+            sender = tile_to_send(first, last, FETCH)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first + 1 >= last:
@@ -425,7 +433,7 @@ def attend_odd(
                     acc = warpgroup_mma(ropes.index(1), room, acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (tile + 2 < last) | (sent == 0):
+                    if (tile != sender) | (sent == 0):
                         mbarrier.arrive(free.index(3), count=1)
                     phase ^= 1
                 if (last - first) % 2 == 1:
@@ -436,12 +444,12 @@ def attend_odd(
                     acc = multiply_sent(acc, ropes.index(0), latents.index(0), ready, weights_ready, even_phase,
                                         keys - (last - 1) * TILE, 4, 0, GATHER, LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (last - first > 1) | (sent == 0):
+                    if (last - 1 != sender) | (sent == 0):
                         mbarrier.arrive(free.index(1), count=1)
                     even_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 1, SCORE_ROWS)
                 group_phase ^= 1
-            stage = room_to_send(first, last)
+            stage = (sender - first) & 1
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage + 1), row, limit, rows, row0, slot, group, first, sent, 4,
@@ -491,10 +499,10 @@ def mla_decode_turns_kernel(
         gl.warp_specialize(
             [
                 (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
                 )),
                 (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
                 )),
                 (gather_turns, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
@@ -508,10 +516,10 @@ def mla_decode_turns_kernel(
         gl.warp_specialize(
             [
                 (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
                 )),
                 (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
                 )),
                 (produce_turns, (
                     query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes,

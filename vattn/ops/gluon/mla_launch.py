@@ -50,7 +50,8 @@ MOST_QUERY_TOKENS = 8
 _LOG2E = 1.4426950408889634
 _STAGES = 2
 _REGISTERS = 152
-"""Registers of a thread that the narrow kernel is launched with; its warpgroups share them out among themselves."""
+"""Registers of a thread that the narrow kernel starts with at 16 rows, which its warpgroups share out among themselves:
+few enough to start beside the merge before it. With 32 rows it was slower so."""
 FP8_STAGES = 4
 
 
@@ -313,7 +314,7 @@ def _launch(
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
         chosen = variants.current().latent_scores
-        if chosen in ("turns", "fetched"):
+        if chosen != "first":
             fetch = chosen == "fetched"
             cached = args.kv_cache if fetch else None
             mla_decode_turns_kernel[grid](cache=cached, GATHER=False, FETCH=fetch, **boxes, **common)
@@ -321,7 +322,9 @@ def _launch(
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
-        mla_decode_kernel[grid](ROWS=rows, STAGES=_STAGES, maxnreg=_REGISTERS, **boxes, **common)
+        mla_decode_kernel[grid](
+            ROWS=rows, STAGES=_STAGES, maxnreg=_REGISTERS if rows == 16 else None, **boxes, **common
+        )
     # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
     parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
