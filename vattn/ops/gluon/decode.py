@@ -22,40 +22,40 @@ from vattn.ops.gluon.decode_products import (
     tile_scores,
 )
 from vattn.ops.gluon.epilogue import load_scale, store_groups, store_result
-from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS, LOWEST_MAXIMUM, TILE_TOKENS
+from vattn.ops.triton.decode_fast_kernels import ITEM_FIELDS, KEEP, LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.ops.triton.mask import LN2, LOG2E
 
 
 @gluon.jit
-def load_item(schedule, cta, item, ctas, POLICY: gl.constexpr):
+def load_item(schedule, cta, item, ctas):
     """Return request, first row, rows, seq_len, first tile, end tile and slot of an item; next CTA and item (-1: none).
 
     A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
     """
     record = schedule + (item + 1) * ITEM_FIELDS
-    active = gl.load(schedule, eviction_policy=POLICY)
-    rows = gl.where(cta < active, gl.load(record + 2, eviction_policy=POLICY), 0)
-    next_item = gl.where(cta < active, gl.load(record + 7, eviction_policy=POLICY), -1)
+    active = gl.load(schedule, eviction_policy=KEEP)
+    rows = gl.where(cta < active, gl.load(record + 2, eviction_policy=KEEP), 0)
+    next_item = gl.where(cta < active, gl.load(record + 7, eviction_policy=KEEP), -1)
     next_cta = gl.where(next_item < 0, cta + ctas, cta)
     next_item = gl.where((next_item < 0) & (next_cta < active), next_cta, next_item)
-    request = gl.load(record, eviction_policy=POLICY)
-    first_row = gl.load(record + 1, eviction_policy=POLICY)
-    seq_len = gl.load(record + 3, eviction_policy=POLICY)
-    first_tile = gl.load(record + 4, eviction_policy=POLICY)
-    end_tile = gl.load(record + 5, eviction_policy=POLICY)
-    slot = gl.load(record + 6, eviction_policy=POLICY)
+    request = gl.load(record, eviction_policy=KEEP)
+    first_row = gl.load(record + 1, eviction_policy=KEEP)
+    seq_len = gl.load(record + 3, eviction_policy=KEEP)
+    first_tile = gl.load(record + 4, eviction_policy=KEEP)
+    end_tile = gl.load(record + 5, eviction_policy=KEEP)
+    slot = gl.load(record + 6, eviction_policy=KEEP)
     return request, first_row, rows, seq_len, first_tile, end_tile, slot, next_cta, next_item
 
 
 @gluon.jit
-def load_request(query_start_loc, seq_lens, cta, ctas, end_tile, POLICY: gl.constexpr):
+def load_request(query_start_loc, seq_lens, cta, ctas, end_tile):
     """Return what `load_item` does where CTA c has the whole of request c, and row c of the padding if there is one."""
     is_padding = cta >= ctas
     request = gl.where(is_padding, cta - ctas, cta)
-    first_row = gl.load(query_start_loc + request, eviction_policy=POLICY)
-    num_rows = gl.load(query_start_loc + request + 1, eviction_policy=POLICY) - first_row
-    seq_len = gl.load(seq_lens + request, eviction_policy=POLICY)
-    padding_row = gl.load(query_start_loc + ctas, eviction_policy=POLICY) + request
+    first_row = gl.load(query_start_loc + request, eviction_policy=KEEP)
+    num_rows = gl.load(query_start_loc + request + 1, eviction_policy=KEEP) - first_row
+    seq_len = gl.load(seq_lens + request, eviction_policy=KEEP)
+    padding_row = gl.load(query_start_loc + ctas, eviction_policy=KEEP) + request
     # There are as many rows as requests.
     next_item = gl.where((cta < ctas) & (padding_row < ctas), cta + ctas, -1)
     none = request * 0
@@ -99,7 +99,7 @@ def produce(
     key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, table_stride, table_width, keys, values,
     key_ready, value_ready, released, HEAD_GROUPS: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr, POLICY: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring of stages with the tiles of this CTA's items, SLOTS tiles a stage."""
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
@@ -114,15 +114,13 @@ def produce(
     item = cta
     while item >= 0:
         if schedule is not None:
-            request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(
-                schedule, cta, item, ctas, POLICY
-            )
+            request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_item(schedule, cta, item, ctas)
         else:
             if item < ctas:
                 # Its length and its block ids come to the multiprocessor side by side.
                 prefetch_row(block_table + item.to(gl.int64) * table_stride, table_width)
             request, _, num_rows, seq_len, item_begin, item_end, _, cta, item = load_request(
-                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK, POLICY
+                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK
             )
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows, TOKENS):
@@ -130,33 +128,33 @@ def produce(
                 row_of_request, num_rows, seq_len, item_begin, item_end, table_width * PER_BLOCK, TOKENS, WINDOW
             )
             has_keys = first < last
-            p0 = gl.load(table + first // PER_BLOCK, mask=has_keys, other=0, eviction_policy=POLICY)
+            p0 = gl.load(table + first // PER_BLOCK, mask=has_keys, other=0, eviction_policy=KEEP)
             p1 = p0
             p2 = p0
             p3 = p0
             if SLOTS >= 2:
                 p1 = gl.load(
-                    table + gl.minimum(first + 1, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=POLICY
+                    table + gl.minimum(first + 1, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=KEEP
                 )
             if SLOTS >= 4:
                 p2 = gl.load(
-                    table + gl.minimum(first + 2, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=POLICY
+                    table + gl.minimum(first + 2, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=KEEP
                 )
                 p3 = gl.load(
-                    table + gl.minimum(first + 3, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=POLICY
+                    table + gl.minimum(first + 3, last - 1) // PER_BLOCK, mask=has_keys, other=0, eviction_policy=KEEP
                 )
             for tile in range(first, last, SLOTS):
                 # The next stage's block ids, read before the loads of this one, which the compiler does not reorder.
                 next_tile = tile + SLOTS
-                n0 = gl.load(table + gl.minimum(next_tile, last - 1) // PER_BLOCK, eviction_policy=POLICY)
+                n0 = gl.load(table + gl.minimum(next_tile, last - 1) // PER_BLOCK, eviction_policy=KEEP)
                 n1 = n0
                 n2 = n0
                 n3 = n0
                 if SLOTS >= 2:
-                    n1 = gl.load(table + gl.minimum(next_tile + 1, last - 1) // PER_BLOCK, eviction_policy=POLICY)
+                    n1 = gl.load(table + gl.minimum(next_tile + 1, last - 1) // PER_BLOCK, eviction_policy=KEEP)
                 if SLOTS >= 4:
-                    n2 = gl.load(table + gl.minimum(next_tile + 2, last - 1) // PER_BLOCK, eviction_policy=POLICY)
-                    n3 = gl.load(table + gl.minimum(next_tile + 3, last - 1) // PER_BLOCK, eviction_policy=POLICY)
+                    n2 = gl.load(table + gl.minimum(next_tile + 2, last - 1) // PER_BLOCK, eviction_policy=KEEP)
+                    n3 = gl.load(table + gl.minimum(next_tile + 3, last - 1) // PER_BLOCK, eviction_policy=KEEP)
                 mbarrier.wait(released.index(stage), phase)
                 mbarrier.expect(key_ready.index(stage), STAGE_BYTES)
                 mbarrier.expect(value_ready.index(stage), STAGE_BYTES)
@@ -194,7 +192,7 @@ def consume(
     FP8: gl.constexpr, QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr,
     KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, MODEL: gl.constexpr, DTYPE: gl.constexpr,
     OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    NUM_WARPS: gl.constexpr, POLICY: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this CTA's items."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -248,26 +246,24 @@ def consume(
 
     query_step = gl.zeros([BATCH, 1, 1], gl.float32, LEFT) + 1.0
     if QUERY_LOAD != "plain" and QUERY_SCALE == 1:
-        query_step = query_step * gl.load(q_scale, eviction_policy=POLICY)
+        query_step = query_step * gl.load(q_scale, eviction_policy=KEEP)
     if QUERY_LOAD != "plain" and QUERY_SCALE == 2:
-        query_step = query_step * gl.load(
-            q_scale + head_q, mask=head_q < NUM_KV_HEADS, other=1.0, eviction_policy=POLICY
-        )
+        query_step = query_step * gl.load(q_scale + head_q, mask=head_q < NUM_KV_HEADS, other=1.0, eviction_policy=KEEP)
     factor = gl.zeros([BATCH, 1, 1], gl.float32, MMA) + score_scale
     value_factor = gl.zeros([HEADS, ROWS], gl.float32, MERGED_ROWS) + 1.0
     head_f = head0 + batch_s % HEADS
     if QUERY_SCALE == 1:
-        factor = factor * gl.load(q_scale, eviction_policy=POLICY)
+        factor = factor * gl.load(q_scale, eviction_policy=KEEP)
     if QUERY_SCALE == 2:
-        factor = factor * gl.load(q_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0, eviction_policy=POLICY)
+        factor = factor * gl.load(q_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0, eviction_policy=KEEP)
     if KV_SCALE == 1:
-        factor = factor * gl.load(k_scale, eviction_policy=POLICY)
-        value_factor = value_factor * gl.load(v_scale, eviction_policy=POLICY)
+        factor = factor * gl.load(k_scale, eviction_policy=KEEP)
+        value_factor = value_factor * gl.load(v_scale, eviction_policy=KEEP)
     if KV_SCALE == 2:
-        factor = factor * gl.load(k_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0, eviction_policy=POLICY)
+        factor = factor * gl.load(k_scale + head_f, mask=head_f < NUM_KV_HEADS, other=1.0, eviction_policy=KEEP)
         is_head = (head_m < NUM_KV_HEADS) & (row_m < ROWS)
         value_factor = value_factor * gl.load(
-            v_scale + head_m + 0 * row_m, mask=is_head, other=1.0, eviction_policy=POLICY
+            v_scale + head_m + 0 * row_m, mask=is_head, other=1.0, eviction_policy=KEEP
         )
 
     factor = keep_rows(full.to(gl.float32) + factor, BATCH, ROWS)
@@ -281,11 +277,11 @@ def consume(
     while item >= 0:
         if schedule is not None:
             request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
-                schedule, cta, item, ctas, POLICY
+                schedule, cta, item, ctas
             )
         else:
             request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_request(
-                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK, POLICY
+                query_start_loc, seq_lens, cta, ctas, table_width * PER_BLOCK
             )
         table = block_table + request.to(gl.int64) * table_stride
         for row_of_request in range(0, num_rows, TOKENS):
@@ -320,11 +316,11 @@ def consume(
                 table + gl.minimum((first + slot_s) // PER_BLOCK, last_page),
                 mask=(slot_s >= 0) & has_keys,
                 other=-1,
-                eviction_policy=POLICY,
+                eviction_policy=KEEP,
             )
             for tile in range(first, last, SLOTS):
                 next_page = gl.load(
-                    table + gl.minimum((tile + SLOTS + slot_s) // PER_BLOCK, last_page), eviction_policy=POLICY
+                    table + gl.minimum((tile + SLOTS + slot_s) // PER_BLOCK, last_page), eviction_policy=KEEP
                 )
                 tile_end = gl.where((page >= 0) & (page < num_blocks), end, 0)
                 low_end = keep_rows(full + tile_end, BATCH, ROWS)
@@ -426,7 +422,7 @@ def decode_kernel(
     BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, FP8: gl.constexpr,
     QUERY_SCALE: gl.constexpr, QUERY_LOAD: gl.constexpr, KV_SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
     MODEL: gl.constexpr, DTYPE: gl.constexpr, OUTPUT: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, POLICY: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of the schedule's items; grid and arguments as the Triton kernel's.
 
@@ -466,12 +462,12 @@ def decode_kernel(
                 output_stride, scale_stride, group_stride, table_stride, table_width, num_blocks, score_scale, soft_cap,
                 keys, values, key_ready, value_ready, released, maxima, sums, accs, NUM_HEADS, NUM_KV_HEADS, HEADS,
                 HEAD_SIZE, BLOCK_SIZE, TOKENS, ROWS, WINDOW, FP8, QUERY_SCALE, QUERY_LOAD, KV_SCALE, SOFT_CAP, MODEL,
-                DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP, num_warps, POLICY,
+                DTYPE, OUTPUT, GROUPS, SLOTS, STAGES, OVERLAP, num_warps,
             )),
             (produce, (
                 key_boxes, value_boxes, block_table, schedule, query_start_loc, seq_lens, table_stride, table_width,
                 keys, values, key_ready, value_ready, released, HEAD_GROUPS, HEADS, WIDTH, BLOCK_SIZE, TOKENS, WINDOW,
-                SLOTS, STAGES, OVERLAP, POLICY,
+                SLOTS, STAGES, OVERLAP,
             )),
         ],
         [1],

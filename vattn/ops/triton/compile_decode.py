@@ -234,7 +234,7 @@ def main() -> int:
     chosen = layers if options_given.all else layers[options_given.seed % 4 :: 4]
     failures, seen = 0, set()
     for config in chosen:
-        steps = [(num_reqs, tokens) for num_reqs in (4, 64) for tokens in rows_per_request(config, num_reqs)]
+        steps = [(num_reqs, tokens) for num_reqs in (4, 32, 64) for tokens in rows_per_request(config, num_reqs)]
         for num_reqs, tokens in steps:
             for kernel, arguments in recorded(config, num_reqs, tokens):
                 source, options = source_of(kernel, arguments)

@@ -54,6 +54,9 @@ MOST_CHUNKS = 3
 LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 7 / 8, 1024
 """Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
 
+HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
+"""For which waves were timed; and of those so many that what the last one leaves idle is little."""
+
 MOST_DRAFTS_PER_PROCESSOR = 1 / 2
 """KV heads of drafting requests below which their rows go in chunks: two chunks each are less than a wave of CTAs."""
 
@@ -81,17 +84,15 @@ class Tuning:
         max_registers: limit per thread, `None` for the compiler's choice.
         whole: of the Gluon kernel and one row a request: a CTA for each request and its heads, without a schedule or a
             reduction.
-        keep: of the Gluon kernel: what all layers of a step read is to stay in the L2 cache.
     """
 
     heads: int
     stages: int
     ctas: float = 2
     slots: int = 0
-    overlap: bool | Literal["end", "late"] = False
+    overlap: bool | Literal["end"] = False
     max_registers: int | None = None
     whole: bool = False
-    keep: bool = False
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
@@ -99,7 +100,8 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
 
     The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
     need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs
-    of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors.
+    of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors. Over an FP8 cache
+    two CTAs of the Gluon kernel are faster where whole requests fill their waves, four of the Triton kernel elsewhere.
 
     Args:
         tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
@@ -117,8 +119,16 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
         # With fewer registers the reduction's programs find room beside this kernel, and the next step's behind them.
         registers = 128 if plain and tokens == 1 else None
         return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
+    if large and config.head_size == 128 and _fills_waves(num_reqs, config.num_kv_heads):
+        return Tuning(heads, 4, ctas=2, slots=2, max_registers=128)
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
+
+
+def _fills_waves(num_reqs: int, num_kv_heads: int) -> bool:
+    """Return whether requests that stay whole fill a wave of two CTAs a multiprocessor of an H200, or many."""
+    waves = num_reqs * num_kv_heads / 2 / (2 * HOPPER_MULTIPROCESSORS)
+    return LEAST_WHOLE_WAVE <= waves <= 1 or waves >= MANY_WAVES
 
 
 def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
@@ -134,7 +144,7 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
         return None
     if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device) <= 1:
         return None
-    stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 5
+    stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
 
 
@@ -484,11 +494,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -
         "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
-    return constants | (
-        {"SLOTS": tuning.slots, "TOKENS": tokens, "POLICY": "evict_last" if tuning.keep else ""}
-        if tuning.slots
-        else {"ASSEMBLY": True}
-    )
+    return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
 
 
 def _launch_decode(

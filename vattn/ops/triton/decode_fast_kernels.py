@@ -423,8 +423,7 @@ def decode_kernel(
     QUERY_SCALE and KV_SCALE: 0 none, 1 one value, 2 one value per KV head. WINDOW 0: none. OVERLAP: launched while the
     kernel before may still run, so wait for it first, or at the end if it is "end".
     """
-    if OVERLAP != "late":
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP and OVERLAP != "end":
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -499,9 +498,6 @@ def decode_kernel(
                     low, high, values, token0, begin, tile_end, visible, low_a, low_b, high_a, high_b, GROUP, FP8,
                     ASSEMBLY, DTYPE,
                 )  # fmt: skip
-            if OVERLAP == "late":
-                if item < 0:
-                    tl.extra.cuda.gdc_launch_dependents()
             finish_rows(
                 low_maximum, low_total, low_a, low_b, row, slot, request < 0, head0, value_factor, sinks, scale,
                 output, block_scale, lse, partial_output, partial_stats, output_stride, scale_stride, group_stride, 0,
