@@ -113,11 +113,10 @@ def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
-@pytest.mark.parametrize("scores", ["turns", "fetched"])
-def test_scores_in_turns(heads: int, block_size: int, scores: str) -> None:
+def test_scores_in_turns(heads: int, block_size: int) -> None:
     """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
     config = deepseek(num_heads=heads, block_size=block_size)
-    with variants.using(latent_scores=scores):
+    with variants.using(latent_scores="turns"):
         check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
         check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
         check(config, [1], [9000], True)
@@ -206,7 +205,7 @@ def test_decode_of_uneven_queries(heads: int) -> None:
     check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
 
 
-WAYS = [(16, "first"), (128, "first"), (128, "turns"), (128, "fetched")]
+WAYS = [(16, "first"), (128, "first"), (128, "turns")]
 
 
 @pytest.mark.parametrize(("heads", "scores"), WAYS)
@@ -236,7 +235,7 @@ def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("topk", [5, 64, 700])
-@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
+@pytest.mark.parametrize("scores", ["first", "turns"])
 def test_sparse_decode(heads: int, block_size: int, topk: int, scores: str) -> None:
     """Lists with gaps, positions out of range and blocks that are none."""
     hopper()
@@ -289,7 +288,7 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
+@pytest.mark.parametrize("scores", ["first", "turns"])
 def test_sparse_decode_in_parts(scores: str) -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)
@@ -298,7 +297,7 @@ def test_sparse_decode_in_parts(scores: str) -> None:
         compare(args, config, 3)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns", "fetched"])
+@pytest.mark.parametrize("scores", ["first", "turns"])
 def test_sparse_decode_of_many_tokens(scores: str) -> None:
     hopper()
     config = deepseek(num_heads=128, sparse=True)

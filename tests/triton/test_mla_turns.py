@@ -68,9 +68,8 @@ def schedule_of(step: Step, items: list[list[int]], starts: Tensor) -> Tensor:
     return records
 
 
-@pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_own_code(name: str, fetched: bool) -> None:
+def test_own_code(name: str) -> None:
     step, rng, seeded = STEPS[name], random.Random(1), torch.Generator().manual_seed(1)
     size, heads = step.block_size, step.heads
     needed = [-(-length // size) for length in step.lengths]
@@ -100,7 +99,7 @@ def test_own_code(name: str, fetched: bool) -> None:
             torch.zeros(()), None, None, None, None, output, partial, Pointer(starts), Pointer(lengths), Pointer(table),
             Pointer(schedule), Pointer(output), Pointer(lse), Pointer(partial), Pointer(stats), tokens, len(needed),
             blocks, table.shape[1], table.shape[1], step.scale / math.log(2), heads, groups, size, step.split, rows,
-            False, fetched, 4,
+            False, 4,
         )  # fmt: skip
     for request, first, end, slot in items:
         count, length = step.queries[request], step.lengths[request]

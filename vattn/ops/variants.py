@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_scores": ("measured", "first", "turns", "fetched"),
+    "latent_scores": ("measured", "first", "turns"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
@@ -73,8 +73,8 @@ class Variants:
             Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
         latent_scores: which warpgroup scores keys in latent decode of 64 rows a program on Hopper: the "first" alone;
-            both in "turns", a tile each; "fetched", in turns, with tiles asked for in L2 before there is room for them;
-            "measured", in turns but over listed keys, for which the first alone was timed faster.
+            both in "turns", a tile each; "measured", in turns but over listed keys, for which the first alone was timed
+            faster.
     """
 
     speculative: str = "packed"

@@ -239,20 +239,14 @@ def main() -> int:
     options = parser.parse_args()
     cases = [partial(recorded, *case) for case in configs() if options.only in case[0].encode()]
     cases += [
-        partial(recorded, *case, scores=scores)
-        for scores in ("turns", "fetched")
-        for case in turns()
-        if options.only in f"{scores} {case[0].encode()}"
+        partial(recorded, *case, scores="turns") for case in turns() if options.only in "turns " + case[0].encode()
     ]
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
     in_turns = [case for case in lists() if case.kv_cache_dtype == case.dtype]
     cases += [
-        partial(recorded_lists, case, scores=scores)
-        for scores in ("turns", "fetched")
-        for case in in_turns
-        if options.only in f"{scores} {case.encode()}"
+        partial(recorded_lists, case, scores="turns") for case in in_turns if options.only in "turns " + case.encode()
     ]
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     cases += [partial(recorded_prompts, case) for case in corrected() if options.only in "corrected " + case.encode()]

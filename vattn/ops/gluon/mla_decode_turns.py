@@ -71,43 +71,11 @@ def load_tile(
     )  # fmt: skip
 
 
-AHEAD = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-"""Ask for memory to be brought into L2; one lane does."""
-
-
-@gluon.jit
-def fetch_block(cache, block, part, num_blocks, ROWS_OF_IT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Ask for rows of a block of the cache, which is contiguous, of any one for a block that is none."""
-    known = (block >= 0) & (block < num_blocks)
-    row = gl.where(known, block, 0).to(gl.int64) * BLOCK_SIZE + part * ROWS_OF_IT
-    size: gl.constexpr = ROWS_OF_IT * (LATENT + ROPE) * 2
-    gl.inline_asm_elementwise(
-        AHEAD, "=r,l,r", [cache + row * (LATENT + ROPE), gl.to_tensor(size)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def fetch_tile(cache, tile, blocks, num_blocks, BLOCK_SIZE: gl.constexpr):
-    """Ask for the rows of a tile, so that their copy finds them in L2."""
-    p0, p1, p2, p3 = blocks
-    if BLOCK_SIZE >= TILE:
-        fetch_block(cache, p0, tile % (BLOCK_SIZE // TILE), num_blocks, TILE, BLOCK_SIZE)
-    else:
-        fetch_block(cache, p0, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
-        fetch_block(cache, p1, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
-        if BLOCK_SIZE < 32:
-            fetch_block(cache, p2, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
-            fetch_block(cache, p3, 0, num_blocks, BLOCK_SIZE, BLOCK_SIZE)
-
-
 @gluon.jit
 def produce_turns(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles: even ones into stage 0, odd ones into stage 1."""
     _, _, _, schedule, _, num_blocks, _, _ = work
@@ -127,26 +95,16 @@ def produce_turns(
                 query_free, query_phase, ROWS, False,
             )  # fmt: skip
             query_phase ^= 1
-            following = block_ids(table, first + 1, last_block, BLOCK_SIZE)
             for tile in range(first, last, 2):
-                # The ids of the next two tiles, read before the loads of these two.
-                even = block_ids(table, tile + 2, last_block, BLOCK_SIZE)
-                odd = block_ids(table, tile + 3, last_block, BLOCK_SIZE)
+                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 load_tile(boxes, rope_boxes, tile, num_blocks, blocks, latents, ropes, ready, free, even_phase, 0,
                           BLOCK_SIZE, LAYOUT)  # fmt: skip
                 even_phase ^= 1
-                if FETCH:
-                    if tile + 2 < last:
-                        fetch_tile(cache, tile + 2, even, num_blocks, BLOCK_SIZE)
+                blocks = block_ids(table, tile + 2, last_block, BLOCK_SIZE)
                 if tile + 1 < last:
                     load_tile(boxes, rope_boxes, tile + 1, num_blocks, following, latents, ropes, ready, free,
                               odd_phase, 1, BLOCK_SIZE, LAYOUT)  # fmt: skip
                     odd_phase ^= 1
-                if FETCH:
-                    if tile + 3 < last:
-                        fetch_tile(cache, tile + 3, odd, num_blocks, BLOCK_SIZE)
-                blocks = even
-                following = odd
 
 
 @gluon.jit
@@ -220,18 +178,6 @@ def total_of(sums, totals, totals_ready, read, phase, ME: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def tile_to_send(first, last, EARLY: gl.constexpr):
-    """Return the tile from whose room results leave: the last one.
-
-    EARLY: the last odd one, if there is any, so that the next item's first tile can come.
-    """
-    if EARLY:
-        return gl.where(last - first > 1, last - 1 - (last - first) % 2, last - 1)
-    else:
-        return last - 1
-
-
-@gluon.jit
 def close_rows(
     acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats, room, free, row, limit, rows,
     row0, slot, group, first, sent, FIRST: gl.constexpr, PARTIAL_ROWS: gl.constexpr, RESULT: gl.constexpr,
@@ -263,7 +209,7 @@ def close_rows(
 @gluon.jit
 def attend_even(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of even tiles, and the left half of the results."""
     (
@@ -300,7 +246,6 @@ def attend_even(
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
-            sender = tile_to_send(first, last, FETCH)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first < last:
@@ -330,7 +275,7 @@ def attend_even(
                     acc = warpgroup_mma(operand, panels(latents.index(0), 0, 4, TILE, LAYOUT), acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (tile != sender) | (sent == 0):
+                    if (tile + 1 < last) | (sent == 0):
                         mbarrier.arrive(free.index(0), count=1)
                     phase ^= 1
                     if tile + 1 < last:
@@ -342,14 +287,14 @@ def attend_even(
                         acc = multiply_sent(acc, ropes.index(1), latents.index(1), ready, weights_ready, odd_phase,
                                             keys - (tile + 1) * TILE, 0, 1, GATHER, LAYOUT)  # fmt: skip
                         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                        if (tile + 1 != sender) | (sent == 0):
+                        if (tile + 2 < last) | (sent == 0):
                             mbarrier.arrive(free.index(2), count=1)
                         odd_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 0, SCORE_ROWS)
                 group_phase ^= 1
             else:
                 mbarrier.arrive(query_free.index(0), count=1)
-            stage = (sender - first) & 1
+            stage = (last - first + 1) % 2
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage), row, limit, rows, row0, slot, group, first, sent, 0,
@@ -360,7 +305,7 @@ def attend_even(
 @gluon.jit
 def attend_odd(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of odd tiles, and the right half of the results."""
     (
@@ -395,7 +340,6 @@ def attend_odd(
             total = gl.max(zero, 1)
             sums = gl.sum(zero.reshape([ROWS, 8, 8]), 1)
             sent = may_send(slot, rows, group, first, last)
-            sender = tile_to_send(first, last, FETCH)
             mbarrier.wait(query_ready.index(0), query_phase)
             query_phase ^= 1
             if first + 1 >= last:
@@ -433,7 +377,7 @@ def attend_odd(
                     acc = warpgroup_mma(ropes.index(1), room, acc, is_async=True)
                     sums = add_weights(sums, weights)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (tile != sender) | (sent == 0):
+                    if (tile + 1 < last) | (sent == 0):
                         mbarrier.arrive(free.index(3), count=1)
                     phase ^= 1
                 if (last - first) % 2 == 1:
@@ -444,12 +388,12 @@ def attend_odd(
                     acc = multiply_sent(acc, ropes.index(0), latents.index(0), ready, weights_ready, even_phase,
                                         keys - (last - 1) * TILE, 4, 0, GATHER, LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-                    if (last - 1 != sender) | (sent == 0):
+                    if sent == 0:
                         mbarrier.arrive(free.index(1), count=1)
                     even_phase ^= 1
                 total = total_of(sums, totals, totals_ready, read, group_phase, 1, SCORE_ROWS)
                 group_phase ^= 1
-            stage = (sender - first) & 1
+            stage = (last - first + 1) % 2
             close_rows(
                 acc, maximum, total, scale, output, output_boxes, lse, partial, partial_boxes, stats,
                 latents.index(stage), free.index(2 * stage + 1), row, limit, rows, row0, slot, group, first, sent, 4,
@@ -466,8 +410,7 @@ def mla_decode_turns_kernel(
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, FETCH: gl.constexpr,
-    num_warps: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.gluon.mla_decode_wide.mla_decode_wide_kernel`, whose arguments these are."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -499,14 +442,14 @@ def mla_decode_turns_kernel(
         gl.warp_specialize(
             [
                 (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (gather_turns, (
                     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
-                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, FETCH, LAYOUT,
+                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
                 )),
             ],
             [4, 4],
@@ -516,14 +459,14 @@ def mla_decode_turns_kernel(
         gl.warp_specialize(
             [
                 (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, FETCH, LAYOUT,
+                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
                 )),
                 (produce_turns, (
-                    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, work, queries, query_ropes, latents, ropes,
-                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, FETCH, LAYOUT,
+                    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
+                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
                 )),
             ],
             [4, 1],

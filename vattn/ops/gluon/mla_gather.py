@@ -88,23 +88,11 @@ def copy_tile(
     async_copy.mbarrier_arrive(ready.index(2 * STAGE + 1), increment_count=False)
 
 
-FETCH_LINE = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
-"""Ask for a line of memory to be brought into L2."""
-
-
-@gluon.jit
-def fetch_rows(cache, slot, line):
-    """Ask for rows of the cache, of nine lines each, so that their copies find them in L2."""
-    source = cache + gl.maximum(slot, 0).to(gl.int64)[:, None] * (LATENT + ROPE) + line * 64
-    exists = ((slot >= 0)[:, None] & (line < (LATENT + ROPE) // 64)).to(gl.int32)
-    gl.inline_asm_elementwise(FETCH_LINE, "=r,l,r", [source, exists], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def gather_turns(
     query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready, query_free, ready,
     free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    FETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles: even ones into stage 0, odd ones into stage 1.
 
@@ -114,9 +102,6 @@ def gather_turns(
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HELD))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, HELD))[None, :]
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
-    whole_row = gl.arange(0, TILE, layout=gl.SliceLayout(1, LINES))
-    line = gl.arange(0, 16, layout=gl.SliceLayout(0, LINES))[None, :]
     even_phase = 1
     odd_phase = 1
     query_phase = 1
@@ -138,15 +123,11 @@ def gather_turns(
                           LAYOUT)  # fmt: skip
                 even_phase ^= 1
                 slot = slots_of(table, tile + 2, keys, num_slots, row)
-                if FETCH:
-                    fetch_rows(cache, slots_of(table, tile + 2, keys, num_slots, whole_row), line)
                 if tile + 1 < last:
                     source = cache + gl.maximum(following, 0).to(gl.int64)[:, None] * (LATENT + ROPE) + column
                     copy_tile(source, (following >= 0)[:, None] & (column >= 0), latents, ropes, ready, free,
                               odd_phase, 1, LAYOUT)  # fmt: skip
                     odd_phase ^= 1
-                if FETCH:
-                    fetch_rows(cache, slots_of(table, tile + 3, keys, num_slots, whole_row), line)
 
 
 @gluon.jit

@@ -313,11 +313,8 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        chosen = variants.current().latent_scores
-        if chosen != "first":
-            fetch = chosen == "fetched"
-            cached = args.kv_cache if fetch else None
-            mla_decode_turns_kernel[grid](cache=cached, GATHER=False, FETCH=fetch, **boxes, **common)
+        if variants.current().latent_scores != "first":
+            mla_decode_turns_kernel[grid](cache=None, GATHER=False, **boxes, **common)
         else:
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:

@@ -103,11 +103,10 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         )  # fmt: skip
     else:
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
-        chosen = variants.current().latent_scores
-        turns: dict[str, Any] = {} if chosen in ("first", "measured") else {"FETCH": chosen == "fetched"}
+        turns = variants.current().latent_scores == "turns"
         (mla_decode_turns_kernel if turns else mla_decode_wide_kernel)[grid](
             query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
-            cache=cached, **mla_launch.result_boxes(output, partial), **turns, **common,
+            cache=cached, **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip
     if splits > 1:
         merge_parts(
