@@ -16,7 +16,7 @@ from vattn.built_step import BuiltStep
 from vattn.config import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
 from vattn.host_integers import read_count
-from vattn.metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
+from vattn.metadata import AttentionMetadata, host_plan_key, rewritten_step
 from vattn.ops.advance_step import AdvanceArgs, advance
 
 Replan = Callable[[AttentionMetadata], None]
@@ -225,8 +225,8 @@ class FlashAttentionMetadata:
             read_count(name, count, 1, "pass what the step was built for", MetadataError)
             for name, count in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries))
         )
-        if self._common is not None and is_rewritten(self._common):
-            raise rewritten(self._common, "advance_step()")
+        if self._built is not None and self._built.rewritten is not None:
+            raise rewritten_step(self._built, "advance_step()")
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
         if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
             raise MetadataError(

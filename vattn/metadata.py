@@ -283,8 +283,12 @@ def is_rewritten(metadata: AttentionMetadata) -> bool:
 
 def rewritten(metadata: AttentionMetadata, where: str) -> MetadataError:
     """Return the error of such a step; `where` it came."""
-    built = metadata._built
-    assert built is not None
+    assert metadata._built is not None
+    return rewritten_step(metadata._built, where)
+
+
+def rewritten_step(built: BuiltStep, where: str) -> MetadataError:
+    """Return the error of a step over which its builder has written another one; `where` it came."""
     return MetadataError(
         f"{where} got {built.rewritten}",
         "the newest step of a builder, all of whose steps share their tensors",
