@@ -332,11 +332,30 @@ def test_steps_that_the_device_moves_on() -> None:
         for older in (first.common, half.common, copied):
             with refused():
                 run(older)
-    builder.build([1, 1], [5, 9], [[9, 3], [22, 8]])
-    with refused():
-        run(step.common)
-    with refused():
-        run(step.decode_metadata.common)
+    fresh, copied = step.decode_metadata, dataclasses.replace(step)
+    step.advance_step(inputs, tokens, 16, 2, 2)
+    newest = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]])
+    # Also where nobody has asked a half, or a copy, for what layers take.
+    for stale in (step, fresh, copied):
+        with refused(r"advance_step\(\)"):
+            stale.advance_step(inputs, tokens, 16, 2, 2)
+        with refused():
+            run(stale.common)
+    assert newest.seq_lens_tensor.tolist() == [5, 9]
+    run(newest.common)
+
+
+def test_a_copy_of_a_step_that_was_moved_on_does_not_follow() -> None:
+    """It shares the tensors of the step, which hold the next one, but not its numbers on the host."""
+    builder = builder_for(Greedy("TORCH_SDPA", torch.float32, "cpu"))
+    step = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]], num_lookahead_slots=3)
+    copied, tokens = dataclasses.replace(step), torch.zeros(2, dtype=torch.int64)
+    inputs = vattn.DecodeInput(tokens.clone(), tokens.clone())
+    step.advance_step(inputs, tokens, 16, 2, 2)
+    with refused(r"advance_step\(\)"):
+        copied.advance_step(inputs, tokens, 16, 2, 2)
+    assert step.seq_lens_tensor.tolist() == [6, 10] == step.seq_lens
+    step.advance_step(inputs, tokens, 16, 2, 2)
 
 
 def test_draft_steps_go_with_the_step_that_they_are_of() -> None:
@@ -351,6 +370,34 @@ def test_draft_steps_go_with_the_step_that_they_are_of() -> None:
         for older in (drafts, step):
             with refused():
                 layer(*make_inputs(4), metadata=older)
+
+
+def test_an_interruption_at_the_end_of_entering_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes behind a call of C, such as the release of the lock, when the block is the innermost already."""
+
+    class Interrupted:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    step = make_builder().build([1, 1], [3, 4], TABLES)
+    with monkeypatch.context() as patch:
+        patch.setattr(vattn.context, "_entering", Interrupted())
+        with pytest.raises(KeyboardInterrupt), vattn.forward_context(step):
+            pass
+    assert vattn.context.current is None
+    entered = []
+
+    def enter() -> None:
+        with vattn.forward_context(step):
+            entered.append(vattn.context.current)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    enter()
+    assert entered == [step, step] and vattn.context.current is None
 
 
 def test_the_error_is_ours_and_a_value_error() -> None:

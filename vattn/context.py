@@ -64,7 +64,12 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     before = current
     block = None if torch.compiler.is_compiling() else _Block(before, metadata)
     if block is not None:
-        _enter(block)
+        try:
+            _enter(block)
+        except BaseException:
+            # Ctrl-C behind its becoming the innermost would keep everybody out.
+            block.ended = True
+            raise
     try:
         _set_parts(before, metadata)
         current = metadata
@@ -93,13 +98,8 @@ def _enter(block: _Block) -> None:
         if outer is None:
             # A step that is current outside of all blocks was left by one whose end was interrupted.
             block.before = None
-        try:
-            _innermost = block
-            _own_innermost.set(block)
-        except BaseException:
-            # Ctrl-C between the two would keep everybody out.
-            block.ended = True
-            raise
+        _innermost = block
+        _own_innermost.set(block)
 
 
 def _leave(block: _Block) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
