@@ -119,6 +119,46 @@ def test_an_interruption_while_prompts_are_read(packed: PackedModel, streams: bo
     assert generator.statistics().prompt_tokens == 5
 
 
+@pytest.mark.parametrize("call", ["statistics", "cancel"])
+def test_a_signal_handler_that_calls_the_generator_disturbs_no_cancel(packed: PackedModel, call: str) -> None:
+    """Whatever line of a cancel it interrupts; unlike those above it returns."""
+
+    def run(at: int) -> int:
+        generator = make_generator(packed)
+        requests = [generator.add(prompt, vattn.Sampling(3, stop_token_ids=())) for prompt in PROMPTS[:3]]
+        generator.step()
+        handlers = {"statistics": generator.statistics, "cancel": lambda: generator.cancel(requests[0])}
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal lines
+            if not frame.f_code.co_filename.endswith(STATE):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                sys.settrace(None)
+                handlers[call]()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            generator.cancel(requests[1])
+        finally:
+            sys.settrace(None)
+        while generator.busy:
+            generator.step()
+        gone = [0, 1] if call == "cancel" and at else [1]
+        assert [index for index, one in enumerate(requests) if one.state == "cancelled"] == gone
+        assert all(len(one.output) == 3 for one in requests if one.state == "finished")
+        check_empty(generator)
+        return lines
+
+    lines = run(0)
+    assert lines > 30
+    for at in range(1, lines + 1, 2):
+        run(at)
+
+
 def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
     generator = make_generator(packed)
     faults: list[BaseException] = []

@@ -149,7 +149,7 @@ class Generator:
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
-        self._turn = Turn(self, Generator.step.__code__, self.scheduler, tokenizer)
+        self._turn = Turn(self, _HOLDING, self.scheduler, tokenizer)
         self._cancelled, self._streams = deque[Request](), 0
         # Whether a step has left nothing half done, and whether one that could not be launched was undone.
         self._whole = self._undone = False
@@ -495,6 +495,9 @@ class Generator:
         so_far.host_seconds += taken - now.waited
         so_far.device_seconds += now.device_seconds
 
+
+_HOLDING = (Generator.step.__code__, Generator._end_step.__code__)
+"""Methods that run while a generator has its turn."""
 
 _TOKENS, _OUTPUT = attrgetter("tokens"), attrgetter("output")
 _PROGRESS = partial(tuple.__new__, Progress)

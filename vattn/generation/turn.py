@@ -26,7 +26,7 @@ class Turn:
 
     Args:
         owner: whose steps they are.
-        step: the code of its method that runs one.
+        holding: the code of its methods that run while it has the turn.
         scheduler: of the requests.
         tokenizer: of their texts, `None` without texts.
 
@@ -35,8 +35,8 @@ class Turn:
         started_over: whether steps on their way are to be forgotten; whoever does so sets it to False.
     """
 
-    def __init__(self, owner: Any, step: CodeType, scheduler: Scheduler, tokenizer: Any) -> None:
-        self._owner, self._step, self._scheduler, self._tokenizer = ref(owner), step, scheduler, tokenizer
+    def __init__(self, owner: Any, holding: tuple[CodeType, ...], scheduler: Scheduler, tokenizer: Any) -> None:
+        self._owner, self._holding, self._scheduler, self._tokenizer = ref(owner), holding, scheduler, tokenizer
         # A dict, since a lock that was taken may not be noted as such when the interruption comes. The thread that has
         # the turn, and whether for a moment.
         self._holder: dict[str, tuple[int, bool]] = {}
@@ -52,7 +52,7 @@ class Turn:
         """
         mine, last = (get_ident(), brief), time.monotonic() + 1
         if self._holder.get("turn", (0, False))[0] == mine[0]:
-            # Ours by a step below in the stack, or by one whose end was interrupted.
+            # Ours by a call below in the stack, or by one whose end was interrupted.
             if self._inside():
                 return False
             self._holder["turn"] = mine
@@ -75,11 +75,14 @@ class Turn:
         self._holder.pop("turn", None)
 
     def _inside(self) -> bool:
-        """Whether the owner's method that takes the turn was called in a step."""
+        """Whether the owner's method that takes the turn was called in a step, or while requests are cancelled.
+
+        What a processor calls is, and what a signal handler does, whatever it interrupts.
+        """
         owner = self._owner()
         frame: FrameType | None = sys._getframe(4)
         while frame is not None:
-            if frame.f_code is self._step and frame.f_locals.get("self") is owner:
+            if frame.f_code in self._holding and frame.f_locals.get("self") is owner:
                 return True
             frame = frame.f_back
         return False
