@@ -134,9 +134,9 @@ def _with_own_errors(compiled: Any) -> Any:
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             limit = torch._dynamo.config.recompile_limit
             raise RecompilationError(
-                f"a function to be compiled for the {limit + 1}th time, for constants of another value",
-                f"{limit} times, torch._dynamo.config.recompile_limit",
-                "pass what changes from call to call as a tensor; TORCH_LOGS=recompiles names it",
+                "one more call that differs in what is compiled in, such as a number, a dtype or how many dimensions",
+                f"code compiled {limit} times, torch._dynamo.config.recompile_limit",
+                "pass what changes from call to call as values of a tensor; TORCH_LOGS=recompiles names it",
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             own = None if isinstance(error, VattnError) else own_error(error)

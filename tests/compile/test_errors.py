@@ -111,9 +111,19 @@ def test_constants_without_end_are_told(whole: bool) -> None:
     with torch.no_grad():
         for count in range(limit):
             run(functools.partial(target, name="x" * count), *rows())
-        with pytest.raises(RecompilationError, match=f"for the {limit + 1}th time.*TORCH_LOGS=recompiles"):
+        with pytest.raises(RecompilationError, match=f"compiled {limit} times.*TORCH_LOGS=recompiles"):
             run(functools.partial(target, name="one more"), *rows())
         run(functools.partial(target, name="x"), *rows())
+
+
+def test_tensors_of_other_kinds_without_end_are_told() -> None:
+    torch._dynamo.reset()
+    target = vattn.compile(lambda x: x + 1, backend="eager")
+    shapes = [(2,) * count for count in range(torch._dynamo.config.recompile_limit + 1)]
+    for shape in shapes[:-1]:
+        target(torch.zeros(shape))
+    with pytest.raises(RecompilationError, match="how many dimensions"):
+        target(torch.zeros(shapes[-1]))
 
 
 def test_errors_that_are_not_ours_stay(compiled: Any) -> None:
