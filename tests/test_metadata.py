@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -398,6 +402,25 @@ def test_a_builder_refuses_caches_that_came_after_it() -> None:
                 call()
         assert all(map(torch.equal, before, step.tensors().values()))
     assert AttentionMetadataBuilder(2, 8, 64, layers=model).build([1], [9], [[8]]).num_reqs == 1
+
+
+def test_a_builder_keeps_no_layer_and_no_cache() -> None:
+    """Nor do its copies have any, which may be for copies of the layers."""
+    layer = vattn.Attention(2, 16, 0.25)
+    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    builder = AttentionMetadataBuilder(2, 8, 64, layers=layer)
+    copied = copy.deepcopy(builder), pickle.loads(pickle.dumps(builder))
+    vattn.allocate_kv_cache(layer, num_blocks=5, dtype=torch.float32)
+    with pytest.raises(CacheError, match="has another cache since"):
+        builder.build([1], [9], [[8]])
+    assert layer.kv_cache is not None
+    kept = weakref.ref(layer), weakref.ref(layer.kv_cache)
+    del layer
+    gc.collect()
+    assert [found() for found in kept] == [None, None]
+    for one in (builder, *copied):
+        step = one.advance(one.build([1], [9], [[8]]), [])
+        assert step.seq_lens.tolist() == [10, 0] and step.block_table[0].tolist()[0] == 8
 
 
 class Elsewhere(torch.nn.Module):

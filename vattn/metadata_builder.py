@@ -341,8 +341,9 @@ class AttentionMetadataBuilder:
     def _check_bound(self) -> None:
         """Refuse layers that were bound to another cache since; binding gives them another config."""
         for bound in self._bound:
-            if bound.layer.config is not bound.config:
-                bound.check()
+            layer = bound.layer()
+            if layer is not None and layer.config is not bound.config:
+                bound.check(layer)
 
     def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
         """Add views of the encoder's side, with as many rows of states as asked for."""

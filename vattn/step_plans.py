@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,32 +23,45 @@ from vattn.step_buffers import alias
 from vattn.step_input import Limits, Step
 
 
-@dataclass
 class BoundLayer:
-    """A layer, and the cache that it was bound to when a builder was made."""
+    """A layer, and the cache that it was bound to when a builder was made; it keeps neither alive.
 
-    layer: Any
-    config: AttentionConfig
-    num_blocks: int | None
+    Attributes:
+        layer: returns the layer, `None` if it is gone.
+        config: of the layer.
+        num_blocks: of its cache, `None` without one.
+    """
 
-    def check(self) -> None:
-        """Refuse a layer that was bound to another cache since, unless that one is as large, for the same request.
+    def __init__(self, layer: Any, config: AttentionConfig, num_blocks: int | None) -> None:
+        self.layer: Callable[[], Any] = _gone if layer is None else ref(layer)
+        self.config, self.num_blocks = config, num_blocks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a builder may be there for copies of its layers, of which it knows nothing.
+        return BoundLayer, (None, self.config, self.num_blocks)
+
+    def check(self, layer: Any) -> None:
+        """Refuse the layer if it was bound to another cache since, unless that one is as large, for the same request.
 
         Raises:
             CacheError: other blocks, or another request.
         """
-        config = self.layer.config
+        config = layer.config
         if config is None:
             return  # It has no cache by now, and says so when it runs.
-        num_blocks = _blocks_of(self.layer, config)
+        num_blocks = _blocks_of(layer, config)
         if num_blocks != self.num_blocks or config != self.config:
             raise CacheError(
-                f"layer {self.layer.prefix!r} has another cache since the builder was made: {num_blocks} blocks of "
+                f"layer {layer.prefix!r} has another cache since the builder was made: {num_blocks} blocks of "
                 f"{config.encode()}",
                 f"{self.num_blocks} blocks of {self.config.encode()}",
                 "make a new builder after allocating caches",
             )
         self.config = config
+
+
+def _gone() -> None:
+    return None
 
 
 @dataclass
