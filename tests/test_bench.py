@@ -270,7 +270,15 @@ def test_bars(rows: list[dict[str, Any]], tmp_path: Path) -> None:
 
 def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:
     other = tmp_path / "other.json"
-    for content in ("[1]", "{}", '{"format": 1, "rows": [{}]}', '{"format": 1, "rows": [3]}', '{"format": 1}'):
+    kernels: dict[str, Any] = {"vattn": {"us": 1.0, "error": 1e-3}}
+    row = {"model": "m", "work": "w", "cache": "c", "kernels": kernels, "best_own": "vattn"}
+    whole = {"format": 1, "date": "d", "device": "x", "command": "c", "versions": {}, "ceilings": {}, "peers": {}}
+    other.write_text(json.dumps({**whole, "rows": [row]}))
+    assert report.read_result(other)["rows"] == [row]
+    wrong_number = json.dumps({**whole, "rows": [{**row, "kernels": {"vattn": {"us": 1.0, "error": "none"}}}]})
+    no_command = json.dumps({**whole, "rows": [row]}).replace('"command"', '"other"')
+    torn = ("[1]", "{}", '{"format": 1, "rows": [{}]}', '{"format": 1, "rows": [3]}', '{"format": 1}')
+    for content in (*torn, wrong_number, no_command):
         other.write_text(content)
         with pytest.raises(ConfigError, match="format"):
             report.read_result(other)

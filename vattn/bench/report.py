@@ -150,8 +150,8 @@ def read_result(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}", "a file of `vattn bench attention --json`", "run it again") from error
     try:
-        whole = result["format"] == FORMAT and heading(result) and [cells_of(row) for row in result["rows"]]
-    except (KeyError, TypeError, AttributeError):
+        whole = result["format"] == FORMAT and bool(markdown(result))
+    except (KeyError, TypeError, AttributeError, ValueError):
         whole = False
     if whole is False:
         raise ConfigError(
