@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no cache": ({"block_size": 0}, "contiguous_kv"),
     "encoder": ({"attn_type": "encoder", "causality": "bidirectional"}, "attn_type encoder"),
     "scale": ({"scale": -1.0}, "scale -1.0"),
+    "large cap": ({"logits_soft_cap": 2e8}, "logits_soft_cap 200000000.0 (runs up to 1e+06)"),
     "alibi": ({"alibi": "linear"}, "alibi"),
     "chunks": ({"sliding_window": 64, "chunk_lookback": 1}, "chunk_lookback"),
     "tree": ({"tree_bias": True}, "tree_bias"),
@@ -46,7 +47,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     changes, named = REFUSED[case]
-    assert prefill_launch.refusals(make_config(**LLAMA), HOPPER) == []
+    for taken in ({}, {"logits_soft_cap": 1e6}):
+        assert prefill_launch.refusals(make_config(**{**LLAMA, **taken}), HOPPER) == []
     assert named in " ".join(prefill_launch.refusals(make_config(**{**LLAMA, **changes}), HOPPER))
 
 

@@ -63,6 +63,9 @@ REGISTERS = 65536
 LONG_REQUEST = 2048
 """Query rows per request, on average, from which larger tiles pay."""
 
+MOST_SOFT_CAP = 1e6
+"""Largest cap of scores: times the maximum of a row that sees no key, twice a cap is to stay a number in fp32."""
+
 LEAST_TOGETHER, MOST_TOGETHER = 4096, 8192
 """Query rows per request, on average, of prompts whose row tiles of eight KV heads run side by side: enough that heads
 one after the other leave multiprocessors idle at their ends, and few enough that L2 holds the keys of all."""
@@ -173,6 +176,8 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"attn_type {config.attn_type} (runs decoder)")
     if config.scale <= 0:
         found.append(f"scale {config.scale} (runs scales above 0)")
+    if (config.logits_soft_cap or 0.0) > MOST_SOFT_CAP:
+        found.append(f"logits_soft_cap {config.logits_soft_cap} (runs up to {MOST_SOFT_CAP:g})")
     found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
     return found
 
