@@ -258,6 +258,35 @@ def test_one_wave_of_short_requests_stays_whole(
     assert decode_fast.whole_tuning(args, config) is None
 
 
+@pytest.mark.parametrize(
+    ("reqs", "changes", "taken"),
+    [
+        (58, {}, True),
+        (66, {}, True),
+        (231, {}, True),
+        (57, {}, False),
+        (67, {}, False),
+        (230, {}, False),
+        (64, {"head_size": 64}, False),
+        (64, {"num_heads": 40}, False),
+        (64, {"kv_cache_dtype": "bfloat16", "kv_scale": "none"}, False),
+        (103, {"num_heads": 15, "num_kv_heads": 5}, False),
+    ],
+    ids=str,
+)
+def test_fp8_requests_that_fill_waves_are_two_ctas_a_multiprocessor(
+    reqs: int, changes: dict[str, Any], taken: bool
+) -> None:
+    """A wave of 264 CTAs of two heads to seven eighths and more, or three and a half; of one row a request alone."""
+    from vattn.ops.triton import decode_fast
+
+    layer = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+    config = make_config(**{**layer, "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor", **changes})
+    cut = decode_fast.Tuning(2, 4, ctas=2, slots=2, max_registers=128)
+    assert (decode_fast.choose_tuning(config, reqs) == cut) is taken
+    assert decode_fast.choose_tuning(config, reqs, 2) != cut
+
+
 def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.ops.triton import decode_fast
 
