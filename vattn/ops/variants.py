@@ -65,8 +65,8 @@ class Variants:
             values and more than two rows; "streamed", as "values", and up to eight rows of values or e4m3 codes by a
             kernel whose weights are on their way while the kernel before still runs, which must not be one that writes
             them.
-        graph_edges: when products that read weights ahead start in a captured graph: "captured", when the kernel before
-            lets them; "early", when it has begun.
+        graph_edges: when kernels that wait by themselves, of products and first ones of layers, start in a captured
+            graph: "captured", when the kernel before lets them; "early", when it has begun.
         latent_fp8: latent decode from an FP8 cache: "plain", the plain kernel; "gluon", Hopper's; "measured", Hopper's
             for as many heads as it was timed with, and for any over listed keys.
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
