@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -198,6 +199,7 @@ def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) ->
         ([[1]], {"output_format": "fp8_per_token", "calibration": found}, "fp8_per_token"),
         ([[1]], {"output_format": "fp8_static"}, "without calibration"),
         (5, {}, "audit of 5"),
+        (torch.tensor(3), {}, r"audit of tensor\(3\)"),
         (None, {}, "no text"),
         ([[1]], {"per_head": True}, "per_head and scales of 1"),
         ([[1]], {"per_head": "no", "calibration": found}, "per_head='no'"),
@@ -262,9 +264,15 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
     for batches in ([[[]]], [[list(range(90)) * 9]]):
         with pytest.raises(errors.ConfigError, match="what the cache holds"):
             vattn.calibrate(packed, batches)
+    prefix = next(iter(found.layers))
     for margin in ("x", -1.0, float("nan"), True):
         with pytest.raises(errors.ScaleError, match="margin="):
-            found.quant_config(next(iter(found.layers)), margin=margin)
+            found.quant_config(prefix, margin=margin)
+    expected = found.quant_config(prefix, margin=1.5).k_scale
+    assert torch.equal(found.quant_config(prefix, margin=numpy.float32(1.5)).k_scale, expected)  # type: ignore[arg-type]
+    for batches in (torch.tensor(3), numpy.array(3), 5):
+        with pytest.raises(errors.ConfigError, match="batches="):
+            vattn.calibrate(packed, batches)  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="per_head='x'"):
         found.quant_config(next(iter(found.layers)), per_head="x")
     with pytest.raises(errors.UnknownOptionError, match="per_head"):

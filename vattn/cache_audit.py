@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration import Calibration, StepRunner, as_calibration, cached_layers, check_switches, checked_text
+from vattn.calibration import (
+    Calibration,
+    StepRunner,
+    as_calibration,
+    cached_layers,
+    check_switches,
+    checked_text,
+    iterable,
+)
 from vattn.errors import ConfigError, MissingPackageError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.keywords import known_keywords
@@ -159,7 +167,7 @@ def audit(
     runner = StepRunner(model)
     layers = cached_layers(model)
     check_switches(per_head=per_head)
-    is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
+    is_list = iterable(texts) and not isinstance(texts, (str, bytes))
     texts = list(texts) if is_list else texts
     if not is_list or not texts:
         what = "no text" if is_list or not texts else repr(texts)[:40]

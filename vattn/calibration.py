@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,10 @@ class Calibration:
 
 
 def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin: float) -> Tensor:
-    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not (0 < margin < math.inf):
+    if not isinstance(margin, Real) or isinstance(margin, bool) or not (0 < margin < math.inf):
         raise ScaleError(f"margin={margin!r:.60}", "a positive number, 1.0 for none", "margin=1.5 leaves room")
     tops = torch.tensor(seen, dtype=torch.float32)
-    top = (tops if per_head else tops.max()[None]) * margin
+    top = (tops if per_head else tops.max()[None]) * float(margin)
     scale = top / largest
     # Rounded up, so that the largest value itself is not clipped.
     scale = torch.where(scale * largest < top, scale.nextafter(torch.tensor(float("inf"))), scale)
@@ -177,6 +178,15 @@ def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
+
+
+def iterable(given: object) -> bool:
+    """Return whether something can be iterated over; tensors and arrays of no dimensions only claim so."""
+    try:
+        iter(given)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
 
 
 def as_calibration(source: Any) -> Calibration:
@@ -314,7 +324,7 @@ def calibrate(
         (6, 2)
     """
     check_switches(linears=linears, progress=progress)
-    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+    if isinstance(batches, (str, bytes)) or not iterable(batches):
         raise ConfigError(f"batches={batches!r:.60}", "a list of batches", NESTING)
     runner, tokens = StepRunner(model), 0
     with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
