@@ -339,6 +339,8 @@ def test_steps_that_the_device_moves_on() -> None:
     for stale in (step, fresh, copied):
         with refused(r"advance_step\(\)"):
             stale.advance_step(inputs, tokens, 16, 2, 2)
+        with refused(r"sequence_offsets\(\)"):
+            stale.sequence_offsets("decoder")
         with refused():
             run(stale.common)
     assert newest.seq_lens_tensor.tolist() == [5, 9]

@@ -157,9 +157,11 @@ class FlashAttentionMetadata:
             attn_type: a value of `AttentionType`.
 
         Raises:
-            MetadataError: the type needs fields of the encoder that are missing, or is encoder-only, with decodes.
+            MetadataError: the type needs fields of the encoder that are missing, or is encoder-only, with decodes; the
+                builder has written another step over this one.
             UnknownOptionError: no such type.
         """
+        self._check_newest("sequence_offsets()")
         longest = max(self.seq_lens, default=0)
         if attn_type == AttentionType.DECODER:
             return SequenceOffsets(self.seq_start_loc, longest, self.seq_start_loc, longest)
@@ -225,8 +227,7 @@ class FlashAttentionMetadata:
             read_count(name, count, 1, "pass what the step was built for", MetadataError)
             for name, count in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries))
         )
-        if self._built is not None and self._built.rewritten is not None:
-            raise rewritten_step(self._built, "advance_step()")
+        self._check_newest("advance_step()")
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
         if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
             raise MetadataError(
@@ -319,6 +320,11 @@ class FlashAttentionMetadata:
                 "as many steps as num_lookahead_slots of the build",
                 "build the step with block tables for all steps and num_lookahead_slots= one less than their number",
             )
+
+    def _check_newest(self, where: str) -> None:
+        """Refuse a step, a half or a copy whose tensors hold another step by now; `where` it came."""
+        if self._built is not None and self._built.rewritten is not None:
+            raise rewritten_step(self._built, where)
 
     def _turn_into_decodes(self, common: AttentionMetadata, num_seqs: int) -> None:
         """Give the metadata one row a request; the kernel writes what the rows hold."""
