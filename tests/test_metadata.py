@@ -400,8 +400,24 @@ def test_a_builder_refuses_caches_that_came_after_it() -> None:
         for call in (lambda: builder.build([1], [9], [[3]]), lambda: builder.advance(step, [])):
             with pytest.raises(CacheError, match=r"layer 'layers.0' has another cache since .*make a new builder"):
                 call()
+        # Steps that were built before are refused too, by a context for all layers and by each layer.
+        with pytest.raises(CacheError, match=r"layer 'layers.0' has another cache since"), vattn.forward_context(step):
+            pass
+        rows = torch.ones(step.slot_mapping.shape[0], 32)
+        with pytest.raises(CacheError, match=r"layer 'layers.1' has another cache since"):
+            model[1](rows, rows, rows, metadata=step)
         assert all(map(torch.equal, before, step.tensors().values()))
     assert AttentionMetadataBuilder(2, 8, 64, layers=model).build([1], [9], [[8]]).num_reqs == 1
+
+
+def test_a_builder_refuses_more_blocks_than_its_layers_have() -> None:
+    layer = vattn.Attention(2, 16, 0.25, prefix="a")
+    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"num_blocks=10 of the builder, and 9 blocks in the cache of layer 'a'"):
+        AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=10)
+    builder = AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=7)
+    with pytest.raises(MetadataError, match="block ids from 0 to 6"):
+        builder.build([1], [9], [[7]])
 
 
 def test_a_builder_keeps_no_layer_and_no_cache() -> None:

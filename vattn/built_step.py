@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vattn.step_plans import BoundLayer
+
 
 class BuiltStep:
     """One step among those that a builder wrote into the same tensors; copies and parts of its metadata hold it too.
@@ -20,18 +26,48 @@ class BuiltStep:
         self._steps, self.number = steps, number
         self.rewritten: str | None = None
 
+    def check_cache(self, layer: Any) -> None:
+        """Refuse a layer that was bound to another cache since the builder was made.
+
+        Raises:
+            CacheError: other blocks, or another request.
+        """
+        bound = self._steps.bound.get(id(layer))
+        if bound is not None and bound.layer() is layer and layer.config is not bound.config:
+            bound.check(layer)
+
+    def check_caches(self) -> None:
+        """Refuse the step if any layer of its builder was bound to another cache; see `check_cache`."""
+        self._steps.check_caches()
+
     def follow(self) -> BuiltStep:
         """Return the step that is about to be written over the newest one of the same builder."""
         return self._steps.begin()
 
 
 class BuiltSteps:
-    """The steps of one builder, of which its tensors hold the newest alone."""
+    """The steps of one builder, of which its tensors hold the newest alone, and the layers that it builds for.
 
-    __slots__ = ("_newest",)
+    Attributes:
+        bound: the layers and their caches, by the layers' identities.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_newest", "bound")
+
+    def __init__(self, bound: Iterable[BoundLayer] = ()) -> None:
+        self.bound = {id(each.layer()): each for each in bound}
         self._newest = BuiltStep(self, 0)
+
+    def check_caches(self) -> None:
+        """Refuse layers that were bound to another cache since; binding gives them another config.
+
+        Raises:
+            CacheError: other blocks, or another request.
+        """
+        for bound in self.bound.values():
+            layer = bound.layer()
+            if layer is not None and layer.config is not bound.config:
+                bound.check(layer)
 
     def begin(self) -> BuiltStep:
         """Return the step that is about to be written; the one before is rewritten from now on."""

@@ -46,6 +46,7 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     Raises:
         MetadataError: `metadata` is something else than a step's metadata, or of a step over which its builder has
             written another one; another thread or task is in such a block.
+        CacheError: a layer of its builder was bound to another cache since.
 
     Example:
         >>> import vattn
@@ -61,6 +62,8 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         )
     if metadata is not None and is_rewritten(metadata):
         raise rewritten(metadata, "forward_context()")
+    if metadata is not None and metadata._built is not None and not torch.compiler.is_compiling():
+        metadata._built.check_caches()
     before = current
     block = None if torch.compiler.is_compiling() else _Block(before, metadata)
     if block is not None:

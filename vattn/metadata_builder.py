@@ -152,7 +152,6 @@ class AttentionMetadataBuilder:
         with telling_others(context_parallel):
             found = find_layers(given, limits, self.device, context_parallel, self._one_table)
         self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
-        self._bound = found.bound
         reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
         self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)
         # Buffers made in inference mode could not be rewritten outside of it.
@@ -160,7 +159,7 @@ class AttentionMetadataBuilder:
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
         self._builds = itertools.count()
-        self._steps = BuiltSteps()
+        self._steps = BuiltSteps(found.bound)
         if context_parallel is not None:
             context_parallel.agree(builder_facts(self._limits, found.asked))
 
@@ -244,7 +243,7 @@ class AttentionMetadataBuilder:
         """
         number = next(self._builds)
         with telling_others(self.context_parallel):
-            self._check_bound()
+            self._steps.check_caches()
             step = read_step(
                 self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
             )
@@ -321,7 +320,7 @@ class AttentionMetadataBuilder:
                 "the metadata that build() or advance() of this builder returned last",
                 "call build() for this step",
             )
-        self._check_bound()
+        self._steps.check_caches()
         before, steps = self._built
         if isinstance(steps, Step):
             steps = FollowingSteps(self._limits, steps, self._buffers.block_table.shape[1])
@@ -337,13 +336,6 @@ class AttentionMetadataBuilder:
         steps.move(step)
         self._built = after, steps
         return after
-
-    def _check_bound(self) -> None:
-        """Refuse layers that were bound to another cache since; binding gives them another config."""
-        for bound in self._bound:
-            layer = bound.layer()
-            if layer is not None and layer.config is not bound.config:
-                bound.check(layer)
 
     def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
         """Add views of the encoder's side, with as many rows of states as asked for."""

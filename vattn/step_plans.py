@@ -146,8 +146,11 @@ def find_layers(
             found.sink_lens[key] = sink_len
             found.configs.setdefault(key, config)
         if isinstance(layer, nn.Module):
-            found.bound.append(BoundLayer(layer, config, _blocks_of(layer, config)))
-            found.num_blocks = found.bound[-1].num_blocks if found.num_blocks is None else found.num_blocks
+            num_blocks = _blocks_of(layer, config)
+            if config.attn_type != "encoder_decoder":
+                _check_blocks(layer, num_blocks, limits.num_blocks)
+            found.bound.append(BoundLayer(layer, config, num_blocks))
+            found.num_blocks = num_blocks if found.num_blocks is None else found.num_blocks
     if found.num_blocks is None:
         # Without it a block id could not be told from one outside of the cache.
         by_device = {key: c for key, c in found.configs.items() if not selector.choose(c, device).host_plan_size(c)}
@@ -248,6 +251,16 @@ def _config_of(layer: nn.Module) -> AttentionConfig | None:
             "call vattn.allocate_kv_cache(model, num_blocks=...) before making the builder",
         )
     return config
+
+
+def _check_blocks(layer: nn.Module, own: int | None, asked: int | None) -> None:
+    """Refuse a builder's number of blocks that the layer's cache does not have: kernels see no keys behind its end."""
+    if own is not None and asked is not None and asked > own:
+        raise ConfigError(
+            f"num_blocks={asked} of the builder, and {own} blocks in the cache of layer {layer.prefix!r}",
+            f"at most {own}",
+            "leave num_blocks out of the builder, or allocate that many with vattn.allocate_kv_cache",
+        )
 
 
 def _blocks_of(layer: nn.Module, config: AttentionConfig) -> int | None:
