@@ -217,6 +217,7 @@ def test_a_table_of_bench_results(tmp_path: Path, capsys) -> None:
     ]
     source, out = tmp_path / "bench.json", tmp_path / "t.json"
     whole = {"format": 1, "device": "G", "capability": [9, 0], "date": "2026-01-02", "versions": {}, "rows": rows}
+    whole |= {"command": "vattn bench attention", "ceilings": {}, "peers": {}}
     source.write_text(json.dumps(whole))
     assert main(["tune", "--from", str(source), "--out", str(out)]) == 0
     read = choice_table.read_table(out)

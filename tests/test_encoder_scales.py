@@ -245,7 +245,7 @@ def test_state_dict_and_conversion(tmp_path: Path) -> None:
 
 def test_a_history_on_another_device_is_refused_before_it_changes() -> None:
     layer = make_layer()
-    with pytest.raises(DeviceError, match="q_scale is on cpu"):
+    with pytest.raises(DeviceError, match="on meta beside q_scale on cpu"):
         layer(*[torch.empty(t.shape, device="meta") for t in rows(0)])
     assert not layer.amax_history.any()
 

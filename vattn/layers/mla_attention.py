@@ -115,7 +115,7 @@ class MLAAttention(BoundLatents):
             refuse_unknown_inputs(self, unknown)
         metadata = plain_step(metadata, self.prefix)
         if metadata is not None:
-            check_built(self, metadata, f"layer {self.prefix!r}")
+            check_built(self, metadata)
         rope = "" if rotary is None else rope_string(rotary, self.prefix)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size

@@ -25,21 +25,22 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
             "pass what builder.build returned, or its .common where it has one",
         )
     if metadata is not None:
-        check_built(layer, metadata, _called(layer))
+        check_built(layer, metadata)
     return metadata
 
 
-def check_built(layer: Any, metadata: AttentionMetadata, where: str) -> None:
-    """Refuse a step that was written over, or was built for another cache than the layer's, where it came.
+def check_built(layer: Any, metadata: AttentionMetadata) -> None:
+    """Refuse a step that was written over, or was built for another cache than the layer's.
 
-    Compiled code leaves the cache to `forward_context` and the builder: what belongs to a builder would be guarded.
+    The layer's name is read for errors alone: layers share compiled code, which would be guarded by it. Compiled code
+    leaves the cache to `forward_context` and the builder, for the same reason.
 
     Raises:
         MetadataError: its builder has written another step over it.
         CacheError: the layer was bound to another cache since the builder was made.
     """
     if is_rewritten(metadata):
-        raise rewritten(metadata, where)
+        raise rewritten(metadata, _called(layer))
     if metadata._built is not None and not torch.compiler.is_compiling():
         metadata._built.check_cache(layer)
 
