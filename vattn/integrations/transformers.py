@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn import context
-from vattn.calibration import Calibration, as_calibration
+from vattn.calibration import Calibration, as_calibration, check_switches
 from vattn.config import CacheConfig
 from vattn.errors import (
     ConfigError,
@@ -243,7 +243,7 @@ def enable(
         torch.Size([2, 64])
     """
     check_model(model)
-    _check_switches(
+    check_switches(
         scales_per_head=scales_per_head,
         batch_invariant=batch_invariant,
         merge_projections=merge_projections,
@@ -292,13 +292,6 @@ def enable(
         disable(model)
         raise
     return packed
-
-
-def _check_switches(**switches: object) -> None:
-    """Refuse what is neither `True` nor `False`: any other value would count as one of them."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}", "True or False", f"{name}=True switches it on")
 
 
 def disable(model: nn.Module) -> None:
