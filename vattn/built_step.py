@@ -33,7 +33,7 @@ class BuiltStep:
             CacheError: other blocks, or another request.
         """
         bound = self._steps.bound.get(id(layer))
-        if bound is not None and bound.layer() is layer and layer.config is not bound.config:
+        if bound is not None and bound.layer() is layer:
             bound.check(layer)
 
     def check_caches(self) -> None:
@@ -59,14 +59,14 @@ class BuiltSteps:
         self._newest = BuiltStep(self, 0)
 
     def check_caches(self) -> None:
-        """Refuse layers that were bound to another cache since; binding gives them another config.
+        """Refuse layers that were bound to another cache since.
 
         Raises:
             CacheError: other blocks, or another request.
         """
         for bound in self.bound.values():
             layer = bound.layer()
-            if layer is not None and layer.config is not bound.config:
+            if layer is not None:
                 bound.check(layer)
 
     def begin(self) -> BuiltStep:

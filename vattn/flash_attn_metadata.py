@@ -16,7 +16,7 @@ from vattn.built_step import BuiltStep
 from vattn.config import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
 from vattn.host_integers import read_count
-from vattn.metadata import AttentionMetadata, host_plan_key, rewritten_step
+from vattn.metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
 from vattn.ops.advance_step import AdvanceArgs, advance
 
 Replan = Callable[[AttentionMetadata], None]
@@ -323,8 +323,8 @@ class FlashAttentionMetadata:
 
     def _check_newest(self, where: str) -> None:
         """Refuse a step, a half or a copy whose tensors hold another step by now; `where` it came."""
-        if self._built is not None and self._built.rewritten is not None:
-            raise rewritten_step(self._built, where)
+        if is_rewritten(self):
+            raise rewritten(self, where)
 
     def _turn_into_decodes(self, common: AttentionMetadata, num_seqs: int) -> None:
         """Give the metadata one row a request; the kernel writes what the rows hold."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -275,22 +275,23 @@ def step_of(metadata: object, where: str) -> AttentionMetadata:
     return metadata
 
 
-def is_rewritten(metadata: AttentionMetadata) -> bool:
+class OfBuilder(Protocol):
+    """Metadata that knows which step of its builder it is."""
+
+    _built: BuiltStep | None
+
+
+def is_rewritten(metadata: OfBuilder) -> bool:
     """Return whether its builder has written a later step over this one; nothing that varies by step is read."""
     built = metadata._built
     return built is not None and built.rewritten is not None
 
 
-def rewritten(metadata: AttentionMetadata, where: str) -> MetadataError:
+def rewritten(metadata: OfBuilder, where: str) -> MetadataError:
     """Return the error of such a step; `where` it came."""
     assert metadata._built is not None
-    return rewritten_step(metadata._built, where)
-
-
-def rewritten_step(built: BuiltStep, where: str) -> MetadataError:
-    """Return the error of a step over which its builder has written another one; `where` it came."""
     return MetadataError(
-        f"{where} got {built.rewritten}",
+        f"{where} got {metadata._built.rewritten}",
         "the newest step of a builder, all of whose steps share their tensors",
         "run what build() or advance() returned last, and build steps that must last with a builder of their own",
     )

@@ -47,8 +47,8 @@ class BoundLayer:
             CacheError: other blocks, or another request.
         """
         config = layer.config
-        if config is None:
-            return  # It has no cache by now, and says so when it runs.
+        if config is self.config or config is None:
+            return  # Binding gives it another one; without any it has no cache by now, and says so when it runs.
         num_blocks = _blocks_of(layer, config)
         if num_blocks != self.num_blocks or config != self.config:
             raise CacheError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vattn import context
 from vattn.backends.mla import mla_backends
 from vattn.errors import (
     ConfigError,
@@ -21,7 +20,8 @@ from vattn.errors import (
 from vattn.formats import dtype_name
 from vattn.grouped_metadata import GroupedMetadata
 from vattn.host_integers import integer, read_count
-from vattn.metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.layers.step_checks import called, given_step
+from vattn.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
     from vattn.layers.bound_latents import BoundLatents
@@ -107,19 +107,17 @@ def check_indexer(indexer: object, prefix: str) -> None:
         )
 
 
-def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMetadata | None:
+def plain_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
     """Return the step that a layer runs in, `None` for a profiling call; refuse one that asks for more than lengths."""
-    metadata = context.current if metadata is None else metadata
+    metadata = given_step(layer, metadata)
     if metadata is None:
         return None
-    if not isinstance(metadata, AttentionMetadata) or isinstance(metadata, GroupedMetadata):
+    if isinstance(metadata, GroupedMetadata):
         raise MetadataError(
-            f"metadata of type {type(metadata).__name__} in layer {prefix!r}",
+            f"metadata of type {type(metadata).__name__} in {called(layer)}",
             "AttentionMetadata without groups, or None for a profiling call",
             "pass what builder.build returned",
         )
-    if is_rewritten(metadata):
-        raise rewritten(metadata, f"layer {prefix!r}")
     extras = {
         "causal": metadata.causal is not True,
         "tree_bias": metadata.tree_bias is not None,
@@ -129,7 +127,7 @@ def plain_step(metadata: AttentionMetadata | None, prefix: str) -> AttentionMeta
     asked = [name for name, given in extras.items() if given]
     if asked:
         raise UnsupportedRequestError(
-            f"a step with {', '.join(asked)} in layer {prefix!r}", "plain causal steps", "build it without"
+            f"a step with {', '.join(asked)} in {called(layer)}", "plain causal steps", "build it without"
         )
     return metadata
 

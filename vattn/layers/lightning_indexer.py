@@ -140,7 +140,7 @@ class LightningIndexer(nn.Module):
         """
         if unknown:
             refuse_unknown_inputs(self, unknown)
-        metadata, tokens = plain_step(metadata, _NAME), self._check_rows(query, weights, key)
+        metadata, tokens = plain_step(self, metadata), self._check_rows(query, weights, key)
         if metadata is None:
             return self.topk_indices[:tokens]
         if metadata.stripe is not None:

@@ -21,7 +21,6 @@ from vattn.layers.parallel_request import all_heads, attend_parts, check_step_ra
 from vattn.layers.step_checks import (
     check_block_size,
     check_bound_dtype,
-    check_built,
     check_devices,
     check_no_gradients,
     check_tokens,
@@ -113,9 +112,7 @@ class MLAAttention(BoundLatents):
         """
         if unknown:
             refuse_unknown_inputs(self, unknown)
-        metadata = plain_step(metadata, self.prefix)
-        if metadata is not None:
-            check_built(self, metadata)
+        metadata = plain_step(self, metadata)
         rope = "" if rotary is None else rope_string(rotary, self.prefix)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size

@@ -16,33 +16,28 @@ from vattn.ops.schemas import asked_gradient
 
 
 def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
-    """Return the metadata of the call, else of the forward context; `None`: a profiling call."""
+    """Return the metadata of the call, else of the forward context; `None`: a profiling call.
+
+    Raises:
+        MetadataError: it is something else, or its builder has written another step over it.
+        CacheError: the layer was bound to another cache since its builder was made.
+    """
     metadata = context.current if metadata is None else metadata
     if metadata is not None and not isinstance(metadata, AttentionMetadata):
         raise MetadataError(
-            f"metadata of type {type(metadata).__name__} in {_called(layer)}",
+            f"metadata of type {type(metadata).__name__} in {called(layer)}",
             "AttentionMetadata, or None for a profiling call",
             "pass what builder.build returned, or its .common where it has one",
         )
-    if metadata is not None:
-        check_built(layer, metadata)
-    return metadata
-
-
-def check_built(layer: Any, metadata: AttentionMetadata) -> None:
-    """Refuse a step that was written over, or was built for another cache than the layer's.
-
-    The layer's name is read for errors alone: layers share compiled code, which would be guarded by it. Compiled code
-    leaves the cache to `forward_context` and the builder, for the same reason.
-
-    Raises:
-        MetadataError: its builder has written another step over it.
-        CacheError: the layer was bound to another cache since the builder was made.
-    """
+    if metadata is None:
+        return None
+    # Layers share compiled code, which may read nothing of one alone: its name is read for errors only, and its cache is
+    # left to `forward_context` and the builder.
     if is_rewritten(metadata):
-        raise rewritten(metadata, _called(layer))
+        raise rewritten(metadata, called(layer))
     if metadata._built is not None and not torch.compiler.is_compiling():
         metadata._built.check_cache(layer)
+    return metadata
 
 
 def check_tokens(
@@ -57,7 +52,7 @@ def check_tokens(
     wrong = {name: count for name, count in rows.items() if count != tokens}
     if wrong:
         raise ShapeError(
-            f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in {_called(layer)}",
+            f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in {called(layer)}",
             f"{tokens}, the tokens of the metadata, padding included",
             fix,
         )
@@ -68,7 +63,7 @@ def check_block_size(
 ) -> None:
     """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
     if told not in (0, own):
-        raise MetadataError(f"metadata for blocks of {told} tokens in {_called(layer)}", f"blocks of {own} tokens", fix)
+        raise MetadataError(f"metadata for blocks of {told} tokens in {called(layer)}", f"blocks of {own} tokens", fix)
 
 
 def check_devices(layer: Any, inputs: Mapping[str, Tensor | None], step: torch.device, own: torch.device) -> None:
@@ -79,11 +74,11 @@ def check_devices(layer: Any, inputs: Mapping[str, Tensor | None], step: torch.d
                 "pass a tensor with values" if tensor.is_meta else f"move {name} there, or allocate the cache elsewhere"
             )
             raise DeviceError(
-                f"{name} is on {tensor.device} in {_called(layer)}", f"{own}, where the layer's KV cache is", fix
+                f"{name} is on {tensor.device} in {called(layer)}", f"{own}, where the layer's KV cache is", fix
             )
     if step != own:
         raise DeviceError(
-            f"metadata on {step} in {_called(layer)}",
+            f"metadata on {step} in {called(layer)}",
             f"{own}, where the layer's KV cache is",
             f"build it with device={str(own)!r}",
         )
@@ -98,9 +93,7 @@ def check_no_gradients(
     """Refuse inputs that want a gradient, backwards or forwards."""
     asked = asked_gradient(inputs)
     if asked is not None:
-        raise GradientError(
-            f"{_called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix
-        )
+        raise GradientError(f"{called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix)
 
 
 def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
@@ -111,13 +104,13 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
     """
     if not isinstance(storage, Tensor):
         raise CacheError(
-            f"a KV cache storage of type {type(storage).__name__} for {_called(layer)}",
+            f"a KV cache storage of type {type(storage).__name__} for {called(layer)}",
             "a tensor",
             "use vattn.allocate_kv_cache(model, num_blocks=...)",
         )
     if dtype not in MODEL_DTYPES.values():
         allowed = ", ".join(map(str, MODEL_DTYPES.values()))
-        raise DtypeError(f"dtype={dtype!r:.60} for {_called(layer)}", allowed, "pass the dtype of the model")
+        raise DtypeError(f"dtype={dtype!r:.60} for {called(layer)}", allowed, "pass the dtype of the model")
 
 
 def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
@@ -131,9 +124,9 @@ def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
             fix = (
                 "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
             )
-        raise DtypeError(f"{name} is {came} in {_called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
+        raise DtypeError(f"{name} is {came} in {called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
 
 
-def _called(layer: Any) -> str:
+def called(layer: Any) -> str:
     """Return what errors call a layer: by its prefix, if its class has one."""
     return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__
