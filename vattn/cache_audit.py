@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,13 +20,14 @@ from vattn.calibration import (
     checked_text,
     iterable,
 )
-from vattn.errors import ConfigError, MissingPackageError
+from vattn.errors import ConfigError
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.keywords import known_keywords
 from vattn.kv_formats import decode_rows, encode_rows
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.scales import make_scale
 from vattn.quantization import decode_kv, encode_kv, quant_fp8_static
+from vattn.result_files import check_picture, figures
 
 ALL = "all layers"
 
@@ -96,17 +96,9 @@ class Audit:
         Raises:
             ConfigError: no path, or a kind of file that matplotlib does not write.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
-        kinds = Figure().canvas.get_supported_filetypes()
-        if not isinstance(path, (str, os.PathLike)) or Path(path).suffix[1:].lower() not in kinds:
-            raise ConfigError(
-                f"plot({path!r:.80})", f"a path that ends in one of {', '.join(sorted(kinds))}", "drift.png"
-            )
+        check_picture(path, f"plot({path!r:.80})", "drift.png")
         layers, places = self.rows[:-1], range(len(self.rows) - 1)
-        figure = Figure(figsize=(max(5.0, 0.35 * len(layers) + 2), 5.0), layout="constrained")
+        figure = figures()(figsize=(max(5.0, 0.35 * len(layers) + 2), 5.0), layout="constrained")
         drift, clipped = figure.subplots(2, sharex=True)
         drift.bar(places, [row.drift for row in layers], color="tab:blue")
         drift.axhline(self.rows[-1].drift, color="tab:red", linestyle="--", label=ALL)

@@ -12,11 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vattn.errors import ConfigError, VattnError
+from vattn.result_files import check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the subcommand and return the exit status: 0, 1 for a miss under `--strict`, 2 for a mistake."""
     try:
-        if options.dot and not os.path.isdir(os.path.dirname(os.path.abspath(options.dot))):
-            raise ConfigError(f"--dot {options.dot}", "a file in a folder that exists", "make the folder first")
+        check_output("--dot", Path(options.dot) if options.dot else None)
         report, pictures = explain_fusion(load(options.target))
     except VattnError as error:
         print(f"vattn: {error}", file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from vattn.calibration import Calibration, StepRunner, calibrate
 from vattn.config import CacheConfig
-from vattn.errors import ConfigError, MissingPackageError, VattnError
+from vattn.errors import ConfigError, VattnError
 from vattn.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
 from vattn.kv_cache import parse_bytes
 from vattn.layers import QuantConfig
+from vattn.result_files import check_output, check_picture, figures
 
 WINDOW, CHUNK = 1024, 128
 """Tokens of one request at most, and of one step: most keys and values are read back from the cache."""
@@ -124,10 +124,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     length = options.rope_length
     if length is not None and length < 1:
         raise ConfigError(f"--rope-length {length}", "at least 1", "give the length that the model is meant for")
-    _check_output("--json", options.json)
-    _check_output("--plot", options.plot)
+    check_output("--json", options.json)
+    check_output("--plot", options.plot)
     if options.plot:
-        _check_image(options.plot)
+        figures()
+    if options.plot and options.plot.suffix:
+        check_picture(options.plot, f"--plot {options.plot}", "--plot out.png")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)
     margin = _margin(options.margin, formats)
@@ -293,33 +295,6 @@ def _read(path: Path, most: int) -> str:
         raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
 
 
-def _check_output(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before what goes there takes minutes to measure."""
-    if path is None:
-        return
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-        raise ConfigError(
-            f"{option} {path}, which cannot be written",
-            "a file in a folder that exists and may be written to",
-            "make the folder first, or name another file",
-        )
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install matplotlib") from error
-    return Figure
-
-
-def _check_image(path: Path) -> None:
-    known = _figure()().canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise ConfigError(f"--plot {path}", f"names that end in .{', .'.join(sorted(known))}", "name it so")
-
-
 def _windows(ids: list[int], what: str, most: int) -> list[list[int]]:
     """Cut the ids of a text, which errors call by `what`, into requests of `most` tokens and one to be foretold.
 
@@ -413,7 +388,7 @@ def plot(rows: list[Row], path: Path) -> None:
     variants = list(dict.fromkeys(row.weights for row in rows))
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row.cache for row in rows[1:]))}
     markers = {"unit": "x", "calibrated": "o", "calibrated per head": "^"}
-    figure = _figure()(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
+    figure = figures()(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
     for panel, weights in zip(panels, variants, strict=True):
         for row in rows:

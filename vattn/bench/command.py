@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vattn.errors import ConfigError, DeviceError, VattnError
+from vattn.result_files import check_output
 
 SCRIPTS: dict[str, str] = {
     "cache-update": "cache_update",
@@ -128,9 +129,7 @@ def _check_files(options: argparse.Namespace) -> None:
     from vattn.bench import report
 
     for name in ("json", "markdown", "plot"):
-        path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"--{name} {path}", "a file in a folder that exists", "make the folder first")
+        check_output(f"--{name}", getattr(options, name))
     if options.plot:
         report.check_plotting(options.plot)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vattn.errors import ConfigError, MissingPackageError
+from vattn.errors import ConfigError
+from vattn.result_files import check_picture, figures
 
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning."""
@@ -167,18 +168,8 @@ def check_plotting(path: Path) -> None:
         MissingPackageError: matplotlib is missing.
         ConfigError: it does not write files of this kind.
     """
-    try:
-        import matplotlib  # noqa: F401
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "--plot without matplotlib",
-            "matplotlib",
-            "pip install 'vattn[bench]', or draw later: --from out.json --plot",
-        ) from error
-    kinds = sorted(Figure().canvas.get_supported_filetypes())
-    if path.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--plot {path}", f"a file that ends in one of {', '.join(kinds)}", "--plot out.png")
+    figures("--plot without matplotlib", "pip install 'vattn[bench]', or draw later: --from out.json --plot")
+    check_picture(path, f"--plot {path}", "--plot out.png")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
