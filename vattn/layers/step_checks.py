@@ -31,8 +31,8 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
         )
     if metadata is None:
         return None
-    # Layers share compiled code, which may read nothing of one alone: its name is read for errors only, and its cache is
-    # left to `forward_context` and the builder.
+    # Layers share compiled code, which may read nothing of one alone: its name is read for errors only, and its cache
+    # is left to `forward_context` and the builder.
     if is_rewritten(metadata):
         raise rewritten(metadata, called(layer))
     if metadata._built is not None and not torch.compiler.is_compiling():
