@@ -27,7 +27,7 @@ FUNCTIONS: dict[Any, tuple[str, ...]] = {
         "attend_even", "attend_odd", "mla_decode_turns_kernel",
     ),
     mla_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
-    mla_decode_wide: ("blocks_known", "hide", "may_send", "store_half", "wait_for_rows"),
+    mla_decode_wide: ("blocks_known", "hide", "may_send", "store_half"),
 }  # fmt: skip
 """What runs as it is; what copies, converts or writes for the hardware is replaced below."""
 
@@ -129,7 +129,7 @@ class LatentProgram:
             "shrink": lambda acc, sums, decay, layout: (acc * decay[:, None], sums * decay[:, None]),
             "stage_of": lambda tile, stage: stage, "warpgroup_mma": _multiply, "warpgroup_mma_wait": self._finish,
             "fence_async_shared": nothing, "block_barrier": nothing, "take_over": nothing, "clear_padding": nothing,
-            "gather_turns": nothing, "THREADS": 128, "TILE": 64, "ROWS": 64, "LATENT": 512, "ROPE": 64, "FIELDS": 8,
+            "TILE": 64, "ROWS": 64, "LATENT": 512, "ROPE": 64, "FIELDS": 8,
             "HIDDEN": mla_decode_wide.HIDDEN.value, "LN2": math.log(2), "float": float, "range": range,
         }  # fmt: skip
         for module, functions in FUNCTIONS.items():

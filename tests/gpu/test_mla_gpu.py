@@ -235,8 +235,7 @@ def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("topk", [5, 64, 700])
-@pytest.mark.parametrize("scores", ["first", "turns"])
-def test_sparse_decode(heads: int, block_size: int, topk: int, scores: str) -> None:
+def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
     """Lists with gaps, positions out of range and blocks that are none."""
     hopper()
     config = deepseek(num_heads=heads, block_size=block_size, sparse=True)
@@ -245,7 +244,7 @@ def test_sparse_decode(heads: int, block_size: int, topk: int, scores: str) -> N
     args.topk_indices[0, 1] = -1
     args.topk_indices[1, :2] = torch.tensor([10**9, -7])
     args.block_table[1, 0] = 10**9
-    with variants.using(latent_sparse="gluon", latent_scores=scores):
+    with variants.using(latent_sparse="gluon"):
         absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
         from vattn.ops.gluon import mla_sparse
 
@@ -288,21 +287,18 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns"])
-def test_sparse_decode_in_parts(scores: str) -> None:
+def test_sparse_decode_in_parts() -> None:
     hopper()
     config = deepseek(num_heads=64, sparse=True)
     args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
-    with variants.using(latent_scores=scores):
-        compare(args, config, 3)
+    compare(args, config, 3)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns"])
-def test_sparse_decode_of_many_tokens(scores: str) -> None:
+def test_sparse_decode_of_many_tokens() -> None:
     hopper()
     config = deepseek(num_heads=128, sparse=True)
     args = random_mla_batch(config, [1] * 150, [100 + i for i in range(150)], topk=90, device="cuda")
-    with variants.using(latent_sparse="gluon", latent_scores=scores):
+    with variants.using(latent_sparse="gluon"):
         compare(args, config, 150)
 
 

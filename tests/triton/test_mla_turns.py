@@ -96,10 +96,10 @@ def test_own_code(name: str) -> None:
         program = LatentProgram(index, step.ctas * groups, cache, queries, output, partial, index)
         lengths = torch.tensor(step.lengths).int()
         program.kernel(
-            torch.zeros(()), None, None, None, None, output, partial, Pointer(starts), Pointer(lengths), Pointer(table),
+            torch.zeros(()), None, None, None, output, partial, Pointer(starts), Pointer(lengths), Pointer(table),
             Pointer(schedule), Pointer(output), Pointer(lse), Pointer(partial), Pointer(stats), tokens, len(needed),
             blocks, table.shape[1], table.shape[1], step.scale / math.log(2), heads, groups, size, step.split, rows,
-            False, 4,
+            4,
         )  # fmt: skip
     for request, first, end, slot in items:
         count, length = step.queries[request], step.lengths[request]

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "latent_fp8": ("measured", "plain", "gluon"),
     "latent_prefill": ("plain", "gluon"),
     "latent_sparse": ("plain", "gluon"),
-    "latent_scores": ("measured", "first", "turns"),
+    "latent_scores": ("first", "turns"),
     "few_rows": ("none", "values", "streamed"),
     "packed_store": ("plain", "words"),
     "graph_edges": ("captured", "early"),
@@ -72,9 +72,8 @@ class Variants:
         latent_prefill: expanded latent attention of steps whose keys come at once: "plain", the plain kernel; "gluon",
             Hopper's.
         latent_sparse: latent decode over listed keys: "plain", the plain kernel; "gluon", Hopper's.
-        latent_scores: which warpgroup scores keys in latent decode of 64 rows a program on Hopper: the "first" alone;
-            both in "turns", a tile each; "measured", in turns but over listed keys, for which the first alone was timed
-            faster.
+        latent_scores: which warpgroup scores keys in dense latent decode of 64 rows a program on Hopper: the "first"
+            alone, as it does over listed keys, or both in "turns", a tile each.
     """
 
     speculative: str = "packed"
@@ -84,7 +83,7 @@ class Variants:
     latent_fp8: str = "measured"
     latent_prefill: str = "gluon"
     latent_sparse: str = "gluon"
-    latent_scores: str = "measured"
+    latent_scores: str = "turns"
     few_rows: str = "streamed"
     graph_edges: str = "early"
     packed_store: str = "words"

@@ -160,8 +160,8 @@ def recorded_prompts(config: MLAConfig, tokens: int = 700) -> list[Launch]:
     return found
 
 
-def recorded_lists(config: MLAConfig, tokens: int = 4, scores: str = "first") -> list[Launch]:
-    """Return the launches of a sparse decode. `scores`: see `vattn.ops.variants`."""
+def recorded_lists(config: MLAConfig, tokens: int = 4) -> list[Launch]:
+    """Return the launches of a sparse decode."""
     found: list[Launch] = []
     asked = MODEL_DTYPES[config.dtype] if config.query_format == "none" else torch.float8_e4m3fn
     none: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
@@ -174,10 +174,9 @@ def recorded_lists(config: MLAConfig, tokens: int = 4, scores: str = "first") ->
         "q_scale": None if config.query_format == "none" else empty(1, dtype=torch.float32),
     })  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(variants.using(latent_scores=scores))
-        for module, names in ((mla_sparse, ("mla_slots_kernel", *DECODE[1:], TURNS)), (mla_reduce, (MERGE,))):
+        for module, names in ((mla_sparse, ("mla_slots_kernel", *DECODE[1:])), (mla_reduce, (MERGE,))):
             for name in names:
-                recorder = Recorder(getattr(module, name), f"lists {scores} {config.encode()}", found)
+                recorder = Recorder(getattr(module, name), f"lists {config.encode()}", found)
                 stack.enter_context(mock.patch.object(module, name, recorder))
         mla_sparse.attend_latents(empty(tokens, config.num_heads, config.head_size, dtype=asked), args, config, 132)
     return found
@@ -244,10 +243,6 @@ def main() -> int:
     few = [case for case, tokens in configs() if tokens == 1]
     cases += [partial(recorded, case, 1, uneven=True) for case in few if options.only in "uneven " + case.encode()]
     cases += [partial(recorded_lists, case) for case in lists() if options.only in "lists " + case.encode()]
-    in_turns = [case for case in lists() if case.kv_cache_dtype == case.dtype]
-    cases += [
-        partial(recorded_lists, case, scores="turns") for case in in_turns if options.only in "turns " + case.encode()
-    ]
     cases += [partial(recorded_prompts, case) for case in prompts() if options.only in "prompts " + case.encode()]
     cases += [partial(recorded_prompts, case) for case in corrected() if options.only in "corrected " + case.encode()]
     if not options.all:

@@ -27,9 +27,7 @@ from vattn.ops.gluon.mla_decode_wide import (
     may_send,
     send_half,
     store_half,
-    wait_for_rows,
 )
-from vattn.ops.gluon.mla_gather import THREADS, gather_turns
 from vattn.ops.gluon.mla_items import (
     LATENT,
     ROPE,
@@ -116,18 +114,17 @@ def stage_of(tile, STAGE: gl.constexpr):
 
 @gluon.jit
 def score(
-    queries, query_ropes, latents, ropes, ready, tile, phase, zero, STAGE: gl.constexpr, GATHER: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    queries, query_ropes, latents, ropes, ready, tile, phase, zero, STAGE: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Return the scores of the tile of a stage, whose parts are multiplied as they arrive."""
     stage = stage_of(tile, STAGE)
     query = queries.index(stage - STAGE)
     query_rope = query_ropes.index(stage - STAGE)
     room = latents.index(stage)
-    wait_for_rows(ready.index(2 * STAGE), phase, GATHER)
+    mbarrier.wait(ready.index(2 * STAGE), phase)
     left = panels(room, 0, 4, TILE, LAYOUT).permute((1, 0))
     scores = warpgroup_mma(panels(query, 0, 4, ROWS, LAYOUT), left, zero, use_acc=False, is_async=True)
-    wait_for_rows(ready.index(2 * STAGE + 1), phase, GATHER)
+    mbarrier.wait(ready.index(2 * STAGE + 1), phase)
     right = panels(room, 4, 4, TILE, LAYOUT).permute((1, 0))
     scores = warpgroup_mma(panels(query, 4, 4, ROWS, LAYOUT), right, scores, is_async=True)
     scores = warpgroup_mma(query_rope, ropes.index(stage).permute((1, 0)), scores, is_async=True)
@@ -156,9 +153,9 @@ def shrink(acc, sums, decay, RESULT: gl.constexpr):
 
 @gluon.jit
 def multiply_sent(acc, weights, room, ready, weights_ready, phase, left, FIRST: gl.constexpr, STAGE: gl.constexpr,
-                  GATHER: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+                  LAYOUT: gl.constexpr):  # fmt: skip
     """Start multiplying a half of a tile by weights that the other warpgroup leaves; `left`: the tile's real rows."""
-    wait_for_rows(ready.index(2 * STAGE + FIRST // 4), phase, GATHER)
+    mbarrier.wait(ready.index(2 * STAGE + FIRST // 4), phase)
     mbarrier.wait(weights_ready.index(STAGE), phase)
     if left < TILE:
         clear_rows(room, left, FIRST, 4, LAYOUT)
@@ -209,7 +206,7 @@ def close_rows(
 @gluon.jit
 def attend_even(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of even tiles, and the left half of the results."""
     (
@@ -229,13 +226,12 @@ def attend_even(
     odd_phase = 0
     query_phase = 0
     group_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
-        end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
-        all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
+        all_known = blocks_known(table, first, last, last_block, num_blocks, BLOCK_SIZE)
         visible_first = seq_len - rows // HEADS + 1
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)
@@ -252,7 +248,7 @@ def attend_even(
                 # The other has read what this one sent for the rows before.
                 mbarrier.wait(read.index(0), group_phase ^ 1)
                 for tile in range(first, last, 2):
-                    scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 0, GATHER, LAYOUT)
+                    scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 0, LAYOUT)
                     if tile + 2 >= last:
                         mbarrier.arrive(query_free.index(0), count=1)
                     scores = hide(scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known,
@@ -285,7 +281,7 @@ def attend_even(
                         maximum = raise_to
                         acc, sums = shrink(acc, sums, decay, RESULT)
                         acc = multiply_sent(acc, ropes.index(1), latents.index(1), ready, weights_ready, odd_phase,
-                                            keys - (tile + 1) * TILE, 0, 1, GATHER, LAYOUT)  # fmt: skip
+                                            keys - (tile + 1) * TILE, 0, 1, LAYOUT)  # fmt: skip
                         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                         if (tile + 2 < last) | (sent == 0):
                             mbarrier.arrive(free.index(2), count=1)
@@ -305,7 +301,7 @@ def attend_even(
 @gluon.jit
 def attend_odd(
     arguments, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of odd tiles, and the right half of the results."""
     (
@@ -323,13 +319,12 @@ def attend_odd(
     even_phase = 0
     query_phase = 0
     group_phase = 0
-    item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
         )
-        end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
-        all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
+        all_known = blocks_known(table, first, last, last_block, num_blocks, BLOCK_SIZE)
         visible_first = seq_len - rows // HEADS + 1
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)
@@ -347,7 +342,7 @@ def attend_odd(
             if first < last:
                 mbarrier.wait(read.index(0), group_phase ^ 1)
                 for tile in range(first + 1, last, 2):
-                    scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 1, GATHER, LAYOUT)
+                    scores = score(queries, query_ropes, latents, ropes, ready, tile, phase, zero, 1, LAYOUT)
                     if tile + 2 >= last:
                         mbarrier.arrive(query_free.index(0), count=1)
                     scores = hide(scores, hidden, tile, limit, least, table, last_block, num_blocks, all_known,
@@ -356,7 +351,7 @@ def attend_odd(
                     sent_maximum = maxima.index(0).load(SCORE_ROWS)
                     acc, sums = shrink(acc, sums, gl.exp2((maximum - sent_maximum) * scale), RESULT)
                     acc = multiply_sent(acc, ropes.index(0), latents.index(0), ready, weights_ready, even_phase, TILE,
-                                        4, 0, GATHER, LAYOUT)  # fmt: skip
+                                        4, 0, LAYOUT)  # fmt: skip
                     even_phase ^= 1
                     maximum = raised(scores, sent_maximum, scale, False)
                     maxima.index(1).store(maximum)
@@ -386,7 +381,7 @@ def attend_odd(
                     acc, sums = shrink(acc, sums, gl.exp2((maximum - sent_maximum) * scale), RESULT)
                     maximum = sent_maximum
                     acc = multiply_sent(acc, ropes.index(0), latents.index(0), ready, weights_ready, even_phase,
-                                        keys - (last - 1) * TILE, 4, 0, GATHER, LAYOUT)  # fmt: skip
+                                        keys - (last - 1) * TILE, 4, 0, LAYOUT)  # fmt: skip
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     if sent == 0:
                         mbarrier.arrive(free.index(1), count=1)
@@ -406,13 +401,12 @@ def attend_odd(
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_turns_kernel(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, cache, output_boxes, partial_boxes, query_start_loc, seq_lens,
+    query_boxes, query_rope_boxes, boxes, rope_boxes, output_boxes, partial_boxes, query_start_loc, seq_lens,
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
-    scale,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
+    scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
+    PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See `vattn.ops.gluon.mla_decode_wide.mla_decode_wide_kernel`, whose arguments these are."""
+    """See `vattn.ops.gluon.mla_decode_wide.mla_decode_wide_kernel`, whose arguments these are but for lists of keys."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     DTYPE: gl.constexpr = query_boxes.dtype
@@ -424,7 +418,7 @@ def mla_decode_turns_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], VECTORS)
     query_ready = new_barriers(1, 1)
     query_free = new_barriers(1, 2)
-    ready = new_barriers(4, THREADS if GATHER else 1)
+    ready = new_barriers(4, 1)
     free = new_barriers(4, 1)
     maxima_ready = new_barriers(2, 1)
     weights_ready = new_barriers(2, 1)
@@ -438,37 +432,19 @@ def mla_decode_turns_kernel(
         work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
         ropes, maxima, totals, query_ready, query_free, ready, free, maxima_ready, weights_ready, totals_ready, read,
     )  # fmt: skip
-    if GATHER:
-        gl.warp_specialize(
-            [
-                (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (gather_turns, (
-                    query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready,
-                    query_free, ready, free, HEADS, ROWS, GROUPS, SPLIT_QUERY, LAYOUT,
-                )),
-            ],
-            [4, 4],
-            [232, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (attend_even, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (attend_odd, (
-                    arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, GATHER, LAYOUT,
-                )),
-                (produce_turns, (
-                    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
-                    query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (attend_even, (
+                arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
+            )),
+            (attend_odd, (
+                arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
+            )),
+            (produce_turns, (
+                query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
+                query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -133,8 +133,10 @@ def hide(
 
 
 @gluon.jit
-def blocks_known(table, begin, end, num_blocks):
-    """Return 1 if entries [begin, end) of a table name blocks of the cache, else 0."""
+def blocks_known(table, first, last, last_block, num_blocks, BLOCK_SIZE: gl.constexpr):
+    """Return 1 if a table's entries for tiles [first, last), up to the last one, name blocks of the cache, else 0."""
+    end = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
+    begin = first * TILE // BLOCK_SIZE
     # Every warp looks at all of them, so none waits for another.
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     lane = gl.arange(0, 128, layout=LANES)
@@ -220,8 +222,7 @@ def attend_left(
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
             work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, not GATHER
         )
-        end_block = gl.minimum((last * TILE + BLOCK_SIZE - 1) // BLOCK_SIZE, last_block + 1)
-        all_known = blocks_known(table, first * TILE // BLOCK_SIZE, end_block, num_blocks)
+        all_known = blocks_known(table, first, last, last_block, num_blocks, BLOCK_SIZE)
         visible_first = seq_len - rows // HEADS + 1
         for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
             row = group * ROWS + gl.arange(0, ROWS, layout=SCORE_ROWS)

@@ -72,65 +72,6 @@ def gather(
 
 
 @gluon.jit
-def copy_tile(
-    source, exists, latents, ropes, ready, free, phase, STAGE: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Copy the left half of a tile, then the right one and its rotated keys, each when its room is free."""
-    flat = shaped(latents.index(STAGE), [8 * TILE, 64], LAYOUT)
-    mbarrier.wait(free.index(2 * STAGE), phase)
-    for panel in gl.static_range(4):
-        copy_rows(flat.slice(panel * TILE, TILE, dim=0), source + panel * 64, mask=exists)
-    async_copy.mbarrier_arrive(ready.index(2 * STAGE), increment_count=False)
-    mbarrier.wait(free.index(2 * STAGE + 1), phase)
-    for panel in gl.static_range(4, 8):
-        copy_rows(flat.slice(panel * TILE, TILE, dim=0), source + panel * 64, mask=exists)
-    copy_rows(ropes.index(STAGE), source + LATENT, mask=exists)
-    async_copy.mbarrier_arrive(ready.index(2 * STAGE + 1), increment_count=False)
-
-
-@gluon.jit
-def gather_turns(
-    query_boxes, query_rope_boxes, cache, work, queries, query_ropes, latents, ropes, query_ready, query_free, ready,
-    free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Load the queries of each group of rows, then its tiles: even ones into stage 0, odd ones into stage 1.
-
-    Blocks of `work` are slots here.
-    """
-    _, _, _, schedule, _, num_slots, _, _ = work
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HELD))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, HELD))[None, :]
-    even_phase = 1
-    odd_phase = 1
-    query_phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS)
-    while item >= 0:
-        row0, rows, _, keys, first, last, _, item, table, _ = open_item(work, item, HEADS, 1, SPLIT_QUERY)
-        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            load_queries(
-                query_boxes, query_rope_boxes, row0, group, queries.index(0), query_ropes.index(0), query_ready,
-                query_free, query_phase, ROWS, False,
-            )  # fmt: skip
-            query_phase ^= 1
-            slot = slots_of(table, first, keys, num_slots, row)
-            for tile in range(first, last, 2):
-                # The next tile's slots, read before the loads of this one.
-                following = slots_of(table, tile + 1, keys, num_slots, row)
-                source = cache + gl.maximum(slot, 0).to(gl.int64)[:, None] * (LATENT + ROPE) + column
-                copy_tile(source, (slot >= 0)[:, None] & (column >= 0), latents, ropes, ready, free, even_phase, 0,
-                          LAYOUT)  # fmt: skip
-                even_phase ^= 1
-                slot = slots_of(table, tile + 2, keys, num_slots, row)
-                if tile + 1 < last:
-                    source = cache + gl.maximum(following, 0).to(gl.int64)[:, None] * (LATENT + ROPE) + column
-                    copy_tile(source, (following >= 0)[:, None] & (column >= 0), latents, ropes, ready, free,
-                              odd_phase, 1, LAYOUT)  # fmt: skip
-                    odd_phase ^= 1
-
-
-@gluon.jit
 def gather_codes(
     cache, work, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,

@@ -313,8 +313,8 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        if variants.current().latent_scores != "first":
-            mla_decode_turns_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+        if variants.current().latent_scores == "turns":
+            mla_decode_turns_kernel[grid](**boxes, **common)
         else:
             mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
     else:

@@ -14,7 +14,6 @@ from vattn.mla_config import MLAConfig
 from vattn.ops import variants
 from vattn.ops.gluon import mla_launch
 from vattn.ops.gluon.mla_decode_fp8 import mla_decode_fp8_kernel
-from vattn.ops.gluon.mla_decode_turns import mla_decode_turns_kernel
 from vattn.ops.gluon.mla_decode_wide import mla_decode_wide_kernel
 from vattn.ops.gluon.mla_items import LATENT, ROPE, TILE
 from vattn.ops.gluon.prefill_launch import multiprocessors
@@ -103,8 +102,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
         )  # fmt: skip
     else:
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
-        turns = variants.current().latent_scores == "turns"
-        (mla_decode_turns_kernel if turns else mla_decode_wide_kernel)[grid](
+        mla_decode_wide_kernel[grid](
             query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
             cache=cached, **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip
