@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Partition = tuple[Callable[..., None], tuple[Any, ...]]
+"""What a group of warps runs, and its arguments."""
+
 PATIENCE = 20.0
 """Seconds."""
 
@@ -172,19 +175,25 @@ class Program:
         places, mask = pointer.places(mask)
         pointer.tensor.view(-1)[places] = values.expand(mask.shape)[mask]
 
-    def _run(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], *sizes: list[int]) -> None:
-        errors: list[BaseException] = []
+    def _run(self, partitions: list[Partition], *sizes: list[int]) -> None:
+        run_in_threads(partitions)
 
-        def guarded(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-            try:
-                function(*args)
-            except BaseException as error:
-                errors.append(error)
 
-        threads = [threading.Thread(target=guarded, args=partition, daemon=True) for partition in partitions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-        if errors:
-            raise errors[0]
+def run_in_threads(partitions: list[Partition], on_error: Callable[[], None] = lambda: None) -> None:
+    """Run each partition of a kernel in a thread, and raise the first error; `on_error` lets the others give up."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+            on_error()
+
+    threads = [threading.Thread(target=guarded, args=partition, daemon=True) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    if errors:
+        raise errors[0]

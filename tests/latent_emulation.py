@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gluon_emulation import PATIENCE, Memory, Pointer
+from tests.gluon_emulation import PATIENCE, Memory, Partition, Pointer, run_in_threads
 from vattn.ops.gluon import mla_decode_turns, mla_decode_wide, mla_items
 
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
@@ -201,25 +201,13 @@ class LatentProgram:
         (product,) = deps
         return product.finish() if isinstance(product, Product) else product
 
-    def _run(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], *sizes: list[int]) -> None:
-        errors: list[BaseException] = []
+    def _run(self, partitions: list[Partition], *sizes: list[int]) -> None:
+        run_in_threads(partitions, self._give_up)
 
-        def guarded(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-            try:
-                function(*args)
-            except BaseException as error:
-                errors.append(error)
-                with self.changed:
-                    self.failed = True
-                    self.changed.notify_all()
-
-        threads = [threading.Thread(target=guarded, args=partition, daemon=True) for partition in partitions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-        if errors:
-            raise errors[0]
+    def _give_up(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
 
 
 def _multiply(left: Any, right: Room, acc: Any, use_acc: bool = True, is_async: bool = True) -> Product:
