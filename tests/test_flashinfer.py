@@ -119,7 +119,20 @@ def test_without_a_compiler_the_capabilities_are_those_of_the_built_kernels(monk
     )
     flashinfer._of_built_kernels.cache_clear()
     can = selector.get_backend("FLASHINFER").capabilities
+    wide = PLAIN.replace(head_size=128, head_size_v=128)
+    reasons = {
+        name: selector.get_backend("FLASHINFER").reasons(config, HOPPER)
+        for name, config in {
+            "runs": wide,
+            "not built": wide.replace(logits_soft_cap=30.0),
+            "no kernel at all": wide.replace(logits_soft_cap=30.0, alibi="linear"),
+        }.items()
+    }
     flashinfer._of_built_kernels.cache_clear()
+    assert reasons["runs"] == []
+    assert reasons["no kernel at all"] == ["alibi is not implemented"]
+    [missing] = reasons["not built"]
+    assert "logits_soft_cap" in missing and "not built" in missing and "flashinfer-jit-cache" in missing
     assert (can.dtypes, can.head_sizes.values) == (("bfloat16",), (128,))
     assert can.kv_cache_dtypes == ("bfloat16", "fp8_e4m3")
     assert flashinfer.FLASHINFER.features - can.features == {"logits_soft_cap", "tree_bias"}

@@ -358,6 +358,25 @@ def test_wrong_arguments() -> None:
         Runner(PackedModel(model))
 
 
+def test_a_projection_that_divides_by_the_largest_value_of_a_row_is_enabled() -> None:
+    """Quantisers without a floor give NaN for a row of zeros; attention gives none while notes are taken."""
+
+    class Divided(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            largest = x.abs().amax(-1, keepdim=True)
+            return super().forward(x / largest) * largest
+
+    model, plain = make_model("llama"), make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.__class__ = Divided
+    packed, ids = enable(model, num_blocks=5), torch.tensor([5, 6, 7])
+    builder = vattn.AttentionMetadataBuilder(2, 4, max_seq_len=16, layers=packed)
+    step = builder.build([3], [3], [[1]])
+    with torch.no_grad(), vattn.forward_context(step):
+        got = packed(ids, step.positions)
+        assert relative_l2(got, plain(ids[None]).logits[0]) < 1e-5
+
+
 def test_models_of_one_config_object_are_enabled_apart() -> None:
     """Which attention runs is written in a config; another model's must not change with it."""
     first, second, plain = (make_model("llama") for _ in range(3))

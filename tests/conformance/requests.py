@@ -58,7 +58,7 @@ _POSITIONS = {
 }  # fmt: skip
 """Features that compare the positions of queries and keys; cross attention has the first, and no other."""
 
-MEDIUM = range(8, 72, 8)
+MEDIUM, WIDE = range(8, 72, 8), (80, 96, 128, 192, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ def _pick(rng: random.Random, values: Iterable[T], allowed: Container[T]) -> T:
 def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size: Size) -> AttentionConfig:
     can = selector.get_backend(backend).capabilities
     kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
-    widths: Any = MEDIUM if rng.random() >= size.wide_heads else (80, 96, 128, 192, 256, 512)
+    widths: Any = MEDIUM if rng.random() >= size.wide_heads else WIDE
+    if not any(width in can.head_sizes for width in widths):
+        widths = (*MEDIUM, *WIDE)
     head_size = _pick(rng, widths, can.head_sizes)
     if rng.random() < 0.015:
         head_size = rng.choice((4, 12, 20, 1032))

@@ -81,6 +81,9 @@ def must_accept(backend: str, device: str) -> list[tuple[str, str]]:
         pairs = TABLE[backend][kind]["pairs"]
         return [(first, second) for first, others in pairs.items() for second in others.split()]
     accepts, base = acceptance_test(backend, device), PLAIN.replace(backend=backend)
+    sizes = selector.get_backend(backend).capabilities.head_sizes
+    if base.head_size not in sizes:
+        base = base.replace(head_size=sizes.values[0], head_size_v=sizes.values[0])
     return [pair for pair in PAIRS if accepts(config_with(frozenset(pair), base))]
 
 

@@ -73,7 +73,11 @@ def compiled_without_passes(names: list[str]) -> tuple[list[str], list[Any]]:
     """Return which forms plain Inductor compiles, and what they compute."""
     try:
         return names, list(run(names, {}))
-    except (torch._dynamo.exc.TorchRuntimeError, torch._inductor.exc.InductorError) as error:
+    except (
+        torch._dynamo.exc.TorchRuntimeError,
+        torch._dynamo.exc.Unsupported,  # torchao looks for a package of kernels where Dynamo cannot follow
+        torch._inductor.exc.InductorError,
+    ) as error:
         if len(names) == 1:
             print("not compiled without the passes:", names[0], str(error).splitlines()[0][:200])
             return [], []

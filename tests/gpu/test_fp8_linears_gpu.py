@@ -139,10 +139,14 @@ def test_torchao_linears_fuse() -> None:
     """torchao's own FP8 linears, a scale a token: attention writes what their quantiser would have made."""
     pytest.importorskip("transformers")
     torchao = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.quantize_.common import KernelPreference
+
     from vattn.integrations.transformers import enable
 
     model = make_llama(**WIDE).to("cuda", torch.bfloat16)
-    config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    config = torchao.Float8DynamicActivationFloat8WeightConfig(
+        granularity=torchao.PerRow(), kernel_preference=KernelPreference.TORCH
+    )
     torchao.quantize_(model.model, config)
     packed = enable(model, num_blocks=33)
     expected = run(packed, {})

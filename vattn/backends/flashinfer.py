@@ -81,6 +81,9 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return what the capabilities refuse, and a kernel that is neither built nor can be."""
         found = super().limits(config, device)
+        if found and self.capabilities is not FLASHINFER:
+            by_all = _WithCompiler().limits(config, device)
+            return by_all or [f"{reason}, by kernels that are not built ({INSTALL})" for reason in found]
         if found or device.type != "cuda" or self.problem() is not None or can_compile():
             return found
         missing = [family for family in _families(config, device) if not is_built(config, family)]
@@ -138,6 +141,12 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
             return result
 
         _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
+
+
+class _WithCompiler(Backend):
+    """What FlashInfer would refuse if it could compile its kernels."""
+
+    name, capabilities = "FLASHINFER", FLASHINFER
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """Find out what attention a transformers model needs, by running it once with attention that only takes notes.
 
 Nothing is read from the model's configuration: names of fields differ between families, what attention is called with
-does not. With attention that returns zeros, tokens must not meet anywhere else in the model, and that is tested too.
+does not. With attention that gives all tokens the same, they must not meet anywhere else in the model, and that is
+tested too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from vattn.layers.fp8_linear import exact_inputs
 
 PROBE = "vattn_probe"
 TOKENS = 3
+
+SAME = 2.0**-6
+"""What attention gives every token while notes are taken."""
 
 _CONSTANTS = {"scaling": None, "sliding_window": None, "softcap": None}
 """Arguments of attention that become arguments of our layer."""
@@ -171,7 +175,10 @@ class _Notes:
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
-        """Note a call and return zeros `[1, T, heads, head_size_v]`."""
+        """Note a call and return the same for all tokens, `[1, T, heads, head_size_v]`.
+
+        Not zeros: quantisers without a floor divide a row by its largest value.
+        """
         name = type(module).__name__
         if module in self.calls:
             raise _unsupported(f"{name} attends twice in a step")
@@ -203,7 +210,7 @@ class _Notes:
             options=options,
             queries=query.detach().clone(),
         )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        return query.new_full((1, query.shape[2], query.shape[1], value.shape[3]), SAME), None
 
     def mask(
         self,
@@ -287,7 +294,7 @@ def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
 
 
 def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
-    """Refuse a model in which the middle token's logits depend on its neighbours although attention gives zeros."""
+    """Refuse a model in which the middle token's logits depend on its neighbours outside of attention."""
     if not bool(first.isfinite().all()):
         raise ConfigError(
             "a model whose logits are not finite for a few tokens",
