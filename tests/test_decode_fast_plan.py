@@ -308,3 +308,29 @@ def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with using(few_drafts="general"):
         assert [rows(64, tokens) for tokens in (1, 2, 3, 4)] == [1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+def test_tunings_fit_shared_memory(cache: str, head_size: int) -> None:
+    """Of the Gluon kernel: a ring of tiles of keys and values, and sums of every slot to be merged."""
+    from vattn.ops.triton import decode_fast
+
+    stored, seen = (1 if cache == "fp8_e4m3" else 2), 0
+    for kv_heads, group in itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 5, 8, 16)):
+        config = make_config(
+            num_heads=kv_heads * group, num_kv_heads=kv_heads, head_size=head_size, dtype="bfloat16",
+            kv_cache_dtype=cache, kv_scale="none" if stored == 2 else "tensor",
+        )  # fmt: skip
+        most = decode_fast.MAX_GROUP_SIZE // group if decode_fast.attends_drafts(config) else 1
+        for num_reqs, tokens, chunked in itertools.product((1, 8, 16, 64, 256), {1, most}, (False, True)):
+            cut = decode_fast.choose_tuning(config, num_reqs, tokens, chunked)
+            if not cut.slots:
+                continue
+            columns = cut.slots * cut.heads * head_size * stored
+            rows = 8 if tokens * group <= decode_fast.QUERY_ROWS.value else 16
+            need = cut.stages * 2 * decode_fast.TILE_TOKENS.value * columns + columns // 2 * rows * 4 + 1024
+            assert need <= 227 << 10, (config, num_reqs, tokens, cut)
+            assert cut.ctas * (need + 1024) <= 228 << 10, (config, num_reqs, tokens, cut)
+            seen += 1
+    assert seen or head_size == 256

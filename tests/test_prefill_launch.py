@@ -27,7 +27,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3", "query_load": "divide"},
         "query_load divide",
     ),
-    "wide fp8 cache": ({"kv_cache_dtype": "fp8_e4m3", "head_size": 256}, "head_size 256"),
     "head": ({"head_size": 80}, "head_size 80"),
     "unequal heads": ({"head_size_v": 64}, "unequal_head_sizes"),
     "block": ({"block_size": 24}, "block_size 24"),
@@ -124,6 +123,10 @@ def test_wide_heads_take_long_turns() -> None:
     for config, cut in ((make_config(**wide), Cut(1)), (make_config(**LLAMA), Cut(2)), (fp8, Cut(2))):
         shape = prefill_launch.shape_of(config, cut, False)
         assert (shape.LONG_TURNS, shape.HELD) == (False, 0)
+    widened = make_config(**wide, kv_cache_dtype="fp8_e4m3")
+    assert prefill_launch.refusals(widened, HOPPER) == []
+    shape = prefill_launch.shape_of(widened, Cut(2, 4), False)
+    assert (shape.LONG_TURNS, shape.HELD, shape.CONVERTERS) == (True, 0, 2)
 
 
 def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
@@ -141,7 +144,8 @@ def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
     of_fp8 = narrow.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
     assert prefill_launch.cut_of(of_both, 8192, 1, 132).residents == 2
-    for other in (of_fp8, narrow.replace(sliding_window=129), narrow.replace(num_heads=8)):
+    assert prefill_launch.cut_of(of_fp8, 8192, 1, 132) == Cut(1, 8, converters=2, keys=64, residents=2)
+    for other in (narrow.replace(sliding_window=129), narrow.replace(num_heads=8)):
         assert prefill_launch.cut_of(other, 8192, 1, 132).residents == 1
 
 

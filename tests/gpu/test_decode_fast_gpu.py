@@ -282,6 +282,52 @@ def test_large_groups_of_fp8_caches_use_gluon() -> None:
     check(batch, plan=True)
 
 
+WIDE: dict[str, dict[str, Any]] = {
+    "groups of 2": {"num_heads": 16, "num_kv_heads": 8},
+    "groups of 8": {"num_heads": 16, "num_kv_heads": 2, "sinks": True},
+    "groups of 16": {"num_heads": 32, "num_kv_heads": 2, "block_size": 64},
+    "one KV head": {"num_heads": 4, "num_kv_heads": 1, "kv_cache_layout": "HND"},
+    "groups of 12 over one": {"num_heads": 12, "num_kv_heads": 1},
+    "odd heads": {"num_heads": 9, "num_kv_heads": 3, "dtype": "float16"},
+    "window and cap": {"sliding_window": 300, "logits_soft_cap": 30.0},
+    "fp8 query": {"query_format": "fp8_e4m3", "query_scale": "head", "lse": False},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_of_an_fp8_cache(name: str) -> None:
+    from vattn.ops.triton.decode_fast import Tuning
+
+    for lengths in ([(211 * i) % 3001 for i in range(40)], [20011, 3, 0, 700], [5000]):
+        batch = decode_batch(lengths, padding=3, head_size=256, **{**FP8, **WIDE[name]})
+        check(batch, plan=len(lengths) > 1)
+        if batch.config.num_kv_heads > 1:
+            # What groups of up to four heads, and of more, take.
+            for tuning in (Tuning(2, 3, 2, slots=2, max_registers=128), Tuning(2, 5, 1, slots=2, overlap=True)):
+                if tuning.ctas == 1 or batch.config.group_size <= 8:
+                    check(batch, tuning, plan=len(lengths) > 1)
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_group64", "fp8_group128", "nvfp4", "fp8_per_token"])
+def test_outputs_of_wide_heads_of_an_fp8_cache(name: str) -> None:
+    """As the rounded result is quantised by itself."""
+    from vattn.ops.triton import decode_fast
+
+    batch = decode_batch([(211 * i) % 3001 for i in range(40)], head_size=256, output_format=name, **FP8)
+    decode_fast.decode(batch.args, batch.config)
+    plain = batch.config.replace(output_format="none")
+    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
+    decode_fast.decode(
+        batch.args._replace(output=output, output_block_scale=None, config=plain.encode()), plain,
+        decode_fast.choose_tuning(plain, 40),
+    )  # fmt: skip
+    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype)
+    scales = None if batch.args.output_block_scale is None else torch.empty_like(batch.args.output_block_scale).cpu()
+    output_scale = None if batch.args.output_scale is None else batch.args.output_scale.cpu()
+    quantization.quantise_output(output.cpu(), name, expected, scales, output_scale)
+    assert torch.equal(batch.args.output.view(torch.uint8).cpu(), expected.view(torch.uint8))
+
+
 def speculative_batch(query_lens: list[int], lengths: list[int], tokens: int, padding: int, **changes: Any) -> Batch:
     """A step of `tokens` rows per request on average, padding included."""
     values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}

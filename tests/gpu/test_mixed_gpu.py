@@ -59,7 +59,10 @@ def test_groups_that_leave_rows_unused(heads: int, groups: int) -> None:
         check_packed(prefill_batch(SHORT, num_heads=heads, padding=3, **products), groups, padded=True)
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_size": 64}, {"head_size": 256}, {"head_size": 64, **NATIVE}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_size": 64}, {"head_size": 256}, {"head_size": 256, **FP8}, {"head_size": 64, **NATIVE}],
+)
 def test_unused_rows_past_the_last_head(changes: dict[str, Any]) -> None:
     """Boxes of the query are larger than all heads there are."""
     for heads in (5, 7):

@@ -90,6 +90,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
     LONG_TURNS: gl.constexpr = TURNING and SHAPE.LONG_TURNS
     HELD: gl.constexpr = SHAPE.HELD
+    # Both the cache's tiles and those made of them, of 256 columns, leave no shared memory to sort results in.
+    DIRECT: gl.constexpr = CACHE == "widened" and D == 256
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=DEPTH // 8)
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
@@ -209,7 +211,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
@@ -220,7 +222,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
+                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
             )  # fmt: skip
         turn += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(
@@ -355,5 +357,5 @@ def prefill_kernel(
                 (produce, (producer, SHAPE)),
             ],
             [4, CONVERTERS, 1],
-            [224, 56, 56] if CACHE == "native" else [216, 40, 40],
+            [216, 40, 40] if CACHE == "widened" and CONVERTERS == 4 else [224, 56, 56],
         )

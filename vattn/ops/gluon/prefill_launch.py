@@ -41,9 +41,6 @@ from vattn.ops.triton.mask import LOG2E
 
 DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
-WIDENED_HEAD_SIZES = Sizes(values=(64, 128))
-"""Of FP8 caches under a 16-bit query: shared memory holds no wider tiles both as they are loaded and as fp16."""
-
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
 FEATURES = frozenset(
     {"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head", "query_scale_per_head"}
@@ -84,8 +81,8 @@ class Cut:
         converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
         turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
-        residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone, and not
-            where a 16-bit query meets an FP8 cache.
+        residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone; where a
+            16-bit query meets an FP8 cache two, of two converters.
         ahead: whether a CTA takes its next row tile at the start of the one before even where there are few: these are
             about equally long.
         together: KV heads, as far as their number divides, whose row tiles run side by side.
@@ -123,7 +120,9 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: 
     """Return the cut of a prefill step: by what a request has on average, and by the multiprocessors of the GPU."""
     if sees_few_keys(config):
         # Several short row tiles cover each other's loads and results.
-        return Cut(1, packs(config), keys=64, residents=3 if products_of(config) == "plain" else 2)
+        converters = 2 if products_of(config) == "widened" else 0
+        residents = 3 if products_of(config) == "plain" else 2
+        return Cut(1, packs(config), converters, keys=64, residents=residents)
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
@@ -142,12 +141,16 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: 
 def sees_few_keys(config: AttentionConfig) -> bool:
     """Return whether row tiles see no more than about two tiles of keys, and heads side by side fill them."""
     narrow = config.sliding_window is not None and config.sliding_window <= NARROW_WINDOW
-    return narrow and config.head_size == 64 and packs(config) > 1 and products_of(config) != "widened"
+    return narrow and config.head_size == 64 and packs(config) > 1
 
 
 def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
-    """Return how many KV heads of prompts run side by side: two, or eight where that was faster on an H200."""
-    timed = config.head_size >= 128 and config.sliding_window is None and products_of(config) != "widened"
+    """Return how many KV heads of prompts run side by side: two, or eight where that was faster on an H200.
+
+    Not timed: heads of 128 whose FP8 cache is widened.
+    """
+    timed = config.head_size >= 128 and config.sliding_window is None
+    timed = timed and (products_of(config) != "widened" or config.head_size == 256)
     return 8 if timed and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
@@ -167,9 +170,8 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"query_format {config.query_format} (runs none, and fp8_e4m3 on an fp8_e4m3 cache)")
     if config.query_load != "plain":
         found.append(f"query_load {config.query_load} (runs plain)")
-    head_sizes = WIDENED_HEAD_SIZES if is_fp8 and not config.takes_fp8_query else HEAD_SIZES
-    if config.head_size not in head_sizes:
-        found.append(f"head_size {config.head_size} (runs {head_sizes})")
+    if config.head_size not in HEAD_SIZES:
+        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
     if config.block_size not in BLOCK_SIZES:
         found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
     if config.attn_type != "decoder":
@@ -255,10 +257,12 @@ def computes_scales(config: AttentionConfig) -> bool:
     """Return whether the kernel computes the scales of the output format: those of FP8 groups inside a head.
 
     NVFP4 and IEEE's divisions are left to another kernel, as scales per token are. Their code is long and would run
-    once a tile: NVFP4 took 14 % of this kernel's time, where scales per token take 4 in another.
+    once a tile: NVFP4 took 14 % of this kernel's time, where scales per token take 4 in another. Heads of 256 of an FP8
+    cache under a 16-bit query leave no shared memory for groups.
     """
     is_long = OUTPUT_FORMATS[config.output_format].static_scale or config.output_arithmetic == "divide"
-    return groups_fit_heads(config) and not is_long
+    has_room = config.head_size < 256 or products_of(config) != "widened"
+    return groups_fit_heads(config) and not is_long and has_room
 
 
 @lru_cache(maxsize=64)
@@ -350,7 +354,7 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
     """Return what the kernel is specialised for; `late`: see `takes_late`."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, cut)
-    wide = config.head_size == 256 and cache == "plain" and cut.groups == 2
+    wide = config.head_size == 256 and cache != "native" and cut.groups == 2
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
@@ -371,7 +375,7 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
         TURN=cut.turn or turned_tokens(config),
         LONG_TURNS=wide,
         # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
-        HELD=128 if wide else 0,
+        HELD=128 if wide and cache == "plain" else 0,
         HALVES=cut.halves,
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
@@ -399,10 +403,10 @@ def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
 
 def converter_warps(config: AttentionConfig, cut: Cut) -> int:
     """Return the warps that convert an FP8 cache."""
-    if cut.groups == 3:
+    # Beside wide results, or three warpgroups', there are no registers for more.
+    if cut.groups == 3 or config.head_size == 256:
         return 2
     if products_of(config) == "native":
-        # Beside wide results there are no registers for more.
         return 4 if config.head_size == 128 else 2
     return 8 if cut.groups == 1 else 4
 

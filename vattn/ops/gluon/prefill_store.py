@@ -14,10 +14,18 @@ from vattn.ops.gluon.prefill_softmax import tokens_of
 def store_rows(
     output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
-    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, DIRECT: gl.constexpr = False,
 ):  # fmt: skip
-    """Store this warpgroup's rows of a tile, and their logs if asked for: FILLED of a token's PACK rows."""
-    if D == 256:
+    """Store this warpgroup's rows of a tile, and their logs if asked for: FILLED of a token's PACK rows.
+
+    DIRECT: as threads hold them, without shared memory through which rows are sorted; in no groups then.
+    """
+    if DIRECT:
+        store_columns(
+            output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
+            GROUP_INDEX, HEADS, D, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, True,
+        )  # fmt: skip
+    elif D == 256:
         # By halves: the shared memory through which rows are sorted is scarce.
         low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
         store_columns(
@@ -48,11 +56,15 @@ def store_columns(
     output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
     FILLED: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    DIRECT: gl.constexpr = False,
 ):  # fmt: skip
-    """Store COLUMNS columns of this warpgroup's rows."""
+    """Store COLUMNS columns of this warpgroup's rows; DIRECT: as threads hold them."""
     THREADS: gl.constexpr = COLUMNS // 8
-    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-    rounded = gl.convert_layout(result.to(MODEL), coalesced)
+    in_rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
+    coalesced: gl.constexpr = result.type.layout if DIRECT else in_rows
+    rounded = result.to(MODEL)
+    if not DIRECT:
+        rounded = gl.convert_layout(rounded, coalesced)
     if OUTPUT_GROUPS[0] > 0:
         store_row_groups(
             output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,

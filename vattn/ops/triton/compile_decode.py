@@ -37,7 +37,7 @@ from vattn.ops.variants import using
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", hopper.CAPABILITY)
 SHARED_BYTES = 227 << 10
-SPILL_ALLOWANCE = 112
+SPILL_ALLOWANCE = 120
 """Bytes of a thread's registers that may go to memory. Head size 256, wide groups and codes of three bits keep some
 outside of the loop."""
 
@@ -74,7 +74,11 @@ def configs() -> Iterator[AttentionConfig]:
         yield base.replace(**formats, num_heads=128)
         yield base.replace(**formats, num_heads=8, num_kv_heads=1)
         yield base.replace(**formats, num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
-    yield base.replace(head_size=256, head_size_v=256)
+    wide = base.replace(head_size=256, head_size_v=256)
+    yield wide
+    yield wide.replace(**fp8, **features, num_heads=16, output_format="fp8_group128")
+    yield wide.replace(**fp8, num_heads=16, num_kv_heads=2)
+    yield wide.replace(**fp8, num_heads=16, num_kv_heads=1)
     for fmt in KV_FORMATS.values():
         kind = "head" if fmt.quantised else "none"
         packed = base.replace(kv_cache_dtype=fmt.name, kv_scale=kind) if fmt.packed else base
@@ -90,7 +94,7 @@ def rows_per_request(config: AttentionConfig, num_reqs: int) -> list[int]:
     """Return how many rows a request may have in a step; more than the kernel attends at a time in small steps."""
     if KV_FORMATS[config.kv_cache_dtype].packed:
         return [1]
-    if config.head_size not in decode_fast.SPECULATIVE_HEAD_SIZES or config.query_load != "plain":
+    if not decode_fast.attends_drafts(config) or config.query_load != "plain":
         return [1]
     most = decode_fast.MAX_GROUP_SIZE // config.group_size
     chunked = {2 * most} if most > 1 and num_reqs * config.num_kv_heads <= 64 else set()
