@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 import pytest
 
@@ -314,7 +315,7 @@ def test_padded_head_sizes_are_declared() -> None:
         text = f"note   : head_size {size} is computed as {columns} (columns of zeros in the kernel"
         assert (columns is None and not found.notes) or text in str(found)
     decoder = selector.explain(make_config(head_size=80, backend="TRITON_ATTN"), sm_90)
-    assert decoder.notes == ("head_size 80 is computed as 128 (columns of zeros in the kernel, not in memory)",)
+    assert decoder.notes[0] == "head_size 80 is computed as 128 (columns of zeros in the kernel, not in memory)"
     assert selector.explain(make_config(head_size=80), "cpu").notes == ()
 
 
@@ -351,3 +352,38 @@ def test_a_backend_may_refuse_scales_that_turn_the_order_of_scores_round(scale):
     assert reasons(scale=scale) == []
     assert reasons(capabilities=positive, scale=scale) == [f"scale {scale} (runs scales above 0)"]
     assert selector.get_backend("FLASHINFER").capabilities.negative_scales is False
+
+
+HOPPER_GPU = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
+MISSED: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
+    "none": ({}, None, None),
+    "heads of 256, an FP8 cache": ({"head_size": 256, "kv_cache_dtype": "fp8_e4m3"}, None, None),
+    "head": ({"head_size": 96}, "head_size 96", "head_size 96"),
+    "block": ({"block_size": 48}, None, "block_size 48"),
+    "packed": ({"kv_cache_dtype": "int4_per_token_head"}, None, "kv_cache_dtype int4_per_token_head"),
+    "packed, wide": ({"kv_cache_dtype": "int4_per_token_head", "head_size": 256}, "head sizes 256", "kv_cache_dtype"),
+    "feature": ({"alibi": "linear"}, "alibi is not implemented", "alibi is not implemented"),
+    "a rank's keys": ({"context_parallel": True, "context_world": 2}, None, "context_parallel"),
+    "a rank's window": (
+        {"context_parallel": True, "context_world": 2, "sliding_window": 9}, "sliding_window over a rank's keys",
+        "context_parallel",
+    ),
+    "query to be rounded": (
+        {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3", "query_load": "divide"}, None, None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_steps_that_miss_hoppers_kernels_are_told(case: str) -> None:
+    changes, decodes, prompts = MISSED[case]
+    base = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16}
+    config = make_config(**{**base, "backend": "TRITON_ATTN", **changes})
+    said = [note for note in selector.explain(config, HOPPER_GPU).notes if "general kernel" in note]
+    wanted = [(name, why) for name, why in (("decodes", decodes), ("prompts", prompts)) if why is not None]
+    assert len(said) == len(wanted), said
+    for note, (name, why) in zip(said, wanted, strict=True):
+        assert note.startswith(f"{name} run on the general kernel, not on Hopper's: ")
+        assert why in note
+    for other in ("cpu", DeviceInfo("cuda", (8, 0), "an A100")):
+        assert not any("general kernel, not" in note for note in selector.explain(config, other).notes)

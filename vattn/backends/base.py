@@ -399,6 +399,10 @@ class Backend:
         """Return what this backend does to run a request that it accepts, such as padding; for `explain`."""
         return []
 
+    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return which steps of a request miss the kernels made for a device, and why; for `explain`."""
+        return []
+
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the int32 schedule that `plan` fills for such a step; `()`: this backend needs none."""
         return ()

@@ -124,7 +124,8 @@ class Explanation:
         device: where it would run.
         chosen: name of the backend, `None` if every one refuses.
         refusals: reasons of each backend that was asked, empty for one that accepts.
-        notes: what the chosen backend does to run the request, such as padding.
+        notes: what the chosen backend does to run the request, such as padding, and which steps miss the kernels that
+            were made for the device.
         tested: for each backend that accepts on a GPU, the recorded run that covers the request, or that it is
             untested and why (`vattn.backends.recorded_runs`). On a CPU the tests of every change run.
     """
@@ -172,7 +173,9 @@ def _decide(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> Explanat
         names = (get_backend(config.backend).name,)
     refusals = {name: tuple(_BACKENDS[name].reasons(config, device)) for name in names}
     chosen = next((name for name in names if not refusals[name]), None)
-    notes = () if chosen is None else tuple(_BACKENDS[chosen].notes(config))
+    notes: tuple[str, ...] = ()
+    if chosen is not None:
+        notes = (*_BACKENDS[chosen].notes(config), *_BACKENDS[chosen].general_steps(config, device))
     notes += () if measured is None else (measured,)
     accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
     tested = {name: _tested(_BACKENDS[name], config, device) for name in accepting}

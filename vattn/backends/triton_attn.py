@@ -70,6 +70,18 @@ class TritonAttentionBackend(Backend):
             )
         return found
 
+    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Say which steps of a layer with a paged cache run on the general kernel on Hopper, which has faster ones."""
+        from vattn.ops import hopper
+
+        if device.type != "cuda" or device.capability != hopper.CAPABILITY or config.block_size == 0:
+            return []
+        return [
+            f"{steps} run on the general kernel, not on Hopper's: {'; '.join(dict.fromkeys(reasons))}"
+            for steps, reasons in _missed_paths(config, device).items()
+            if reasons
+        ]
+
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule of the paths made for Hopper; `()` where neither runs the layer."""
         if config.context_parallel or not any(_fast_paths(config)):
@@ -181,6 +193,25 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
     # Where the kernel does not round the query, it is rounded first.
     plain = after_rounding(config)
     return decode_fast.runs(plain, device), prefill_launch.runs(plain, device)
+
+
+def _missed_paths(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
+    """Return why decodes and prompts do not run by the paths made for Hopper; empty lists where they do."""
+    from vattn.ops.gluon import prefill_launch
+    from vattn.ops.triton import decode_fast, decode_packed
+    from vattn.ops.triton.round_query import after_rounding
+
+    packed = KV_FORMATS[config.kv_cache_dtype].packed
+    path = decode_packed if packed else decode_fast
+    whole = without_stripe(config) if config.context_parallel else config
+    # Where the kernel does not round the query, it is rounded first.
+    plain = whole if packed else after_rounding(whole)
+    decodes = path.refusals(plain, device)
+    prompts = prefill_launch.refusals(plain, device)
+    if config.context_parallel:
+        decodes += [f"{name} over a rank's keys" for name in sorted(requested_features(config) - _ORDER_FREE)]
+        prompts.append("context_parallel")
+    return {"decodes": decodes, "prompts": prompts}
 
 
 _ORDER_FREE = frozenset(
