@@ -186,7 +186,11 @@ def layer_kinds() -> dict[str, tuple[Any, Callable[[int], Any], tuple[Tensor, ..
 
     def cross_step(cached: int) -> AttentionMetadata:
         return cross_builder.build(
-            [1, 1], [cached, cached + 1], [[1, 2, 3, 4]] * 2, encoder_lens=[5, 3], cross_block_tables=[[6], [7]]
+            [1, 1],
+            [cached, cached + 1],
+            [[1, 2, 3, 4], [5, 8, 9, 10]],
+            encoder_lens=[5, 3],
+            cross_block_tables=[[6], [7]],
         )
 
     two = make_inputs(2)

@@ -37,7 +37,7 @@ def test_the_mask_holds_the_leading_decodes(builder: vattn.XFormersMetadataBuild
 def test_no_mask_without_leading_decodes(
     query_lens: list[int], seq_lens: list[int], builder: vattn.XFormersMetadataBuilder
 ) -> None:
-    assert builder.build(query_lens, seq_lens, [[1]] * len(query_lens)).attn_bias is None
+    assert builder.build(query_lens, seq_lens, [[1], [2]][: len(query_lens)]).attn_bias is None
 
 
 def test_layers_take_it_like_any_other(package: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

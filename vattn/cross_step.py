@@ -79,7 +79,9 @@ def read_cross_step(
         new = read_flags("new_encoder", new_encoder, num_reqs)
     num_rows = int(lengths[new].sum())
     check_capacity("new encoder states", num_rows, limits.encoder_tokens, "max_encoder_tokens")
-    _check_written_once(table[new], lengths[new], limits.block_size)
+    if num_rows:
+        _check_written_once(table[new], lengths[new], limits.block_size)
+        _check_readers(table, lengths, new, limits.block_size)
     return CrossStep(lengths, new, table, num_rows)
 
 
@@ -93,6 +95,28 @@ def _check_written_once(table: Tensor, lengths: Tensor, block_size: int) -> None
             "blocks of their own",
             "mark a request that reads another one's states as not new",
         )
+
+
+def _check_readers(table: Tensor, lengths: Tensor, new: Tensor, block_size: int) -> None:
+    """Refuse states that this step writes where another request has states of its own.
+
+    A request that is not new may read a new one's states from their beginning on: layers store before they read.
+    """
+    needed = (lengths + (block_size - 1)) // block_size
+    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
+    written = table[used & new.unsqueeze(1)]
+    shared = torch.isin(table, written) & used & ~new.unsqueeze(1)
+    for row in shared.any(1).nonzero().squeeze(1).tolist():
+        count, block = int(needed[row]), int(table[row][shared[row]][0])
+        same = (table[:, :count] == table[row, :count]).all(1) & new & (lengths >= lengths[row])
+        if not bool(same.any()):
+            writer = int(((table == block) & used & new.unsqueeze(1)).any(1).nonzero()[0])
+            raise MetadataError(
+                f"request {writer} writes encoder states in this step into block {block}, which holds those of request "
+                f"{row}",
+                "blocks of their own, or all states of one request read by another from the first on",
+                "check the block allocator, or pass both requests the same cross_block_tables and encoder_lens",
+            )
 
 
 def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: int, slots: Tensor) -> None:

@@ -216,7 +216,26 @@ class FlashAttentionMetadataBuilder:
                     "allocate the blocks of all steps before the first, or advance fewer steps",
                 )
             table[row, : len(blocks)] = read_integers("block_tables", blocks[:width])
+        if lookahead:
+            self._check_coming(table, torch.tensor(lengths, dtype=torch.int64), lookahead)
         return table
+
+    def _check_coming(self, table: Tensor, lengths: Tensor, lookahead: int) -> None:
+        """Refuse blocks that the device will write into, unseen by the host, and that somebody else uses."""
+        size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
+        now, then = (-(-count // size).unsqueeze(1) for count in (lengths, lengths + lookahead))
+        coming, used = (columns >= now) & (columns < then), columns < then
+        blocks = table[coming]
+        if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
+            return
+        place = next(place for place in coming.nonzero() if int(((table == table[tuple(place)]) & used).sum()) > 1)
+        row, column = place.tolist()
+        raise MetadataError(
+            f"request {row}: entry {column} of the block table, for tokens to come, is block {int(table[row, column])},"
+            " which stands in the tables of this step once more",
+            "blocks of their own for tokens to come",
+            "check the block allocator",
+        )
 
     def _offsets(self, common: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Write what follows from the lengths, on the device, in buffers that stay."""

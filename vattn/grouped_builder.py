@@ -16,7 +16,8 @@ from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingW
 from vattn.metadata import AttentionMetadata, CaptureKey
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_buffers import Staging
-from vattn.step_input import Lengths, Step, read_integers, read_step
+from vattn.step_input import Lengths, Step, most_held, read_integers, read_step
+from vattn.written_blocks import Reach, Writing, WrittenBlocks, refuse_shared
 
 
 class _TableBuffers:
@@ -70,6 +71,8 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(*capacity, layers=layers, **options)
         self.groups = _groups_of(layers)
         self._own = [group for group in self.groups if group.kind != "cross"]
+        self._clusters = _clusters(layers, self._own)
+        self._written_by_groups = WrittenBlocks(self.num_blocks)
         extra = max(0, len(self._own) - 1)
         with torch.inference_mode(False):
             self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
@@ -114,12 +117,14 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 "pass a list of tables, each with one row of block ids for each request",
             )
         steps = [
-            read_step(self._limits, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
+            read_step(self._limits, None, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
             for table in tables
         ]
         if slot_mapping is None:
             for group, step in zip(self._own, steps, strict=True):
                 self._check_held(group, step)
+            for cluster in self._clusters:
+                self._check_written(cluster, [steps[index] for index in cluster])
         options["slot_mapping"] = slot_mapping
         if capture_key is not None:
             options["capture_key"] = self._own_key(capture_key)
@@ -151,7 +156,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
     def _check_held(self, group: CacheGroup, step: Step) -> None:
         """Refuse a step that reads, or writes to, a block which was freed."""
         needed = -(-step.seq_lens // self.block_size)
-        first = _first_blocks(group.spec, step.seq_lens - step.query_lens, self.block_size)
+        first = _reach(group.spec).first_blocks(step.seq_lens - step.query_lens, self.block_size)
         columns = torch.arange(step.table.shape[1])
         wrong = (columns >= first.unsqueeze(1)) & (columns < needed.unsqueeze(1)) & (step.table == 0)
         if bool(wrong.any()):
@@ -161,6 +166,29 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 f"blocks of the request from entry {int(first[row])} on",
                 "keep blocks until no query can read them: HybridBlockTable does",
             )
+
+    def _check_written(self, cluster: Sequence[int], steps: Sequence[Step]) -> None:
+        """Refuse a step that writes into a block which another entry names too, in groups that share storages."""
+        size, width = self.block_size, max(step.table.shape[1] for step in steps)
+        # Rows of the groups follow each other.
+        table = torch.cat([nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps])
+        slots = torch.cat([step.slots for step in steps])
+        longest = int(steps[0].seq_lens.max()) if slots.numel() else 0
+        stripe = self._limits.stripe
+        if stripe is None and self._written_by_groups.sound(table, slots, size, longest):
+            return
+        places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
+        held = torch.as_tensor(most_held(stripe, steps[0].seq_lens))
+        for order, (index, step) in enumerate(zip(cluster, steps, strict=True)):
+            request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
+            local = step.positions if stripe is None else stripe.local_indices(step.positions).clamp(min=0)
+            places.append(request * width + local // size)
+            reach = WrittenBlocks(None, [_reach(self._own[index].spec)])
+            used.append(reach.used(width, -(-held // size), step.seq_lens - step.query_lens, size))
+        names = [f"request {row} of {self._own[index]!r}" for index in cluster for row in range(num_reqs)]
+        stored = slots >= 0
+        blocks = slots[stored] // size
+        refuse_shared(Writing(table, torch.cat(places)[stored], blocks, torch.cat(used), size, names))
 
     def _own_key(self, captured: CaptureKey) -> CaptureKey:
         """Return the first group's part of a key, after comparing the others'."""
@@ -194,12 +222,25 @@ def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:
     return tuple(groups[index] for index in sorted(groups))
 
 
-def _first_blocks(spec: KVCacheSpec, contexts: Tensor, block_size: int) -> Tensor:
-    """Return `spec.first_block` of many lengths at once."""
+def _clusters(model: nn.Module, groups: Sequence[CacheGroup]) -> list[list[int]]:
+    """Return the places of groups that share storages, so that they must not share blocks, together."""
+    storages: list[set[int]] = [set() for _ in groups]
+    for layer in model.modules():
+        group, cache = getattr(layer, "kv_cache_group", None), getattr(layer, "kv_cache", None)
+        if group in groups and isinstance(cache, Tensor):
+            storages[groups.index(group)].add(cache.untyped_storage().data_ptr())
+    clusters: list[list[int]] = []
+    for index, own in enumerate(storages):
+        together = [cluster for cluster in clusters if any(storages[other] & own for other in cluster)]
+        clusters = [cluster for cluster in clusters if cluster not in together]
+        clusters.append(sorted([index, *(other for cluster in together for other in cluster)]))
+    return clusters
+
+
+def _reach(spec: KVCacheSpec) -> Reach:
     if isinstance(spec, SlidingWindowSpec):
         # What is retained beyond the window is the caller's wish, and no kernel reads it.
-        return (contexts - (spec.sliding_window - 1)).clamp(min=0) // block_size
+        return Reach(spec.sliding_window)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        chunks = (contexts // spec.attention_chunk_size - spec.chunk_lookback).clamp(min=0)
-        return chunks * spec.attention_chunk_size // block_size
-    return torch.zeros_like(contexts)
+        return Reach(None, spec.attention_chunk_size, spec.chunk_lookback)
+    return Reach()

@@ -391,10 +391,7 @@ def most_blocks(num_blocks: int | None) -> int:
 
 def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_blocks: int | None) -> None:
     """Raise MetadataError for a host table that is too narrow for a length or has a used entry out of range."""
-    needed, most = (seq_lens + (block_size - 1)) // block_size, most_blocks(num_blocks)
-    if bool((needed > table.shape[1]).any()):
-        row = int(needed.argmax())
-        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
+    needed, most = check_width(table, seq_lens, block_size), most_blocks(num_blocks)
     if table.numel():
         # Most steps are right everywhere, past the last blocks too, and one pass tells.
         lowest, highest = table.aminmax()
@@ -412,6 +409,15 @@ def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_bloc
         )
 
 
+def check_width(table: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+    """Return how many blocks each request has, int64 `[B]`; raise MetadataError for a table that is too narrow."""
+    needed = (seq_lens + (block_size - 1)) // block_size
+    if bool((needed > table.shape[1]).any()):
+        row = int(needed.argmax())
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
+    return needed
+
+
 def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int) -> MetadataError:
     """Return the error of a request whose row of the block table has too few blocks."""
     return MetadataError(
@@ -423,21 +429,23 @@ def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int)
 
 def check_slots(slots: Tensor, block_size: int, num_blocks: int | None, name: str = "slot_mapping") -> None:
     """Raise MetadataError for a host slot outside the cache (below -1, or past the end) or given twice."""
-    wrong = slots < -1
-    if num_blocks is not None:
-        wrong |= slots >= num_blocks * block_size
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
+    if not slots.numel():
+        return
+    written = slots.sort().values
+    lowest, end = int(written[0]), None if num_blocks is None else num_blocks * block_size
+    if lowest < -1 or (end is not None and int(written[-1]) >= end):
+        row = int(((slots < -1) if end is None else (slots < -1) | (slots >= end)).nonzero()[0])
         raise MetadataError(
             f"{name}[{row}]={int(slots[row])}",
-            "-1 or a slot >= 0" if num_blocks is None else f"-1 to {num_blocks * block_size - 1}",
+            "-1 or a slot >= 0" if end is None else f"-1 to {end - 1}",
             "use block * block_size + offset, and -1 for tokens that are not stored",
         )
-    written = slots[slots >= 0].sort().values
-    twice = written[1:][written[1:] == written[:-1]]
-    if twice.numel():
+    twice = written[1:] == written[:-1]
+    if lowest < 0:
+        twice &= written[1:] >= 0
+    if bool(twice.any()):
         raise MetadataError(
-            f"slot {int(twice[0])} is given to two tokens",
+            f"slot {int(written[1:][twice][0])} is given to two tokens",
             "slots that differ",
             "copy a shared block before writing to it, and check the block tables for a block given twice",
         )

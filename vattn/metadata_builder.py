@@ -32,6 +32,7 @@ from vattn.shared_prefix import read_shared_prefix, write_shared_prefix
 from vattn.step_buffers import Staging, StepBuffers, alias
 from vattn.step_input import Lengths, Limits, Step, read_positions, read_step
 from vattn.step_plans import StepPlans, all_layers, block_size_of, device_of, find_layers
+from vattn.written_blocks import WrittenBlocks
 
 
 class AttentionMetadataBuilder:
@@ -158,6 +159,7 @@ class AttentionMetadataBuilder:
         with torch.inference_mode(False):
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
+        self._written = WrittenBlocks(self.num_blocks, found.reaches) if self._one_table else None
         self._builds = itertools.count()
         self._steps = BuiltSteps(found.bound)
         if context_parallel is not None:
@@ -177,6 +179,7 @@ class AttentionMetadataBuilder:
         self._suffix_table = torch.zeros_like(self._buffers.block_table)
         host = torch.device("cpu")
         self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
+        self._host_table = self._buffers.block_table
         self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
         """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
 
@@ -210,8 +213,11 @@ class AttentionMetadataBuilder:
         Args:
             query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
                 `seq_lens=None`: nothing is cached.
-            block_tables: block ids of each request, in order; rows may be longer than needed. `None`: a step of layers
-                without a cache (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
+            block_tables: block ids of each request, in order; rows may be longer than needed. Requests may share blocks
+                that they read; one that the step writes into is one entry of one request, or filled as a whole by the
+                request that stores a shared prefix. Entries behind the windows of all `layers` do not count; without
+                `layers`, 0 stands for blocks that were freed there. `None`: a step of layers without a cache
+                (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
             positions: one position per token for the model, such as by depth in a tree of drafts; default those of the
@@ -236,7 +242,8 @@ class AttentionMetadataBuilder:
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
-            MetadataError: values that contradict each other, the capacity or the cache; no buffer was touched.
+            MetadataError: values that contradict each other, the capacity or the cache, or a block that the step writes
+                into and somebody else uses; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
             CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
             RankError: the other ranks build another step, or none; no buffer was touched.
@@ -245,8 +252,9 @@ class AttentionMetadataBuilder:
         with telling_others(self.context_parallel):
             self._steps.check_caches()
             step = read_step(
-                self._limits, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
-            )
+                self._limits, self._written, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias,
+                tree_id, mm_ranges,
+            )  # fmt: skip
             num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
             if self.context_parallel is not None:
                 check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
@@ -304,7 +312,8 @@ class AttentionMetadataBuilder:
 
         Raises:
             MetadataError: another step than the last one, or one with more than lengths and tables; other blocks than
-                those that are needed, or a request that becomes too long. No buffer was touched.
+                those that are needed, or one that a request of the step reads; or a request that becomes too long. No
+                buffer was touched.
 
         Example:
             >>> import vattn
@@ -323,7 +332,7 @@ class AttentionMetadataBuilder:
         self._steps.check_caches()
         before, steps = self._built
         if isinstance(steps, Step):
-            steps = FollowingSteps(self._limits, steps, self._buffers.block_table.shape[1])
+            steps = FollowingSteps(self._limits, steps, self._host_table[: steps.table.shape[0]], self._written)
         step = steps.read(new_blocks)
         for layer in self._sink_layers:
             layer.write_changed_sinks()
@@ -439,6 +448,8 @@ class AttentionMetadataBuilder:
         """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""
         staging = self._staging.next()
         staging.fill(step, num_reqs, num_tokens)
+        # Steps behind this one write their entries apart, so that it stays until the next build.
+        self._host_table = staging.block_table
         if staging is not self._buffers:
             for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
                 target.copy_(source, non_blocking=True)

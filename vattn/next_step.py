@@ -13,6 +13,7 @@ from vattn.errors import MetadataError
 from vattn.host_integers import integer
 from vattn.metadata import AttentionMetadata, most_blocks
 from vattn.step_input import Limits, Step, check_capacity, read_integers
+from vattn.written_blocks import BlocksInUse, WrittenBlocks
 
 if TYPE_CHECKING:
     from vattn.step_buffers import StepBuffers
@@ -26,23 +27,28 @@ class FollowingSteps:
     Args:
         limits: of the builder.
         first: the step that was built; read, and kept apart from what its caller passed.
-        table_width: columns of the block table.
+        table: int32 `[B, W]` on the host, as that step was written: its block table, which nobody else changes.
+        written: tells which of its blocks are in use.
 
     Raises:
         MetadataError: requests without exactly one new token, or anything beside lengths and block tables.
     """
 
-    def __init__(self, limits: Limits, first: Step, table_width: int) -> None:
+    def __init__(self, limits: Limits, first: Step, table: Tensor, written: WrittenBlocks | None) -> None:
         _check_may_follow(first)
         self._limits, size = limits, limits.block_size
+        self._table, self._written, table_width = table, written, table.shape[1]
+        self._in_use: BlocksInUse | None = None
+        self._ids: list[int] = []
+        self._begun: list[Tensor] = []
         self._lengths, self._slots = first.seq_lens, first.slots
         self._query_lens = first.query_lens
         self._longest, self._count = int(first.seq_lens.max()), 0
         places = first.seq_lens % size
         entries = torch.arange(len(places)) * table_width + (first.seq_lens + (size - 1)) // size
-        rows = [(places == place).nonzero().squeeze(1) for place in range(size)]
         # By how many tokens of their last block requests have: their rows, and where the table has their next block.
-        self._begin = [(found, entries[found]) for found in rows]
+        order, counts = places.argsort(stable=True), torch.bincount(places, minlength=size).tolist()
+        self._begin = list(zip(order.split(counts), entries[order].split(counts), strict=True))
 
     def read(self, new_blocks: Any) -> NextStep:
         """Return the next step; nothing has changed.
@@ -56,9 +62,10 @@ class FollowingSteps:
         size = self._limits.block_size
         check_capacity("positions in one request", self._longest + 1, self._limits.seq_len, "max_seq_len")
         rows, entries = self._begin[-self._count % size]
-        ids = _read_blocks(new_blocks, rows.shape[0], self._limits)
+        self._ids = ids = _read_blocks(new_blocks, rows.shape[0], self._limits)
         slots = self._slots + 1
         if ids:
+            self._refuse_used(ids)
             blocks = torch.tensor(ids)
             # Slots that differ stay so: the others go on in their blocks, and these are the first of new ones.
             slots.index_copy_(0, rows, blocks * size)
@@ -73,6 +80,34 @@ class FollowingSteps:
         self._lengths, self._slots = step.seq_lens, step.slots
         self._longest += 1
         self._count += 1
+        if self._ids:
+            assert self._in_use is not None
+            self._in_use.add(self._ids)
+            self._begun.append(step.table)
+
+    def _refuse_used(self, ids: list[int]) -> None:
+        """Refuse a new block that some request of the step reads already."""
+        if self._in_use is None:
+            # Entries that nobody reads are among these: a block found here is looked for once more.
+            columns = -(-self._longest // self._limits.block_size)
+            self._in_use = BlocksInUse(self._table[:, :columns], self._limits.num_blocks)
+        if self._in_use.find(ids) is None:
+            return
+        table = self._table.long()
+        for places, blocks in self._begun:
+            table.view(-1).index_copy_(0, places, blocks)
+        size = self._limits.block_size
+        assert self._written is not None
+        used = self._written.used(table.shape[1], -(-self._lengths // size), self._lengths, size)
+        self._in_use = BlocksInUse(table[used], self._limits.num_blocks)
+        block = self._in_use.find(ids)
+        if block is not None:
+            row, column = ((table == block) & used).nonzero()[0].tolist()
+            raise MetadataError(
+                f"new block {block}, which request {row} reads as entry {column} of its block table",
+                "blocks that no request of the step has",
+                "check the block allocator",
+            )
 
 
 NextStep = Step

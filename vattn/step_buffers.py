@@ -130,9 +130,10 @@ def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
 
 
 def _fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
-    columns = min(table.shape[1], to.shape[1])
-    to[:num_reqs] = 0
-    to[: table.shape[0], :columns] = table[:, :columns]
+    rows, columns = table.shape[0], min(table.shape[1], to.shape[1])
+    to[:rows, :columns] = table[:, :columns]
+    to[:rows, columns:] = 0
+    to[rows:num_reqs] = 0
 
 
 def _round_up(count: int) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor
 from vattn.context_parallel.stripe import Number, Stripe
 from vattn.errors import MetadataError
 from vattn.formats import dtype_name
-from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, too_narrow
+from vattn.metadata import check_block_table, check_seq_lens, check_slots, check_tree_ids, check_width, too_narrow
+from vattn.written_blocks import WrittenBlocks
 
 if TYPE_CHECKING:
     from vattn.cross_step import CrossStep
@@ -89,6 +90,7 @@ def most_held(stripe: Stripe | None, length: Number) -> Number:
 
 def read_step(
     limits: Limits,
+    written: WrittenBlocks | None,
     query_lens: Lengths,
     seq_lens: Lengths | None,
     block_tables: Sequence[Sequence[int]] | Tensor | None,
@@ -98,7 +100,12 @@ def read_step(
     tree_id: Lengths | None,
     mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
 ) -> Step:
-    """Check a step and compute its positions and slots; the arguments are those of `AttentionMetadataBuilder.build`.
+    """Check a step and compute its positions and slots.
+
+    Args:
+        limits: of the builder.
+        written: tells whose the blocks are that the step writes into; `None`: that is for the caller to see.
+        ...: those of `AttentionMetadataBuilder.build`.
 
     Raises:
         MetadataError: values that contradict each other, the capacity or the cache.
@@ -113,7 +120,8 @@ def read_step(
     num_tokens = int(queries.sum())
     check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
     check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
-    check_capacity("positions in one request", max(lengths.tolist(), default=0), limits.seq_len, "max_seq_len")
+    longest = max(lengths.tolist(), default=0)
+    check_capacity("positions in one request", longest, limits.seq_len, "max_seq_len")
 
     request = torch.repeat_interleave(torch.arange(num_reqs), queries)
     first = queries.cumsum(0) - queries
@@ -121,26 +129,37 @@ def read_step(
     if block_tables is None:
         _check_packed(queries, lengths, slot_mapping)
         table = torch.zeros((num_reqs, 0), dtype=torch.int64)
+        slots = torch.full_like(positions, -1)
     else:
         # What the first rank needs every rank asks for, so that all refuse the same tables.
-        needed = most_held(limits.stripe, lengths)
+        held = most_held(limits.stripe, lengths)
         if limits.stripe is not None:
             _check_striped_tables(block_tables, lengths, limits)
-        table = read_table("block_tables", block_tables, needed, limits.block_size)
-        check_block_table(table, needed, limits.block_size, limits.num_blocks)
-    if block_tables is None:
-        slots = torch.full_like(positions, -1)
-    elif slot_mapping is None:
-        slots = _slots(table, request, positions, limits)
-    else:
-        slots = _given_slots(slot_mapping, num_tokens)
-    check_slots(slots, limits.block_size, limits.num_blocks)
+        table = read_table("block_tables", block_tables, held, limits.block_size)
+        needed = check_width(table, held, limits.block_size)
+        slots, places = _slots(table, request, positions, limits)
+        own = slots
+        if slot_mapping is not None:
+            slots = _given_slots(slot_mapping, num_tokens)
+            check_slots(slots, limits.block_size, limits.num_blocks)
+        if slot_mapping is not None or limits.stripe is not None:
+            stored = slots >= 0
+            places, own, kept = places[stored], own[stored], slots[stored]
+        else:
+            kept = own
+        as_told = kept is own or torch.equal(kept, own)
+        if not (as_told and written is not None and written.sound(table, kept, limits.block_size, longest)):
+            check_block_table(table, held, limits.block_size, limits.num_blocks)
+            check_slots(slots, limits.block_size, limits.num_blocks)
+            if written is not None:
+                written.refuse(table, places, kept, needed, lengths - queries, limits.block_size)
     _check_reserved(table, lengths, slots, limits)
     flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
     bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
     ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
-    held = None if limits.stripe is None else limits.stripe.count(lengths)
-    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, block_tables is None, held=held)
+    own_lens = None if limits.stripe is None else limits.stripe.count(lengths)
+    packed = block_tables is None
+    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, packed, held=own_lens)
 
 
 def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
@@ -164,14 +183,14 @@ def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Ten
             )
 
 
-def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> Tensor:
-    """Return the slot of each new token, -1 for those of other ranks."""
+def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Return the slot of each new token, -1 for those of other ranks, and the entry of the flat table behind it."""
     size, stripe = limits.block_size, limits.stripe
-    if stripe is None:
-        return table[request, positions // size] * size + positions % size
-    index = stripe.local_indices(positions)
-    place = index.clamp(min=0)
-    return torch.where(index < 0, -1, table[request, place // size] * size + place % size)
+    index = positions if stripe is None else stripe.local_indices(positions)
+    column = index // size if stripe is None else index.clamp(min=0) // size
+    places = request * table.shape[1] + column
+    slots = table.reshape(-1).index_select(0, places) * size + index % size
+    return (slots if stripe is None else torch.where(index < 0, -1, slots)), places
 
 
 def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None) -> None:

@@ -21,6 +21,7 @@ from vattn.ops.arguments import HostPlanArgs
 from vattn.ops.cache_layout import num_blocks_of
 from vattn.step_buffers import alias
 from vattn.step_input import Limits, Step
+from vattn.written_blocks import Reach
 
 
 class BoundLayer:
@@ -82,6 +83,9 @@ class FoundLayers:
 
     bound: list[BoundLayer] = field(default_factory=list)
 
+    reaches: set[Reach] = field(default_factory=set)
+    """How far back the layers see that read the requests' own tokens from a cache."""
+
     asked: list[str] = field(default_factory=list)
     """What each layer asks of ranks that share a cache, for the ranks to agree on."""
 
@@ -134,6 +138,8 @@ def find_layers(
         found.asked.append(check_ranks(layer, config, context_parallel))
         backend = selector.choose(config, device)
         found.backends.add(backend.name)
+        if config.attn_type != "encoder_decoder":
+            found.reaches.add(Reach.of(config))
         sink_len = getattr(layer, "sink_len", 0)
         if sink_len:
             found.sink_layers.append(layer)
