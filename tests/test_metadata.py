@@ -331,6 +331,45 @@ def test_builder_layers_by_name_are_refused() -> None:
         AttentionMetadataBuilder(2, 8, 16, layers="model")
 
 
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ([None], r"layers\[0\]=None of type NoneType"),
+        ([3.5], "of type float"),
+        (["layers.0"], "layers.0.* of type str"),
+        ([vattn.Attention], "of type type"),
+        ([torch.zeros(2)], "of type Tensor"),
+        (torch.zeros(2), "a model, layers or configs"),
+        ({"first": None}, "of type str"),
+        (torch.nn.Linear(2, 2), "type Linear, without any attention layer"),
+        ([torch.nn.Linear(2, 2), torch.nn.ReLU()], "type Linear, ReLU, without any attention layer"),
+        (torch.nn.ModuleList(), "without any attention layer"),
+    ],
+)
+def test_what_is_no_layer_is_refused(layers: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        AttentionMetadataBuilder(2, 8, 64, layers=layers)
+    with pytest.raises(ConfigError):
+        vattn.FlashAttentionMetadataBuilder(2, 8, 64, layers=layers)
+    layer = vattn.Attention(2, 16, 0.3)
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    if isinstance(layers, list) and not isinstance(layers[0], torch.nn.Module):
+        with pytest.raises(ConfigError, match=r"layers\[1\]"):
+            AttentionMetadataBuilder(2, 8, 64, layers=[layer, *layers])
+
+
+def test_layers_inside_of_what_is_listed_are_found_once() -> None:
+    layer = vattn.Attention(2, 16, 0.3)
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    block = torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
+    for layers in ([block], [block, layer], block.modules(), (torch.nn.ReLU(), layer), [layer.config]):
+        assert AttentionMetadataBuilder(2, 8, 64, layers=layers).backends == {"TORCH_SDPA"}
+    assert AttentionMetadataBuilder(2, 8, 64, layers=[block, layer]).num_blocks == 4
+    assert not AttentionMetadataBuilder(2, 8, 64, layers=[]).backends
+    encoder = vattn.EncoderOnlyAttention(2, 16, 0.3)
+    assert AttentionMetadataBuilder(2, 8, 64, layers=[encoder]).build([2]).num_reqs == 1
+
+
 def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
     layer = vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK))
     vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)

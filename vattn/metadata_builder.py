@@ -43,7 +43,8 @@ class AttentionMetadataBuilder:
             `ceil(max_seq_len / block_size)` columns.
         block_size: tokens per cache block; default: that of `layers`, 16 without any.
         device: where the metadata lives; default: that of the caches of `layers`, else the CPU.
-        layers: a model, or layers, or configs, whose bound backends get a schedule (`plans`) once a step.
+        layers: a model, or layers and modules that have some, or configs, whose bound backends get a schedule (`plans`)
+            once a step.
         num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
             untested.
         decode_threshold: longest query that still counts as a decode.
@@ -60,7 +61,7 @@ class AttentionMetadataBuilder:
         backends: names of the backends that `layers` run on.
 
     Raises:
-        ConfigError: a capacity below one, or layers of another block size.
+        ConfigError: a capacity below one, `layers` that are none, or layers of another block size.
         DeviceError: no device of this machine, or meta.
         CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
 

@@ -91,15 +91,39 @@ class FoundLayers:
 
 
 def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> list[Any]:
-    """Return the modules of a model, or the layers and configs that were given."""
-    if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
+    """Return the modules of a model, or of the layers that were given, and configs; each once.
+
+    Raises:
+        ConfigError: neither modules nor configs, or none of them is an attention layer or has one.
+    """
+    if isinstance(layers, (str, Tensor)) or not isinstance(layers, (nn.Module, Iterable)):
         raise ConfigError(f"layers={layers!r:.60}", "a model, layers or configs", "pass the model itself")
-    return list(layers.modules() if isinstance(layers, nn.Module) else layers)
+    given = [layers] if isinstance(layers, nn.Module) else list(layers)
+    for place, layer in enumerate(given):
+        if not isinstance(layer, (nn.Module, AttentionConfig, MLAConfig)):
+            raise ConfigError(
+                f"layers[{place}]={layer!r:.60} of type {type(layer).__name__}",
+                "attention layers of vattn, modules that have some, and configs",
+                "pass the model itself",
+            )
+    found = [part for layer in given for part in (layer.modules() if isinstance(layer, nn.Module) else [layer])]
+    if given and not any(not isinstance(part, nn.Module) or _is_layer(part) for part in found):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in given}))
+        raise ConfigError(
+            f"layers of type {kinds:.80}, without any attention layer of vattn",
+            "a model that has some, layers, or configs",
+            "leave layers out for a builder that knows none",
+        )
+    return list({id(part): part for part in found}.values())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return hasattr(module, "bind_kv_cache") or hasattr(module, "get_kv_cache_spec")
 
 
 def block_size_of(layers: Iterable[nn.Module | AttentionConfig]) -> int:
     """Return the tokens per block of the first layer with a cache; that of `CacheConfig` where there is none."""
-    configs = (layer if isinstance(layer, AttentionConfig) else _config_of(layer) for layer in layers)
+    configs = (_config_of(layer) for layer in layers)
     return next((config.block_size for config in configs if config is not None), CacheConfig().block_size)
 
 
@@ -126,7 +150,7 @@ def find_layers(
     """
     found = FoundLayers(limits.num_blocks)
     for layer in layers:
-        config = layer if isinstance(layer, AttentionConfig) else _config_of(layer)
+        config = _config_of(layer)
         if config is None:
             continue
         if config.block_size != limits.block_size:
@@ -242,8 +266,10 @@ class StepPlans:
         self._backends[key].plan_on_host(args, config)
 
 
-def _config_of(layer: nn.Module) -> AttentionConfig | None:
-    """Return what an attention layer's cache was bound for; `None` for a module that is no attention layer."""
+def _config_of(layer: nn.Module | AttentionConfig) -> AttentionConfig | None:
+    """Return a config, or what a layer's cache was bound for; `None` for a module that is no attention layer."""
+    if not isinstance(layer, nn.Module):
+        return layer
     if not hasattr(layer, "bind_kv_cache"):
         return None
     config = getattr(layer, "config", None)
