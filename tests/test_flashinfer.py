@@ -349,7 +349,8 @@ def test_the_builder_plans_once_a_step(stand_in: None, monkeypatch) -> None:
     for lens in (((1, 26), (5, 5)), ((1, 9), (1, 40), (1, 1)), ((3, 3),)):
         query_lens, seq_lens = zip(*lens, strict=True)
         tables = [list(range(8)) for _ in lens]
-        step = builder.build(query_lens, seq_lens, tables, num_tokens_padded=sum(query_lens) + 2)
+        rows = sum(query_lens)  # of requests that read the same blocks, and store nothing
+        step = builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * rows, num_tokens_padded=rows + 2)
         names = [name for name in step.plans if "FLASHINFER" in name]
         plans = [step.plans[name] for name in names]
         assert len(names) == 2 and plans[1].device.type == "cpu"
