@@ -90,6 +90,47 @@ def test_blocks_of_other_weights_are_not_found(hybrid: bool) -> None:
     assert generator.generate(PROMPTS[:1], GREEDY)[0].reused > 0
 
 
+def own_scales(model: Any) -> list[torch.Tensor]:
+    layers = [module for module in model.modules() if getattr(module, "k_scale", None) is not None]
+    return [scale for layer in layers for scale in (layer.k_scale, layer.v_scale)]
+
+
+def test_blocks_of_other_cache_scales_are_not_found() -> None:
+    """Scales written between runs give the codes of stored keys and values another meaning."""
+    model = make_model("llama")
+    config, scales = vattn.CacheConfig(cache_dtype="fp8"), vattn.QuantConfig(k_scale=0.1, v_scale=0.1)
+    packed = enable(model, num_blocks=64, cache_config=config, quant_config=scales)
+    generator = make_generator(packed)
+    assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(3)] == [0, 32, 32]
+    for change in (
+        lambda scale: scale.fill_(0.4),
+        lambda scale: scale.copy_(torch.tensor([0.2])),
+    ):
+        change(own_scales(model)[-1])
+        got = generator.generate(PROMPTS[:2], GREEDY)
+        assert [request.reused for request in got] == [0, 0]
+        assert generator.generate(PROMPTS[:1], GREEDY)[0].reused == 32
+        generator = make_generator(packed)
+        assert got[0].output == generator.generate(PROMPTS[:1], GREEDY)[0].output
+    layer = next(module for module in model.modules() if getattr(module, "k_scale", None) is not None)
+    layer.k_scale = torch.full_like(layer.k_scale, 0.3)
+    assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(2)] == [0, 32]
+
+
+def test_scales_that_layers_calculate_forget_nothing_until_they_change() -> None:
+    """They are written in every step, with the same values: versions tell nothing of them."""
+    model = make_model("llama")
+    packed = enable(model, num_blocks=64, cache_config=vattn.CacheConfig(cache_dtype="fp8", calculate_kv_scales=True))
+    generator = make_generator(packed)
+    assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(3)] == [0, 32, 32]
+    own_scales(model)[0].mul_(2)
+    assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(2)] == [0, 32]
+    for module in model.modules():
+        if getattr(module, "scales_ready", None) is not None:
+            module.scales_ready.zero_()
+    assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(2)] == [0, 32]
+
+
 def test_a_whole_model_compiled_gives_the_same(expected: list[list[int]]) -> None:
     torch._dynamo.reset()
     packed = enable(make_model("llama"), num_blocks=64)

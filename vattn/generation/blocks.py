@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from vattn.block_pool import BlockPool, BlockTable
 from vattn.block_tables import HybridBlockTable
+from vattn.generation.model_state import ModelState
 from vattn.generation.request import Request
 from vattn.generation.sampler import on_host
 from vattn.kv_cache import KVCacheAllocation
 from vattn.kv_cache_spec import KVCacheSpec
-from vattn.layers.kv_b_weights import weights_version
 
 
 class CacheBlocks:
@@ -27,8 +27,9 @@ class CacheBlocks:
         max_num_reqs: requests that run at once; each has a row in the tables.
         max_seq_len: longest request.
         reuse: whether whole blocks get a name by their content.
-        model: whose weights the content depends on. Where they have changed when a request comes and none runs, no
-            block from before is found any more; what torch does not count (`weight.data.copy_`) is not noticed.
+        model: whose weights and cache scales the content depends on. Where they have changed when a request comes and
+            none runs, no block from before is found any more; what torch does not count (`weight.data.copy_`) is not
+            noticed.
 
     Attributes:
         pool: where blocks come from.
@@ -43,9 +44,9 @@ class CacheBlocks:
         reuse: bool = True,
         model: nn.Module | None = None,
     ) -> None:
-        self.cache, self.reuse, self._model = cache, reuse, model
-        # What names begin with, another one behind every change of the weights.
-        self._weights, self._changes = self._weights_now(), 0
+        self.cache, self.reuse = cache, reuse
+        # What names begin with, another one behind every change of the model.
+        self._model, self._changes = ModelState(model) if reuse and model is not None else None, 0
         self.block_size = cache.block_size
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
@@ -68,8 +69,8 @@ class CacheBlocks:
 
     def open(self, request: Request) -> None:
         """Give a request a row, and the blocks that already hold the beginning of its tokens."""
-        if len(self._rows) == self._max_num_reqs and self._weights != (now := self._weights_now()):
-            self._weights, self._changes = now, self._changes + 1
+        if self._model is not None and len(self._rows) == self._max_num_reqs and self._model.changed():
+            self._changes += 1
         grouped = bool(self.cache.groups)
         request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
         request.row = self._rows.pop()
@@ -171,10 +172,6 @@ class CacheBlocks:
             request.freed[group] = max(request.freed[group], gone)
         if len(self._fresh) > _MOST_FRESH:
             self._write_fresh()
-
-    def _weights_now(self) -> object:
-        """Return what tells the weights' state from another, without a look at values."""
-        return weights_version(self._model) if self.reuse and self._model is not None else ()
 
     def _name(self, key: str, group: int) -> str:
         name = f"{key}/{group}" if self.cache.groups else key

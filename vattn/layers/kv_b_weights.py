@@ -114,9 +114,13 @@ def weights_version(module: nn.Module) -> tuple[TensorState, ...]:
     if not found:
         found = [t for name, t in vars(module).items() if name.startswith("weight") and isinstance(t, Tensor)]
         found += list(module.buffers())
-    return tuple(
-        TensorState(id(t), -1 if t.is_inference() else t._version, _address(t), tuple(t.shape), t.dtype) for t in found
-    )
+    return tuple(tensor_state(tensor) for tensor in found)
+
+
+def tensor_state(tensor: Tensor) -> TensorState:
+    """Return what tells a tensor from others, and from itself before torch has seen it change."""
+    version = -1 if tensor.is_inference() else tensor._version
+    return TensorState(id(tensor), version, _address(tensor), tuple(tensor.shape), tensor.dtype)
 
 
 def _address(tensor: Tensor) -> int:
