@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -152,3 +154,37 @@ def test_texts_that_hold_no_error_of_ours() -> None:
     for text in ("raised exception ValueError('x')", "raised exception VattnErr('x')", "nothing"):
         assert own_error(RuntimeError(text)) is None
     assert isinstance(own_error(RuntimeError("raised exception ConfigError(of, something)")), ConfigError)
+
+
+BROKEN = """
+import torch, vattn
+from vattn.errors import VattnError
+attn = vattn.Attention(num_heads=4, head_size=16, scale=0.25, num_kv_heads=2, prefix="layers.0.attn")
+model = torch.nn.Sequential(attn)
+model.forward = lambda *qkv: [layer(*qkv) for layer in model][-1]
+vattn.allocate_kv_cache(model, num_blocks=4, dtype=torch.float32)
+builder = vattn.AttentionMetadataBuilder(2, 8, 32, block_size=16, layers=model)
+compiled = torch.compile(model, backend="BACKEND")
+
+def rows(tokens, dtype=torch.float32, less=0):
+    return [torch.randn(tokens, heads * 16 - less).to(dtype) for heads in (4, 2, 2)]
+
+seen = []
+with torch.no_grad():
+    for qkv in (rows(3, torch.bfloat16), rows(3), rows(5), rows(3, less=4), rows(4), rows(3, torch.bfloat16), rows(2)):
+        count = qkv[0].shape[0]
+        with vattn.forward_context(builder.build([count], [count], [[1]])):
+            try:
+                seen.append(str(torch.equal(compiled(*qkv), model(*qkv))))
+            except Exception as error:
+                seen.append(type(error).__name__ if isinstance(error, VattnError) else repr(error))
+print(*seen)
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_graph_breaks_of_plain_torch_compile_are_no_errors(backend: str) -> None:
+    """Behind a refusal Dynamo runs the model piece by piece, and ops outside of any graph; it must not trace these."""
+    text = BROKEN.replace("BACKEND", backend)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == "DtypeError True True ShapeError True DtypeError True".split(), done.stderr[-2000:]

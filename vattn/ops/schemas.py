@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 
 from vattn.errors import DeviceError, GradientError
@@ -142,7 +143,7 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    return guard
+    return _keep_out_of_dynamo(guard)
 
 
 def _device_kernel(name: str) -> Callable[..., Any]:
@@ -151,7 +152,19 @@ def _device_kernel(name: str) -> Callable[..., Any]:
 
         return getattr(dispatch, name)(*args)
 
-    return kernel
+    return _keep_out_of_dynamo(kernel)
+
+
+def _keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo leave a function of this code, and all that it calls, alone, and return it.
+
+    Kernels of ops run outside of graphs too, where compiled code has a graph break, as behind an error that a layer
+    raises. There Dynamo traces them like any function, and fails in what no graph may hold. This is what
+    `torch.compiler.disable` does, without its import of Dynamo and its half a microsecond a call: code is marked once.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def _fake_nothing(*args: Any) -> None:
