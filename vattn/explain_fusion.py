@@ -42,8 +42,8 @@ def main(options: argparse.Namespace) -> int:
     print(json.dumps(report.as_dict(), indent=1) if options.json else report)
     if not report:
         print(
-            "vattn: no attention was compiled. A layer without metadata makes a profiling call: return "
-            "(model, args, metadata), with a step of the model's builder",
+            f"vattn: no attention was compiled: {report.why_empty}. A layer without metadata makes a profiling call: "
+            "return (model, args, metadata), with a step of the model's builder",
             file=sys.stderr,
         )
     if options.dot:

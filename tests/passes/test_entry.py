@@ -403,4 +403,35 @@ def test_a_model_without_attention() -> None:
     target = torch.compile(lambda x: x * 3, options=vattn.options(strict=True))
     assert torch.equal(target(torch.ones(4)), torch.full((4,), 3.0))
     assert len(vattn.fusion_report()) == 0
-    assert str(vattn.fusion_report()) == "0 attention nodes: 0 fused, 0 refused, 0 near miss"
+    report = vattn.fusion_report()
+    assert report.why_empty.startswith("the passes ran on 1 graph, none with attention of vattn")
+    assert str(report) == f"0 attention nodes: 0 fused, 0 refused, 0 near miss\n  {report.why_empty}"
+
+
+EMPTY = """
+import torch, vattn
+print(vattn.fusion_report().why_empty)
+torch.compile(lambda x: x * 3)(torch.ones(4))
+print(vattn.fusion_report())
+vattn.options()
+print(vattn.fusion_report().why_empty)
+"""
+
+
+def test_an_empty_report_says_whether_the_passes_were_on() -> None:
+    """A run without `vattn.options` reads like one in which nothing could be fused."""
+    done = subprocess.run([sys.executable, "-c", EMPTY], capture_output=True, text=True, timeout=300)
+    off, summary, again, on = done.stdout.splitlines()
+    assert off.startswith("the passes are off: ") and "options=vattn.options()" in off and again.strip() == off
+    assert summary == "0 attention nodes: 0 fused, 0 refused, 0 near miss"
+    assert on.startswith("the passes were switched on, and have run on no graph")
+    assert not vattn.passes.report.FusionReport(()).why_empty
+
+
+def test_graphs_on_which_the_passes_fail_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("vattn.passes.pipeline.fuse_graph", fail)
+    torch.compile(lambda x: x * 5, options=vattn.options({"fx_graph_cache": False}))(torch.ones(4))
+    assert vattn.fusion_report().why_empty == "the passes failed on 1 graph; the log says why"

@@ -60,6 +60,7 @@ class FusionPass(CustomGraphPass):
     ) -> None:
         self.strict, self.output_formats, self.inner, self.rope = strict, output_formats, inner, rope
         self.replaced: tuple[Any, ...] = ()
+        report.note_asked()
 
     def __call__(self, graph: Graph) -> None:
         """Fuse what can be fused in a post-grad graph, in place, and report it.
@@ -75,6 +76,7 @@ class FusionPass(CustomGraphPass):
             if self.strict:
                 raise
             logger.warning("the fusion passes failed; this graph has no report", exc_info=True)
+            report.note_failed()
             return
         report.record(nodes)
         report.log(nodes)

@@ -125,9 +125,11 @@ class FusionReport:
 
     Attributes:
         nodes: one entry per attention node.
+        why_empty: of a report without nodes, whether the passes were on and what they saw; else empty.
     """
 
     nodes: tuple[NodeReport, ...]
+    why_empty: str = ""
 
     def __iter__(self) -> Iterator[NodeReport]:
         return iter(self.nodes)
@@ -153,6 +155,8 @@ class FusionReport:
 
     def __str__(self) -> str:
         lines, graph = [self.summary()], ""
+        if self.why_empty:
+            lines.append(f"  {self.why_empty}")
         for node in self.nodes:
             if node.graph != graph:
                 graph = node.graph
@@ -163,11 +167,28 @@ class FusionReport:
 
 _graphs: dict[str, dict[int, NodeReport]] = {}
 _lock = threading.Lock()
+_asked_for = False
+"""Whether anything in this process has switched the passes on."""
+_seen = {"without attention": 0, "failed": 0}
+"""Graphs that the passes ran on and that have no entry in the report."""
+
+
+def note_asked() -> None:
+    """Note that the passes were switched on, for what is compiled from now on or for one call."""
+    global _asked_for
+    _asked_for = True
+
+
+def note_failed() -> None:
+    """Note a graph on which the passes failed."""
+    with _lock:
+        _seen["failed"] += 1
 
 
 def record(nodes: list[NodeReport]) -> None:
     """Keep the report of one compiled graph; one that was known is replaced and becomes the latest."""
     with _lock:
+        _seen["without attention"] += not nodes
         for name in {node.graph for node in nodes}:
             _graphs.pop(name, None)
         for node in nodes:
@@ -192,17 +213,42 @@ def read_note(config: str) -> None:
 def fusion_report() -> FusionReport:
     """Return what became of every attention node that this process compiled or loaded from a compile cache.
 
-    Code from a cache reports when it has run once. `str()` of the result is a table, `.as_dict()` plain values.
+    Code from a cache reports when it has run once. `str()` of the result is a table, `.as_dict()` plain values. A
+    report of no attention says whether the passes were on at all.
     """
     with _lock:
         nodes = [graph[index] for graph in _graphs.values() for index in sorted(graph)]
-    return FusionReport(tuple(nodes))
+        return FusionReport(tuple(nodes), "" if nodes else _why_empty())
+
+
+def _why_empty() -> str:
+    if not _asked_for:
+        return (
+            "the passes are off: nothing in this process has switched them on; torch.compile and vattn.compile take "
+            "them from vattn.enable(), options=vattn.options() or backend=vattn.backend"
+        )
+    if _seen["failed"]:
+        return f"the passes failed on {_graphs_of('failed')}; the log says why"
+    if _seen["without attention"]:
+        return (
+            f"the passes ran on {_graphs_of('without attention')}, none with attention of vattn; layers that run "
+            "without metadata make profiling calls, which have none"
+        )
+    return (
+        "the passes were switched on, and have run on no graph: nothing was compiled with them, or what was came from "
+        "a cache and has not run yet"
+    )
+
+
+def _graphs_of(kind: str) -> str:
+    return f"{_seen[kind]} graph" + "s" * (_seen[kind] != 1)
 
 
 def clear_fusion_report() -> None:
     """Forget everything that was reported so far."""
     with _lock:
         _graphs.clear()
+        _seen.update(dict.fromkeys(_seen, 0))
 
 
 def log(nodes: list[NodeReport]) -> None:
