@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -99,8 +100,13 @@ def test_only_the_last_step_can_be_followed() -> None:
     builder = make()
     first = builder.build([1], [20], [[1, 2]])
     second = builder.advance(first, [])
-    for wrong in (first, make().build([1], [20], [[1, 2]]), None):
-        with pytest.raises(MetadataError, match="the buffers do not hold"):
+    for wrong, named in (
+        (first, "step 1 of a builder, over which its step 2 has been written"),
+        (make().build([1], [20], [[1, 2]]), "a step of another builder, or of none"),
+        (copy.copy(second), "a copy of this builder's newest step, of type AttentionMetadata"),
+        (None, "metadata of type NoneType"),
+    ):
+        with pytest.raises(MetadataError, match=f"behind {named}.*Try: pass that, or call build"):
             builder.advance(wrong, [])  # type: ignore[arg-type]
     with pytest.raises(MetadataError):
         builder.build([1], [2000], [[1, 2]])

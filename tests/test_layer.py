@@ -770,3 +770,12 @@ def test_what_is_no_storage_and_no_dtype_is_not_bound(make):
         with pytest.raises(DtypeError, match="dtype="):
             layer.bind_kv_cache(torch.zeros(4, 16, 24), dtype)
     assert layer.kv_cache is before
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, "4", True, 2**31])
+@pytest.mark.parametrize("kind", [vattn.Attention, vattn.EncoderOnlyAttention])
+def test_a_wrong_window_is_named_as_it_came(kind: type, window: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^per_layer_sliding_window={window!r}\. Allowed: None or an int from 1"):
+        kind(2, 16, 0.25, per_layer_sliding_window=window)
+    with pytest.raises(ConfigError, match=r"^sliding_window=0"):
+        kind(2, 16, 0.25, cache_config=vattn.CacheConfig(sliding_window=0))

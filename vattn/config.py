@@ -25,6 +25,7 @@ from vattn.formats import (
     SCALE_KINDS,
     kv_cache_dtypes,
 )
+from vattn.host_integers import integer
 from vattn.keywords import known_fields, known_keywords
 
 CONFIG_VERSION = 1
@@ -51,10 +52,16 @@ KV_CACHE_LAYOUTS = ("NHD", "HND")
 HEAD_PAIRS = ("none", "even", "odd")
 
 
-def _check_window(window: int | None) -> None:
+def check_window(window: object, name: str = "sliding_window") -> None:
+    """Refuse what is no window; `name`: of the argument that it came as.
+
+    Raises:
+        ConfigError: neither `None` nor an integer in range.
+    """
+    count = integer(window)
     _check(
-        window is None or (type(window) is int and 1 <= window <= MAX_WINDOW),
-        f"sliding_window={window!r}",
+        window is None or (count is not None and 1 <= count <= MAX_WINDOW),
+        f"{name}={window!r:.60}",
         f"None or an int from 1 to {MAX_WINDOW}",
         "pass None for none",
     )
@@ -256,7 +263,7 @@ class AttentionConfig:
 
     def _check_mask(self) -> None:
         window, cap, lookback = self.sliding_window, self.logits_soft_cap, self.chunk_lookback
-        _check_window(window)
+        check_window(window)
         _check(
             cap is None or (cap > 0 and cap < float("inf")),
             f"logits_soft_cap={cap}",
@@ -415,7 +422,7 @@ class CacheConfig:
             ", ".join(KV_CACHE_LAYOUTS),
             "kv_cache_layout='NHD'",
         )
-        _check_window(self.sliding_window)
+        check_window(self.sliding_window)
         for entry in self.kv_cache_dtype_skip_layers:
             _check(
                 entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),

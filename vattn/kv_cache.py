@@ -269,7 +269,7 @@ def allocate_kv_cache(
         raise ConfigError(
             f"num_blocks={num_blocks!r} and memory={memory!r}",
             "exactly one of them",
-            "allocate_kv_cache(model, memory='1GiB')",
+            "pass memory='1GiB' alone, or the blocks alone, such as num_blocks=1024",
         )
     dtype = _model_dtype(model) if dtype is None else dtype
     if dtype not in MODEL_DTYPES.values():

@@ -325,11 +325,7 @@ class AttentionMetadataBuilder:
             ([17, 21], [112, 84])
         """
         if self._built is None or self._built[0] is not metadata:
-            raise MetadataError(
-                "advance() behind a step that the buffers do not hold",
-                "the metadata that build() or advance() of this builder returned last",
-                "call build() for this step",
-            )
+            raise self._not_the_last(metadata)
         self._steps.check_caches()
         before, steps = self._built
         if isinstance(steps, Step):
@@ -346,6 +342,24 @@ class AttentionMetadataBuilder:
         steps.move(step)
         self._built = after, steps
         return after
+
+    def _not_the_last(self, metadata: object) -> MetadataError:
+        """Return the error of `advance` behind something else than the newest step of this builder."""
+        built = metadata._built if isinstance(metadata, AttentionMetadata) else None
+        newest = self._built[0]._built if self._built is not None else None
+        if built is not None and built is newest:
+            what = f"a copy of this builder's newest step, of type {type(metadata).__name__}"
+        elif built is not None and built.rewritten is not None:
+            what = built.rewritten
+        elif isinstance(metadata, AttentionMetadata):
+            what = "a step of another builder, or of none"
+        else:
+            what = f"metadata of type {type(metadata).__name__}"
+        return MetadataError(
+            f"advance() behind {what}",
+            "the metadata itself that build() or advance() of this builder returned last",
+            "pass that, or call build() for this step",
+        )
 
     def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
         """Add views of the encoder's side, with as many rows of states as asked for."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionType, CacheConfig
+from vattn.config import AttentionType, CacheConfig, check_window
 from vattn.keywords import required_arguments
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.request import alibi_kind, check_configs, check_extra, check_type, named_arguments
@@ -94,6 +94,7 @@ class Attention(CachedAttention):
         check_type(layer.__name__, attn_type, AttentionType.DECODER)
         check_configs(layer.__name__, cache_config, quant_config)
         window = per_layer_sliding_window
+        check_window(window, "per_layer_sliding_window")
         if window is None and cache_config is not None:
             window = cache_config.sliding_window
         lookback = options["chunk_lookback"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config import AttentionType, CacheConfig
+from vattn.config import AttentionType, CacheConfig, check_window
 from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
 from vattn.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 from vattn.keywords import refuse_unknown_inputs, required_arguments
@@ -105,6 +105,7 @@ class EncoderOnlyAttention(PackedAttention):
         _check_no_cache(prefix, kv_sharing_target_layer_name, options)
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
         window = per_layer_sliding_window
+        check_window(window, "per_layer_sliding_window")
         if window is None:
             window = self.cache_config.sliding_window
         self.sliding_window = window
