@@ -330,3 +330,12 @@ def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) ->
     assert row["bar_met"] is None and variants.current() == variants.Variants()
     (told,) = bench.winners([row])
     assert told["question"] == "mixed" and told["bar"] == 1.05
+
+
+def test_the_layer_as_it_is_asked_for_is_shown_where_one_that_rounds_the_query_was_faster() -> None:
+    row: dict[str, Any] = {"model": "m", "work": "w", "cache": "fp8", "best_own": "vattn, FP8 query"}
+    times = {"vattn": {"us": 9.5, "error": 2e-3}, "vattn, FP8 query": {"us": 4.0, "error": 3e-2}}
+    assert report.cells_of({**row, "kernels": times})[3] == "4.0 (FP8 query; 9.5 with a query of 16 bits)"
+    refused = {**times, "vattn": {"skipped": "this cell"}}
+    assert report.cells_of({**row, "kernels": refused})[3] == "4.0 (FP8 query)"
+    assert report.cells_of({**row, "kernels": times, "best_own": "vattn"})[3] == "9.5"
