@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import vattn
+from vattn.errors import RequestError
 
 pytest.importorskip("transformers")
 
@@ -180,3 +183,66 @@ def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
     assert not faults and [len(request.output) for request in kept] == [12, 12, 12]
     generator.statistics()
     check_empty(generator)
+
+
+def test_a_thread_that_dies_in_a_step_leaves_its_turn(packed: PackedModel) -> None:
+    """Others go on where it was interrupted, even where it could not give its turn back."""
+    generator = make_generator(packed)
+    plain = [sampling for sampling in SAMPLINGS if not sampling.stop_strings]
+    want = [request.output for request in generator.generate(PROMPTS[:3], plain)]
+
+    def run(at: int) -> int:
+        """Step in threads that die at a line of theirs, and go on here; return how many lines one of them ran."""
+        seen, generator = [0], make_generator(packed)
+        requests = [generator.add(prompt, sampling) for prompt, sampling in zip(PROMPTS[:3], plain, strict=True)]
+
+        def die() -> None:
+            sys.settrace(interrupting(at, seen, SystemExit))
+            with contextlib.suppress(SystemExit):
+                generator.step()
+
+        for _ in range(2):
+            seen[0] = 0
+            worker = threading.Thread(target=die)
+            worker.start()
+            worker.join()
+        while generator.busy:
+            generator.step()
+        assert [request.output for request in requests] == want
+        check_empty(generator)
+        return seen[0]
+
+    lines = run(0)
+    assert lines > 50
+    for at in (*range(1, lines - 12, 23), *range(lines - 12, lines + 1)):
+        run(at)
+
+
+def test_one_of_many_inherits_from_a_thread_that_died(packed: PackedModel) -> None:
+    generator = make_generator(packed)
+    request = generator.add(PROMPTS[0], SAMPLINGS[0])
+    worker = threading.Thread(target=generator._turn.take, args=(False,))  # and never gives it back
+    worker.start()
+    worker.join()
+    took: list[bool] = []
+    barrier, done = threading.Barrier(4), threading.Event()
+
+    def compete() -> None:
+        barrier.wait()
+        took.append(generator._turn.take(False))
+        done.wait()
+
+    others = [threading.Thread(target=compete) for _ in range(4)]
+    for thread in others:
+        thread.start()
+    while len(took) < 4:
+        time.sleep(0.001)
+    assert sorted(took) == [False, False, False, True]
+    with pytest.raises(RequestError, match="another thread"):
+        generator.step()
+    done.set()
+    for thread in others:
+        thread.join()
+    while generator.busy:
+        generator.step()
+    assert request.output == make_generator(packed).generate(PROMPTS[:1], SAMPLINGS[:1])[0].output

@@ -11,7 +11,7 @@ import sys
 import time
 from itertools import islice
 from operator import attrgetter
-from threading import get_ident
+from threading import current_thread
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -19,6 +19,24 @@ from weakref import ref
 from vattn.generation.request import Request
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.text import TextStream
+
+
+class _Hold:
+    """Which thread has a turn, and whether for a moment.
+
+    Attributes:
+        heirs: who goes on where the thread has died with it: nobody, or one.
+    """
+
+    __slots__ = ("brief", "heirs", "thread")
+
+    def __init__(self, brief: bool) -> None:
+        self.thread, self.brief = current_thread(), brief
+        self.heirs: dict[str, _Hold] = {}
+
+    def is_dead(self) -> bool:
+        """Whether the thread can give nothing back."""
+        return not self.thread.is_alive() or self.thread.ident not in sys._current_frames()
 
 
 class Turn:
@@ -37,9 +55,8 @@ class Turn:
 
     def __init__(self, owner: Any, holding: tuple[CodeType, ...], scheduler: Scheduler, tokenizer: Any) -> None:
         self._owner, self._holding, self._scheduler, self._tokenizer = ref(owner), holding, scheduler, tokenizer
-        # A dict, since a lock that was taken may not be noted as such when the interruption comes. The thread that has
-        # the turn, and whether for a moment.
-        self._holder: dict[str, tuple[int, bool]] = {}
+        # A dict, since a lock that was taken may not be noted as such when the interruption comes.
+        self._holder: dict[str, _Hold] = {}
         self._known: list[Request] = []
         self._lengths: list[int] = []
         self.torn = self.started_over = False
@@ -49,17 +66,23 @@ class Turn:
 
         Args:
             brief: no step is run. Another thread waits for such a turn, for a second at most: it may never end.
+
+        A thread that died in a step has left it like an interruption: whoever comes next starts over.
         """
-        mine, last = (get_ident(), brief), time.monotonic() + 1
-        if self._holder.get("turn", (0, False))[0] == mine[0]:
-            # Ours by a call below in the stack, or by one whose end was interrupted.
-            if self._inside():
-                return False
-            self._holder["turn"] = mine
+        mine, last = _Hold(brief), time.monotonic() + 1
         while (held := self._holder.setdefault("turn", mine)) is not mine:
-            if not held[1] or time.monotonic() > last:
+            # Of all that come behind a dead thread, one inherits from it; and another one, should that die in turn.
+            while held is not mine and held.is_dead():
+                held = held.heirs.setdefault("turn", mine)
+            if held.thread is mine.thread:
+                # Inherited, or ours by a call below in the stack, or by one whose end was interrupted.
+                if held is not mine and self._inside():
+                    return False
+                self._holder["turn"] = mine
+            elif not held.brief or time.monotonic() > last:
                 return False
-            time.sleep(0)
+            else:
+                time.sleep(0)
         if self.torn:
             self._start_over()
         scheduler = self._scheduler
