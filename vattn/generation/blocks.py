@@ -45,8 +45,7 @@ class CacheBlocks:
         model: nn.Module | None = None,
     ) -> None:
         self.cache, self.reuse = cache, reuse
-        # What names begin with, another one behind every change of the model.
-        self._model, self._changes = ModelState(model) if reuse and model is not None else None, 0
+        self._model = ModelState(model) if reuse and model is not None else None
         self.block_size = cache.block_size
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
@@ -69,8 +68,8 @@ class CacheBlocks:
 
     def open(self, request: Request) -> None:
         """Give a request a row, and the blocks that already hold the beginning of its tokens."""
-        if self._model is not None and len(self._rows) == self._max_num_reqs and self._model.changed():
-            self._changes += 1
+        if self._model is not None and len(self._rows) == self._max_num_reqs:
+            self._model.look()
         grouped = bool(self.cache.groups)
         request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
         request.row = self._rows.pop()
@@ -175,7 +174,9 @@ class CacheBlocks:
 
     def _name(self, key: str, group: int) -> str:
         name = f"{key}/{group}" if self.cache.groups else key
-        return f"{self._changes}/{name}" if self._changes else name
+        # Another name behind every change of the model.
+        changes = 0 if self._model is None else self._model.changes
+        return f"{changes}/{name}" if changes else name
 
     def _take(self, table: BlockTable | HybridBlockTable, keys: Sequence[str]) -> None:
         """Put blocks that hold the first tokens into an empty table, as many as every group has."""

@@ -25,15 +25,20 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions, self._values = self._now()
+        self._state = (*self._now(), 0)
 
-    def changed(self) -> bool:
-        """Return whether the model has changed since this was asked last; calculating a scale first is no change."""
-        (versions, values), before = self._now(), (self._versions, self._values)
-        self._versions, self._values = versions, values
-        if versions != before[0]:
-            return True
-        return any(old is not None and old != new for old, new in zip(before[1], values, strict=True))
+    @property
+    def changes(self) -> int:
+        """How many changes were seen."""
+        return self._state[2]
+
+    def look(self) -> None:
+        """See whether the model has changed since the last look; calculating a scale first is no change."""
+        (versions, values), (before, known, changes) = self._now(), self._state
+        changed = versions != before
+        changed |= any(old is not None and old != new for old, new in zip(known, values, strict=False))
+        # At once: an interruption must not lose a change.
+        self._state = (versions, values, changes + changed)
 
     def _now(self) -> tuple[tuple[TensorState, ...], list[tuple[float, ...] | None]]:
         parts: list[Any] = [part for part in self._model.modules() if part._buffers]
