@@ -259,3 +259,20 @@ def test_blocks_of_tokens_that_the_device_adds() -> None:
         with pytest.raises(MetadataError, match=text):
             builder.build([1, 1], [16, 20], tables, num_lookahead_slots=4)
         builder.build([1, 1], [16, 20], tables)  # without tokens to come, nobody uses that entry
+
+
+@pytest.mark.parametrize("known", [40, None])
+def test_inference_mode_may_change_between_steps(known: int | None) -> None:
+    builder = make(num_blocks=known)
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            step = builder.build([1, 1], [8, 3], [[1, 2], [7 + mode]])
+            with pytest.raises(MetadataError, match="stands twice"):
+                builder.build([1], [9], [[5, 6, 5]])
+        for other in (not mode, mode, not mode):
+            with torch.inference_mode(other):
+                step = builder.advance(step, {8: [3], 9: [9]}.get(int(step.seq_lens[0]), []))
+        with torch.inference_mode(mode), pytest.raises(MetadataError, match="1 new blocks for 0 requests"):
+            builder.advance(step, [3])
+        with torch.inference_mode(not mode):
+            builder.build([1], [30], [[*range(10, 17), 38]])

@@ -104,12 +104,13 @@ class WrittenBlocks:
 
     def __init__(self, num_blocks: int | None, reaches: Iterable[Reach] = ()) -> None:
         self._num_blocks, self._reaches = num_blocks, tuple(reaches)
-        with torch.inference_mode(False):
-            self._resize(num_blocks or 0)
+        self._resize(num_blocks or 0)
 
     def _resize(self, size: int) -> None:
-        # Counts of tokens, which floats below 2**24 hold exactly, and sum fastest.
-        self._counts = torch.zeros(size, dtype=torch.float32, device="cpu")
+        # Made in inference mode, they could not be written outside of it. Counts of tokens, which floats below 2**24
+        # hold exactly, and sum fastest.
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(size, dtype=torch.float32, device="cpu")
 
     def sound(self, table: Tensor, slots: Tensor, block_size: int, longest: int) -> bool:
         """Return whether all ids are in range and each block that a slot lies in stands in the table once.
@@ -144,7 +145,10 @@ class WrittenBlocks:
         self._counts.index_add_(0, blocks, torch.ones_like(blocks, dtype=torch.float32))
         found = float(self._counts.index_select(0, table.reshape(-1)).sum())
         self._counts.index_fill_(0, blocks, 0)
-        return found == blocks.shape[0]
+        if found != blocks.shape[0]:
+            self._counts.zero_()  # should an interruption have left counts, which only ever add to what is found
+            return False
+        return True
 
     def used(self, width: int, needed: Tensor, contexts: Tensor, block_size: int) -> Tensor:
         """Return bool `[B, width]`: which entries are read, of requests that have `needed` blocks each.
