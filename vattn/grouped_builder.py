@@ -13,7 +13,7 @@ from vattn.capture_contract import refuse_contradiction
 from vattn.errors import ConfigError, MetadataError
 from vattn.grouped_metadata import CacheGroup, GroupedMetadata
 from vattn.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from vattn.metadata import AttentionMetadata, CaptureKey
+from vattn.metadata import AttentionMetadata, CaptureKey, check_block_table, check_slots
 from vattn.metadata_builder import AttentionMetadataBuilder
 from vattn.step_buffers import Staging
 from vattn.step_input import Lengths, Step, most_held, read_integers, read_step
@@ -73,6 +73,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         self._own = [group for group in self.groups if group.kind != "cross"]
         self._clusters = _clusters(layers, self._own)
         self._written_by_groups = WrittenBlocks(self.num_blocks)
+        self._written = _CHECKED  # what the base class builds is the first group's step, read once more
         extra = max(0, len(self._own) - 1)
         with torch.inference_mode(False):
             self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
@@ -116,8 +117,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 f"{len(self._own)}: one for each of {', '.join(map(repr, self._own))}",
                 "pass a list of tables, each with one row of block ids for each request",
             )
+        # Tables of groups that share storages are looked through together, and those alone.
+        later = _CHECKED if slot_mapping is None and self._limits.stripe is None else None
         steps = [
-            read_step(self._limits, None, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
+            read_step(self._limits, later, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
             for table in tables
         ]
         if slot_mapping is None:
@@ -171,14 +174,21 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         """Refuse a step that writes into a block which another entry names too, in groups that share storages."""
         size, width = self.block_size, max(step.table.shape[1] for step in steps)
         # Rows of the groups follow each other.
-        table = torch.cat([nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps])
+        same = all(step.table.shape[1] == width for step in steps)
+        tables = [
+            step.table if same else nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps
+        ]
+        table = torch.cat(tables) if len(tables) > 1 else tables[0]
         slots = torch.cat([step.slots for step in steps])
         longest = int(steps[0].seq_lens.max()) if slots.numel() else 0
         stripe = self._limits.stripe
         if stripe is None and self._written_by_groups.sound(table, slots, size, longest):
             return
-        places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
         held = torch.as_tensor(most_held(stripe, steps[0].seq_lens))
+        for step in steps:
+            check_block_table(step.table, held, size, self.num_blocks)
+            check_slots(step.slots, size, self.num_blocks)
+        places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
         for order, (index, step) in enumerate(zip(cluster, steps, strict=True)):
             request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
             local = step.positions if stripe is None else stripe.local_indices(step.positions).clamp(min=0)
@@ -205,6 +215,17 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
                 target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
         self._table_staging.copied()
+
+
+class _Checked(WrittenBlocks):
+    """Takes what is checked elsewhere."""
+
+    def sound(self, table: Tensor, slots: Tensor, block_size: int, longest: int) -> bool:
+        """Return `True`."""
+        return True
+
+
+_CHECKED = _Checked(1)
 
 
 def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:

@@ -160,7 +160,7 @@ class AttentionMetadataBuilder:
         with torch.inference_mode(False):
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
-        self._written = WrittenBlocks(self.num_blocks, found.reaches) if self._one_table else None
+        self._written = WrittenBlocks(self.num_blocks, found.reaches)
         self._builds = itertools.count()
         self._steps = BuiltSteps(found.bound)
         if context_parallel is not None:

@@ -34,7 +34,7 @@ class FollowingSteps:
         MetadataError: requests without exactly one new token, or anything beside lengths and block tables.
     """
 
-    def __init__(self, limits: Limits, first: Step, table: Tensor, written: WrittenBlocks | None) -> None:
+    def __init__(self, limits: Limits, first: Step, table: Tensor, written: WrittenBlocks) -> None:
         _check_may_follow(first)
         self._limits, size = limits, limits.block_size
         self._table, self._written, table_width = table, written, table.shape[1]
@@ -97,7 +97,6 @@ class FollowingSteps:
         for places, blocks in self._begun:
             table.view(-1).index_copy_(0, places, blocks)
         size = self._limits.block_size
-        assert self._written is not None
         used = self._written.used(table.shape[1], -(-self._lengths // size), self._lengths, size)
         self._in_use = BlocksInUse(table[used], self._limits.num_blocks)
         block = self._in_use.find(ids)
