@@ -225,7 +225,10 @@ def test_eight_steps_equal_eight_single_steps(batch_size: int | None) -> None:
         decode_steps(model, step, inputs, rows, 3, found)
     assert found[:, :3].tolist() == expected
     for layer, cache in zip(model.layers, caches, strict=True):
-        assert torch.equal(layer.kv_cache, cache)
+        # Projections of other numbers of rows may be summed in another order.
+        torch.testing.assert_close(
+            layer.kv_cache, cache, rtol=1e-5 if batch_size else 0, atol=1e-6 if batch_size else 0
+        )
     assert step.seq_lens == [length + 8 for length in LENGTHS]
     assert step.lookahead == 0
     assert step.max_decode_seq_len == step.common.max_seq_len == 24

@@ -387,3 +387,12 @@ def test_steps_that_miss_hoppers_kernels_are_told(case: str) -> None:
         assert why in note
     for other in ("cpu", DeviceInfo("cuda", (8, 0), "an A100")):
         assert not any("general kernel, not" in note for note in selector.explain(config, other).notes)
+
+
+def test_what_xformers_decodes_misses_no_kernel_of_ours() -> None:
+    base = {"num_heads": 32, "num_kv_heads": 8, "head_size": 32, "dtype": "bfloat16", "backend": "XFORMERS"}
+    backend = selector.get_backend("XFORMERS")
+    paged = make_config(**base, block_size=256)
+    assert [step.split()[0] for step in backend.general_steps(paged, HOPPER_GPU)] == ["prompts"]
+    own = make_config(**base, block_size=16)
+    assert [step.split()[0] for step in backend.general_steps(own, HOPPER_GPU)] == ["decodes", "prompts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "slots of another request": (
         ([1, 1], [6, 10], [[1, 2], [3, 4, 5]], {"slot_mapping": [18, 21]}), "block 4, which request 1"
     ),
+    "slots in the last request's block": (
+        ([1, 1], [3, 2], [[1], [2]], {"slot_mapping": [10, 9]}), "request 0 and request 1 both write into block 2"
+    ),
+    "slots in the first request's block": (
+        ([1, 1], [2, 3], [[2], [1]], {"slot_mapping": [9, 10]}), "request 1 and request 0 both write into block 2"
+    ),
+    "a block that ends while its reader is in the middle of another": (
+        ([2, 1], [8, 10], [[1, 2], [1, 2, 3]]), "request 1 reads as entry 1"
+    ),
 }  # fmt: skip
 
 
@@ -62,10 +72,13 @@ def test_written_blocks_that_stand_elsewhere_are_refused(name: str, as_tensor: b
 TAKEN: dict[str, tuple[Any, list[int]]] = {
     "a shared prefix": (([1, 1], [10, 9], [[1, 2, 3], [1, 2, 4]]), [13, 16]),
     "a prefix that this step stores": (([8, 2], [8, 10], [[1, 2], [1, 2, 3]]), [*range(4, 12), 12, 13]),
+    "a prefix that this step ends": (([2, 2], [8, 10], [[1, 2], [1, 2, 3]]), [10, 11, 12, 13]),
+    "a prefix whose last token this step stores": (([1, 2], [8, 10], [[1, 2], [1, 2, 3]]), [11, 12, 13]),
     "nothing stored": (([1, 1], [6, 6], [[1, 2], [1, 2]], {"slot_mapping": [-1, -1]}), [-1, -1]),
     "one row stored": (([1, 1], [6, 6], [[1, 2], [1, 3]], {"slot_mapping": [-1, 13]}), [-1, 13]),
     "another place of its own request": (([1], [6], [[1, 2]], {"slot_mapping": [5]}), [5]),
     "no place of any request": (([1], [6], [[1, 2]], {"slot_mapping": [150]}), [150]),
+    "a scratch block of all": (([1, 1], [6, 7], [[1, 2], [3, 4]], {"slot_mapping": [150, 151]}), [150, 151]),
     "spare entries": (([1, 1], [6, 3], torch.tensor([[1, 2, 3, 2], [3, -1, 2, 1]])), [9, 14]),
     "empty requests": (([0, 1], [0, 3], [[3, 3], [3]]), [14]),
     "no tokens": (([], [], []), []),
@@ -100,7 +113,12 @@ def wrongly_shared(queries: list[int], lengths: list[int], tables: list[list[int
             prefix = [place for place in used if place[0] == row and place[1] < column]
             same = c == column and all(tables[row][place] == tables[r][place] for _, place in prefix)
             reads_only = (row, column) not in {entry[:2] for entry in written[tables[row][column]]}
-            if row == r or count < 8 or not same or not reads_only:
+            filled = count == 8 or (
+                lengths[r] // 8 > c
+                and (lengths[row] - queries[row]) % 8 == 0
+                and lengths[row] - queries[row] >= 8 * c + 8
+            )
+            if row == r or not filled or not same or not reads_only:
                 return True
     return False
 
@@ -226,6 +244,10 @@ def test_groups_that_share_storages() -> None:
     ):
         with pytest.raises(MetadataError, match=text):
             builder.build([1], [49], tables)
+    two = vattn.GroupedMetadataBuilder(2, 32, max_seq_len=96, layers=model)
+    two.build([16, 4], [16, 20], [[[1], [1, 4]], [[5], [5, 6]]])  # request 1 finds both groups' prefix
+    with pytest.raises(MetadataError, match=r"block 1, which request 1 of CacheGroup.1 of 2, window. reads as entry 0"):
+        two.build([16, 4], [16, 20], [[[1], [3, 4]], [[5], [1, 6]]])
     builder.build([1], [49], [[1, 2, 3, 4]], slot_mapping=[-1])
 
 
@@ -259,6 +281,30 @@ def test_blocks_of_tokens_that_the_device_adds() -> None:
         with pytest.raises(MetadataError, match=text):
             builder.build([1, 1], [16, 20], tables, num_lookahead_slots=4)
         builder.build([1, 1], [16, 20], tables)  # without tokens to come, nobody uses that entry
+    narrow = vattn.FlashAttentionMetadataBuilder(4, 8, 96, layers=[replace(config(16), block_size=16)])
+    narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 1]], num_lookahead_slots=4)  # block 1 lies behind the window
+    with pytest.raises(MetadataError, match="is block 4, which stands"):
+        narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 4]], num_lookahead_slots=4)
+
+
+def test_a_prefix_of_many_readers_is_checked_at_once() -> None:
+    """Not one pair of entries after the other: 255 readers of 128 blocks took 126 ms."""
+    size, prefix = 16, list(range(1, 129))
+    builder = vattn.AttentionMetadataBuilder(256, 4096, 4096, size, num_blocks=1000)
+    tables = [prefix, *([*prefix, 200 + row] for row in range(255))]
+    queries = [128 * size, *[1] * 255]
+    lengths = [128 * size, *[128 * size + 1] * 255]
+    assert builder.build(queries, lengths, tables).slot_mapping.shape[0] == sum(queries)
+    tables[200][7] = 999
+    with pytest.raises(MetadataError, match="which request 200 reads as entry 127"):
+        builder.build(queries, lengths, tables)
+
+
+def test_a_builder_is_used_in_and_out_of_inference_mode() -> None:
+    builder = vattn.AttentionMetadataBuilder(4, 8, 64)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            builder.build([3, 1], [3, 18], [[1], [2, 5]])
 
 
 @pytest.mark.parametrize("known", [40, None])

@@ -116,7 +116,7 @@ class FlashAttentionMetadataBuilder:
         common = self._inner.build(
             queries,
             lengths,
-            None if block_tables is None else self._table(block_tables, lengths, lookahead),
+            None if block_tables is None else self._table(block_tables, queries, lengths, lookahead),
             encoder_lens=encoder_lens,
             new_encoder=new_encoder,
             cross_block_tables=cross_block_tables,
@@ -192,7 +192,7 @@ class FlashAttentionMetadataBuilder:
         missing = batch_size - len(queries)
         return {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
 
-    def _table(self, tables: Sequence[Sequence[int]], lengths: list[int], lookahead: int) -> Tensor:
+    def _table(self, tables: Sequence[Sequence[int]], queries: list[int], lengths: list[int], lookahead: int) -> Tensor:
         """Return the tables with -1 behind the last block of each request, where `advance_step` writes nothing."""
         size, width = self._inner.block_size, self._inner.table_width
         if isinstance(tables, Tensor) or len(tables) != len(lengths):
@@ -217,14 +217,17 @@ class FlashAttentionMetadataBuilder:
                 )
             table[row, : len(blocks)] = read_integers("block_tables", blocks[:width])
         if lookahead:
-            self._check_coming(table, torch.tensor(lengths, dtype=torch.int64), lookahead)
+            self._check_coming(table, torch.tensor(queries), torch.tensor(lengths), lookahead)
         return table
 
-    def _check_coming(self, table: Tensor, lengths: Tensor, lookahead: int) -> None:
+    def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
         """Refuse blocks that the device will write into, unseen by the host, and that somebody else uses."""
+        if queries.shape != lengths.shape:
+            return  # What follows refuses lengths that contradict each other.
         size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
-        now, then = (-(-count // size).unsqueeze(1) for count in (lengths, lengths + lookahead))
-        coming, used = (columns >= now) & (columns < then), columns < then
+        now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
+        used = self._inner._written.used(table.shape[1], then, lengths - queries, size)
+        coming = used & (columns >= now.unsqueeze(1))
         blocks = table[coming]
         if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
             return

@@ -196,9 +196,15 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             reach = WrittenBlocks(None, [_reach(self._own[index].spec)])
             used.append(reach.used(width, -(-held // size), step.seq_lens - step.query_lens, size))
         names = [f"request {row} of {self._own[index]!r}" for index in cluster for row in range(num_reqs)]
-        stored = slots >= 0
-        blocks = slots[stored] // size
-        refuse_shared(Writing(table, torch.cat(places)[stored], blocks, torch.cat(used), size, names))
+        stored, one = slots >= 0, steps[0]
+        contexts = one.seq_lens - one.query_lens if stripe is None else torch.full_like(one.seq_lens, -1)
+        groups = torch.arange(len(steps)).repeat_interleave(num_reqs)
+        refuse_shared(
+            Writing(
+                table, torch.cat(places)[stored], slots[stored], torch.cat(used), contexts.repeat(len(steps)), size,
+                names, groups,
+            )
+        )  # fmt: skip
 
     def _own_key(self, captured: CaptureKey) -> CaptureKey:
         """Return the first group's part of a key, after comparing the others'."""

@@ -215,9 +215,9 @@ class AttentionMetadataBuilder:
             query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
                 `seq_lens=None`: nothing is cached.
             block_tables: block ids of each request, in order; rows may be longer than needed. Requests may share blocks
-                that they read; one that the step writes into is one entry of one request, or filled as a whole by the
-                request that stores a shared prefix. Entries behind the windows of all `layers` do not count; without
-                `layers`, 0 stands for blocks that were freed there. `None`: a step of layers without a cache
+                that they read; one that the step writes into is one entry of one request, or filled by the request that
+                stores a prefix behind which others begin. Entries behind the windows of all `layers` do not count;
+                without `layers`, 0 stands for blocks that were freed there. `None`: a step of layers without a cache
                 (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.

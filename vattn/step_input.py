@@ -152,7 +152,8 @@ def read_step(
             check_block_table(table, held, limits.block_size, limits.num_blocks)
             check_slots(slots, limits.block_size, limits.num_blocks)
             if written is not None:
-                written.refuse(table, places, kept, needed, lengths - queries, limits.block_size)
+                contexts = lengths - queries if limits.stripe is None else torch.full_like(lengths, -1)
+                written.refuse(table, places, kept, needed, contexts, limits.block_size)
     _check_reserved(table, lengths, slots, limits)
     flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
     bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)

@@ -73,18 +73,22 @@ class Writing:
     Attributes:
         table: int64 `[B, W]`.
         places: int64 `[N]`, of every token that is stored: the entry of the flat table that its position falls on.
-        blocks: int64 `[N]`, the block that it is stored in.
+        slots: int64 `[N]`, where it is stored.
         used: bool `[B, W]`, which entries are read.
+        contexts: int64 `[B]`, tokens of each row before the step; -1: not those of its own cache alone.
         block_size: tokens per block.
         names: what errors call each row; default `"request i"`.
+        groups: int64 `[B]`, of layers whose table a row is; default: one of all.
     """
 
     table: Tensor
     places: Tensor
-    blocks: Tensor
+    slots: Tensor
     used: Tensor
+    contexts: Tensor
     block_size: int
     names: Sequence[str] = ()
+    groups: Tensor | None = None
 
     def name(self, row: int) -> str:
         """Return what errors call a row."""
@@ -168,15 +172,15 @@ class WrittenBlocks:
         Args:
             table: int64 `[B, W]`, with ids in range where it is read.
             places, slots: int64 `[N]`, of the tokens that are stored.
-            needed, contexts: int64 `[B]`, blocks that each request has, and its tokens before the step.
+            needed, contexts: int64 `[B]`, blocks that each request has, and its tokens before the step; `contexts` -1
+                where other ranks hold some of them.
         """
-        blocks = slots // block_size
         if slots.numel():
-            used = self.used(table.shape[1], needed, contexts, block_size)
+            used, blocks = self.used(table.shape[1], needed, contexts, block_size), slots // block_size
             as_told = torch.equal(table.reshape(-1)[places], blocks)
             if as_told and self._stand_once(torch.where(used, table, 0), blocks):
                 return
-            refuse_shared(Writing(table, places, blocks, used, block_size))
+            refuse_shared(Writing(table, places, slots, used, contexts, block_size))
 
 
 _SMALL = 4096
@@ -185,66 +189,91 @@ _SMALL = 4096
 
 def refuse_shared(writing: Writing) -> None:
     """Raise MetadataError for a block that is written, and that another entry is read from or written through."""
-    table, width = writing.table, writing.table.shape[1]
-    ids, at, counts = writing.blocks.unique(return_inverse=True, return_counts=True)
-    used = writing.used
+    table, used, size, width = writing.table, writing.used, writing.block_size, writing.table.shape[1]
+    ids, at, counts = (writing.slots // size).unique(return_inverse=True, return_counts=True)
     entries = (torch.isin(table, ids) & used).view(-1).nonzero().squeeze(1)
-    flat = table.reshape(-1)
+    flat, places = table.reshape(-1), _stored_places(writing)
+    # Each block's places, the first and the last one.
+    first, owners = (
+        torch.empty_like(ids).scatter_reduce_(0, at, places, how, include_self=False) for how in ("amin", "amax")
+    )
     block = torch.searchsorted(ids, flat[entries])
-    # A token whose slot was given may be stored elsewhere in its request: there, its own block is where it stands.
-    places = writing.places.clone()
-    for token in (flat[places] != writing.blocks).nonzero().squeeze(1).tolist():
-        start = int(places[token]) // width * width
-        own = (flat[start : start + width] == writing.blocks[token]) & used.view(-1)[start : start + width]
-        places[token] = start + int(own.int().argmax())
-    owners = torch.zeros_like(ids).index_copy_(0, at, places)
-    written = torch.isin(entries, places)
     owner = owners[block]
     row, column = entries // width, entries % width
-    writer, position = owner // width, owner % width
-    # Who reads a block that another request fills from its first to its last token in this very step gets what stands
-    # there from then on: layers store keys before they read them.
-    whole = counts[block] == writing.block_size
-    as_prefix = (row != writer) & (column == position) & ~written & whole
-
-    def refuse(index: int) -> MetadataError:
-        owned = int(writer[index]), int(position[index])
-        other = int(row[index]), int(column[index])
-        return _shared(writing, int(ids[block[index]]), owned, other, bool(written[index]))
-
+    writer, position = _row_of(owner, writing), owner % width
     others = entries != owner
+    # What several requests store where none of them has an entry nobody reads, unless it is found below.
+    for index in ((first != owners) & (first < table.numel())).nonzero()[:1].squeeze(1).tolist():
+        raise _shared(writing, int(ids[index]), int(owners[index]), int(first[index]), True)
+    # Who reads a block that another request fills in this very step gets what stands there from then on, for layers
+    # store keys before they read them: a prefix that is found while it is stored. Then whoever reads it begins behind a
+    # whole block. What was begun before and is read from its middle on belongs to two requests that went apart.
+    whole = counts == size
+    ended = torch.zeros_like(whole).index_fill_(0, at[writing.slots % size == size - 1], True)
+    begins = writing.contexts[row]
+    found = whole[block] | (ended[block] & (begins % size == 0) & (begins >= (column + 1) * size))
+    as_prefix = (row != writer) & (column == position) & (owner < table.numel()) & found
+    if writing.groups is not None:
+        as_prefix &= writing.groups[row] == writing.groups[writer]
+
+    def refusal(index: int) -> MetadataError:
+        return _shared(writing, int(ids[block[index]]), int(owner[index]), int(entries[index]), False)
+
     for index in (others & ~as_prefix).nonzero()[:1].squeeze(1).tolist():
-        raise refuse(index)
-    last: dict[tuple[int, int], int] = {}
-    for index in others.nonzero().squeeze(1).tolist():  # in the order of columns
-        last[int(row[index]), int(writer[index])] = index
-    for (theirs, mine), index in last.items():
-        end = int(column[index])
-        if bool(((table[mine, :end] != table[theirs, :end]) & used[theirs, :end]).any()):
-            raise refuse(index)
+        raise refusal(index)
+    # Their tables have to be the same up to the last block that they share.
+    shared = others.nonzero().squeeze(1)
+    pairs, of = (row[shared] * table.shape[0] + writer[shared]).unique(return_inverse=True)
+    last = torch.empty_like(pairs).scatter_reduce_(0, of, shared, "amax", include_self=False)
+    before = torch.arange(width) < column[last].unsqueeze(1)
+    apart = ((table[writer[last]] != table[row[last]]) & used[row[last]] & before).any(1)
+    for index in last[apart][:1].tolist():
+        raise refusal(index)
 
 
-def _shared(
-    writing: Writing, block: int, owner: tuple[int, int], other: tuple[int, int], both_write: bool
-) -> MetadataError:
-    if owner[0] == other[0]:
-        first, second = sorted((owner[1], other[1]))
+def _stored_places(writing: Writing) -> Tensor:
+    """Return the flat entry through which each token is stored, int64 `[N]`.
+
+    A token whose slot was given may be stored elsewhere in its request: there, its own block is where it stands. Where
+    its request has no such block, it is behind all entries, one place for each row.
+    """
+    flat, width = writing.table.reshape(-1), writing.table.shape[1]
+    places, blocks = writing.places.clone(), writing.slots // writing.block_size
+    for token in (flat[places] != blocks).nonzero().squeeze(1).tolist():
+        row = int(places[token]) // width
+        own = (writing.table[row] == blocks[token]) & writing.used[row]
+        places[token] = row * width + int(own.int().argmax()) if bool(own.any()) else flat.shape[0] + row
+    return places
+
+
+def _row_of(places: Tensor, writing: Writing) -> Tensor:
+    """Return whose places these are, as `_stored_places` has them."""
+    end = writing.table.numel()
+    return torch.where(places < end, places // max(writing.table.shape[1], 1), places - end)
+
+
+def _shared(writing: Writing, block: int, owner: int, other: int, both_write: bool) -> MetadataError:
+    """Return the error of a block that is stored through one place and read, or stored, through another."""
+    width = writing.table.shape[1]
+    mine, theirs = _row_of(torch.tensor([owner, other]), writing).tolist()
+    if mine == theirs:
+        first, second = sorted((owner % width, other % width))
         return MetadataError(
-            f"{writing.name(owner[0])}: this step writes into block {block}, which stands twice in its block table, as "
+            f"{writing.name(mine)}: this step writes into block {block}, which stands twice in its block table, as "
             f"entries {first} and {second}",
             f"another block for every {writing.block_size} tokens of a request",
             "check the block allocator; write 0 where blocks behind a window were freed",
         )
     if both_write:
-        asked = f"{writing.name(owner[0])} and {writing.name(other[0])} both write into block {block} in this step"
+        asked = f"{writing.name(mine)} and {writing.name(theirs)} both write into block {block} in this step"
     else:
         asked = (
-            f"{writing.name(owner[0])} writes in this step into block {block}, which {writing.name(other[0])} reads as "
-            f"entry {other[1]} of its block table"
+            f"{writing.name(mine)} writes in this step into block {block}, which {writing.name(theirs)} reads as "
+            f"entry {other % width} of its block table"
         )
     return MetadataError(
         asked,
-        "blocks that requests share are read alone, or filled as a whole by the one that stores their prefix",
+        "blocks that requests share are read alone, or filled by the one that stores their prefix",
         "copy a shared block before writing to it, as BlockTable.append says; check the block allocator",
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import Exclusion, Package, Sizes, requested_features
+from vattn.backends.base import DeviceInfo, Exclusion, Package, Sizes, requested_features
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
@@ -70,6 +70,11 @@ class XFormersBackend(TritonAttentionBackend):
                 "(triton_splitKF), all others by our own kernels: its causal mask takes no queries of unequal lengths"
             )
         return [note, *super().notes(config)]
+
+    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Say which steps miss Hopper's kernels, of those that run by our own."""
+        found = super().general_steps(config, device)
+        return found if own_kernel_reasons(config) else [step for step in found if not step.startswith("decodes ")]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of our decode kernel's schedule; `()` where xFormers decodes."""
