@@ -165,6 +165,42 @@ def test_caches_and_models_that_changed_are_refused() -> None:
         vattn.Generator(packed)
 
 
+def test_training_mode_is_refused_whenever_it_came_and_eval_goes_on(expected: list[list[int]]) -> None:
+    """Dropout between steps, or in one module alone, would change tokens without a word."""
+    packed = enable(make_model("llama"), num_blocks=64)
+    generator, whole = make_generator(packed), packed.model
+    request = generator.add(PROMPTS[0], GREEDY)
+    generator.step()
+    so_far = list(request.output)
+    part = whole.model.layers[1].mlp
+    for one, words in ((whole, "a model in training mode"), (packed, "in training mode"), (part, "layers.1.mlp' in")):
+        one.train()
+        calls: list[Any] = [
+            lambda: generator.generate([PROMPTS[1]], GREEDY),
+            lambda: generator.stream([PROMPTS[1]], GREEDY),
+            lambda: generator.add(PROMPTS[1], GREEDY),
+            lambda: vattn.calibrate(packed, [[[1, 2]]]),
+            lambda: vattn.audit(packed, [[1, 2]]),
+            lambda: make_generator(packed),
+        ]
+        for call in [*calls, *([generator.step] if one is not part else [])]:
+            with pytest.raises(errors.ConfigError, match=words):
+                call()
+        whole.eval()
+        packed.eval()
+    assert request.output == so_far and request.state == "running" and generator.statistics().waiting == 0
+    stream = generator.stream([PROMPTS[1]], GREEDY)
+    part.train()
+    with pytest.raises(errors.ConfigError, match=r"layers\.1\.mlp' in"):
+        next(stream)
+    part.eval()
+    while generator.busy:
+        generator.step()
+    assert request.output == expected[0]
+    assert generator.generate([PROMPTS[1]], GREEDY)[0].output == expected[1]
+    check_empty(generator)
+
+
 @pytest.mark.parametrize("prompt", [[True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5])])
 def test_what_has_no_order_or_no_ids_is_no_prompt(packed: PackedModel, prompt: Any) -> None:
     with pytest.raises(errors.RequestError, match="flat sequence of token ids"):

@@ -142,7 +142,7 @@ def audit(
 
     Raises:
         ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a calibration or
-            `per_head` that nothing is made of; a model that has no cache or is not on vattn.
+            `per_head` that nothing is made of; a model that has no cache, is not on vattn or in training mode.
 
     It writes to the model's cache, so that a generator made on it refuses further steps.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vattn.cache_owner import take_cache
 from vattn.context import forward_context
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
+from vattn.eval_mode import EvalMode
 from vattn.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.keywords import known_keywords
 from vattn.layers.cached_attention import CachedAttention
@@ -310,7 +311,8 @@ def calibrate(
 
     Raises:
         ConfigError: no layer with a cache, a cache of groups, latent attention, batches that are nested otherwise, an
-            empty text, one that the cache cannot hold, or a switch that is neither `True` nor `False`.
+            empty text, one that the cache cannot hold, a model in training mode, or a switch that is neither `True` nor
+            `False`.
         ScaleError: nothing was seen.
 
     Example:
@@ -411,6 +413,7 @@ class StepRunner:
         layers = [layer for layer in cached_layers(model).values() if layer.config is not None]
         if not layers or "_vattn_packed" in model.__dict__:
             raise _no_cache(model)
+        EvalMode(model).check("magnitudes of ")
         if any(layer.kv_cache_group is not None for layer in layers):
             raise ConfigError(
                 f"{type(model).__name__} with a cache of groups",

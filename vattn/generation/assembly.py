@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vattn.compilation import compile, compile_regions
 from vattn.cuda_graph import CUDAGraphRunner
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
+from vattn.eval_mode import EvalMode
 from vattn.generation.launch import sample_draft_inputs, sample_inputs
 from vattn.generation.prompts import never_chosen
 from vattn.generation.sampling import whole_number
@@ -54,8 +55,7 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
         raise ConfigError(f"a model of type {type(model).__name__}", "a torch.nn.Module", "pass the model first")
     if not getattr(model, "enabled", True):
         raise ConfigError("a model that disable() took off vattn", "a model on vattn", "enable it again")
-    if getattr(getattr(model, "wrapped", None), "training", False):
-        raise ConfigError("a model in training mode", "one in eval mode: dropout would change tokens", "model.eval()")
+    EvalMode(model).check()
     found = getattr(model, "kv_cache", None) if cache is None else cache
     if not isinstance(found, KVCacheAllocation):
         raise _no_cache(model, cache)

@@ -14,6 +14,7 @@ from torch import nn
 
 from vattn.cache_owner import owns_cache, take_cache
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
+from vattn.eval_mode import EvalMode
 from vattn.generation.assembly import (
     capture,
     check_count,
@@ -129,6 +130,7 @@ class Generator:
         check_tokenizer(tokenizer)
         self.model, self.tokenizer = model, tokenizer
         self.cache = cache = find_cache(model, cache)
+        self._mode = EvalMode(model)
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
@@ -171,7 +173,9 @@ class Generator:
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
             MissingPackageError: settings that need transformers.
+            ConfigError: the model, or a part of it, is in training mode.
         """
+        self._mode.check()
         vocab_size = getattr(self.model, "vocab_size", None)
         sampling = check_sampling(sampling, self.tokenizer, vocab_size)
         ids = read_prompt(prompt, self.tokenizer, vocab_size)
@@ -209,7 +213,13 @@ class Generator:
         The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
         error in the model leaves no request half computed: they wait, and the next step computes them again. So do they
         behind Ctrl-C or any other interruption, if need be with nothing left in the cache.
+
+        Raises:
+            CacheError: the model has another cache by now, or the cache another user.
+            ConfigError: the model is in training mode; requests stay what they are.
+            RequestError: a step inside of another.
         """
+        self._mode.check_whole()
         if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
             raise CacheError(
                 "a step of a generator whose model has another cache now",
@@ -393,6 +403,7 @@ class Generator:
         Raises:
             ConfigError: see `generate`.
         """
+        self._mode.check()
         pairs = pair(prompts, sampling, self.tokenizer)
 
         def run() -> Iterator[Progress]:
@@ -420,10 +431,12 @@ class Generator:
 
         Raises:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
-                as many samplings as neither one nor the prompts. Nothing has run then.
+                as many samplings as neither one nor the prompts; a model, or a part of it, in training mode. Nothing
+                has run then.
         """
         if not isinstance(progress, bool):
             raise ConfigError(f"progress={progress!r:.60}", "True or False", "progress=True shows a bar")
+        self._mode.check()
         pairs = pair(prompts, sampling, self.tokenizer)
         requests: list[Request] = []
         bar = _bar(len(pairs)) if progress else None
@@ -458,6 +471,7 @@ class Generator:
         self, pairs: Sequence[tuple[Prompt, Sampling | None]], requests: list[Request]
     ) -> Iterator[Progress]:
         """Queue prompts, add their requests to a list, and run them to their end; steps of others may do so too."""
+        self._mode.check()
         self._streams += 1
         try:
             for prompt, sampling in pairs:
