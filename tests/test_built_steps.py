@@ -494,3 +494,34 @@ def test_what_is_no_step_is_refused(name: str) -> None:
     error, call = wrong_calls()[name]
     with pytest.raises(error):
         call()
+
+
+def test_a_layer_with_fewer_blocks_than_the_builder_is_for_is_refused() -> None:
+    """Kernels see no keys behind the end of a cache: the layer gave zeros without a word."""
+    large, small = make_layer(), make_layer(prefix="layers.7")
+    vattn.allocate_kv_cache(large, num_blocks=16, dtype=torch.float32)
+    vattn.allocate_kv_cache(small, num_blocks=2, dtype=torch.float32)
+    small.kv_cache.zero_()
+    builder, inputs = make_builder(layers=large), make_inputs(9)
+    step = builder.build([9], [9], [[5, 6]])
+    with torch.no_grad():
+        with pytest.raises(MetadataError) as found:
+            small(*inputs, metadata=step)
+        with vattn.forward_context(step), pytest.raises(MetadataError, match=r"'layers\.7', whose cache has 2"):
+            small(*inputs)
+        assert not small.kv_cache.any()
+        assert large(*inputs, metadata=step).any()
+        # Where nobody said how many there are, and where the builder is for as many or fewer.
+        for fits in (make_builder(), make_builder(num_blocks=2), make_builder(layers=small)):
+            assert small(*inputs, metadata=fits.build([9], [9], [[1, 0]])).any()
+    text = str(found.value)
+    assert text.startswith("metadata of a builder for 16 blocks in layer 'layers.7', whose cache has 2.")
+    assert "at most 2 blocks" in text and "layers=model" in text
+
+
+def test_a_latent_layer_with_fewer_blocks_than_the_builder_is_for_is_refused() -> None:
+    layer = latent.make_layer()
+    own = layer.kv_cache.shape[0]
+    builder = make_builder(block_size=layer.cache_config.block_size, num_blocks=own + 1)
+    with torch.no_grad(), pytest.raises(MetadataError, match=f"a builder for {own + 1} blocks in layer"):
+        layer(*latent.inputs(2), metadata=builder.build([2], [2], [[1]]))

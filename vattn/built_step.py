@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from vattn.errors import MetadataError
+from vattn.mla_config import MLAConfig
+from vattn.ops.cache_layout import num_blocks_of
+
 if TYPE_CHECKING:
     from vattn.step_plans import BoundLayer
 
@@ -31,10 +37,14 @@ class BuiltStep:
 
         Raises:
             CacheError: other blocks, or another request.
+            MetadataError: the builder is for more blocks than a layer has that it does not know: kernels see no keys
+                behind the end of a cache.
         """
-        bound = self._steps.bound.get(id(layer))
+        bound, most = self._steps.bound.get(id(layer)), self._steps.num_blocks
         if bound is not None and bound.layer() is layer:
             bound.check(layer)
+        elif most is not None:
+            _check_blocks(layer, most)
 
     def check_caches(self) -> None:
         """Refuse the step if any layer of its builder was bound to another cache; see `check_cache`."""
@@ -50,11 +60,13 @@ class BuiltSteps:
 
     Attributes:
         bound: the layers and their caches, by the layers' identities.
+        num_blocks: how many blocks of a cache the builder is for, `None` if it does not know.
     """
 
-    __slots__ = ("_newest", "bound")
+    __slots__ = ("_newest", "bound", "num_blocks")
 
-    def __init__(self, bound: Iterable[BoundLayer] = ()) -> None:
+    def __init__(self, bound: Iterable[BoundLayer] = (), num_blocks: int | None = None) -> None:
+        self.num_blocks = num_blocks
         self.bound = {id(each.layer()): each for each in bound}
         self._newest = BuiltStep(self, 0)
 
@@ -75,3 +87,18 @@ class BuiltSteps:
         before.rewritten = f"step {before.number} of a builder, over which its step {number} has been written"
         self._newest = BuiltStep(self, number)
         return self._newest
+
+
+def _check_blocks(layer: Any, most: int) -> None:
+    """Refuse a layer whose cache has fewer blocks than a builder is for; one without a cache says so when it runs."""
+    config, cache = getattr(layer, "config", None), getattr(layer, "kv_cache", None)
+    # The blocks of encoder states are counted apart.
+    if config is None or not isinstance(cache, Tensor) or getattr(config, "attn_type", "") == "encoder_decoder":
+        return
+    own = cache.shape[0] if isinstance(config, MLAConfig) else num_blocks_of(cache, config)
+    if own < most:
+        raise MetadataError(
+            f"metadata of a builder for {most} blocks in layer {layer.prefix!r}, whose cache has {own}",
+            f"a builder for at most {own} blocks",
+            "build the step with a builder of this layer, AttentionMetadataBuilder(..., layers=model)",
+        )

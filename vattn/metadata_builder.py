@@ -162,7 +162,7 @@ class AttentionMetadataBuilder:
             self._plans = StepPlans(found, self._limits, self.device)
         self._written = WrittenBlocks(self.num_blocks, found.reaches)
         self._builds = itertools.count()
-        self._steps = BuiltSteps(found.bound)
+        self._steps = BuiltSteps(found.bound, self.num_blocks)
         if context_parallel is not None:
             context_parallel.agree(builder_facts(self._limits, found.asked))
 

@@ -132,7 +132,10 @@ class CachedAttention(BoundCache):
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
         if self.kv_cache_group is not None:
-            return self.kv_cache_group.part(metadata, context.current)
+            own = self.kv_cache_group.part(metadata, context.current)
+            if own is not None and own._built is not None and not torch.compiler.is_compiling():
+                own._built.check_cache(self)
+            return own
         metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(

@@ -19,7 +19,8 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
     """Return the metadata of the call, else of the forward context; `None`: a profiling call.
 
     Raises:
-        MetadataError: it is something else, or its builder has written another step over it.
+        MetadataError: it is something else, its builder has written another step over it, or is for more blocks than
+            the layer's cache has.
         CacheError: the layer was bound to another cache since its builder was made.
     """
     metadata = context.current if metadata is None else metadata
