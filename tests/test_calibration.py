@@ -12,6 +12,7 @@ import torch
 
 import vattn
 from vattn import errors
+from vattn.cache_audit import Audit, AuditRow
 
 pytest.importorskip("transformers")
 
@@ -306,3 +307,22 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
     with pytest.raises(errors.ConfigError, match="stores fp8_e4m3"):
         vattn.audit(quantised, TEXTS)
     disable(quantised)
+
+
+def test_files_that_cannot_be_written_are_refused_by_their_names(found: vattn.Calibration, tmp_path: Path) -> None:
+    """A missing folder was told as that of a temporary file which nobody had named."""
+    (tmp_path / "kept.json").write_text("old")
+    places = (tmp_path / "missing" / "s.json", tmp_path, tmp_path / "kept.json" / "s.json")
+    for place in places:
+        with pytest.raises(errors.ConfigError, match="which cannot be written") as told:
+            found.save(place)
+        assert str(place) in str(told.value) and ".tmp" not in str(told.value)
+    for odd in (5, None, ""):
+        with pytest.raises(errors.ConfigError, match="the path of a file"):
+            found.save(odd)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    pytest.importorskip("matplotlib")
+    row = AuditRow("layers.0", 0.0, 0.0, 0.0, 0.1, 0.1, 1.0)
+    done = Audit("fp8_e4m3", 1, (row, row))
+    with pytest.raises(errors.ConfigError, match=r"missing/drift\.png, which cannot be written"):
+        done.plot(tmp_path / "missing" / "drift.png")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from vattn.kv_formats import decode_rows, encode_rows
 from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.scales import make_scale
 from vattn.quantization import decode_kv, encode_kv, quant_fp8_static
-from vattn.result_files import check_picture, figures
+from vattn.result_files import check_output, check_picture, figures
 
 ALL = "all layers"
 
@@ -94,9 +95,10 @@ class Audit:
         """Draw drift and clip rates by layer and write it to a file whose name says the kind (needs matplotlib).
 
         Raises:
-            ConfigError: no path, or a kind of file that matplotlib does not write.
+            ConfigError: no path, a kind of file that matplotlib does not write, or a file that cannot be written.
         """
         check_picture(path, f"plot({path!r:.80})", "drift.png")
+        check_output("plot to", Path(path))
         layers, places = self.rows[:-1], range(len(self.rows) - 1)
         figure = figures()(figsize=(max(5.0, 0.35 * len(layers) + 2), 5.0), layout="constrained")
         drift, clipped = figure.subplots(2, sharex=True)

@@ -25,6 +25,7 @@ from vattn.layers.cached_attention import CachedAttention
 from vattn.layers.mla_attention import MLAAttention
 from vattn.layers.scales import QuantConfig
 from vattn.metadata_builder import AttentionMetadataBuilder
+from vattn.result_files import check_output
 
 FILE_FORMAT = 2
 """Of files; those of format 1 have no inputs of linear layers."""
@@ -122,8 +123,15 @@ class Calibration:
         return _scale(f"{kind} of layer {prefix!r}", self.layers[prefix][kind], largest, per_head, margin)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once."""
+        """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once.
+
+        Raises:
+            ConfigError: no path, or a file that cannot be written; nothing has changed.
+        """
+        if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+            raise ConfigError(f"save({path!r:.80})", "the path of a file", "save('vattn_scales.json')")
         target = Path(path)
+        check_output("save to", target, replaced=True)
         fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers, "inputs": self.inputs}
         fresh.write_text(json.dumps(content, indent=1) + "\n")

@@ -9,16 +9,19 @@ from typing import Any
 from vattn.errors import ConfigError, MissingPackageError
 
 
-def check_output(option: str, path: Path | None) -> None:
+def check_output(option: str, path: Path | None, *, replaced: bool = False) -> None:
     """Refuse a file that an option names, `None` for none, and that could not be written.
+
+    Args:
+        replaced: a new file takes the place of an old one, so that the folder alone counts.
 
     Raises:
         ConfigError: a folder, or a file in one that does not exist or may not be written to.
     """
     if path is None:
         return
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+    place = path if path.exists() and not replaced else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(
             f"{option} {path}, which cannot be written",
             "a file in a folder that exists and may be written to",
