@@ -139,11 +139,12 @@ class PackedModel(nn.Module):
         Raises:
             ConfigError: `disable` took the model off vattn.
             DtypeError, ShapeError: inputs that are no such tensors.
-            MetadataError: a request longer than `rope_length`; not told by compiled code.
+            MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
+                that the step does not have; not told by compiled code.
         """
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
-        check_inputs(input_ids, positions, logits_indices)
+        check_inputs(input_ids, positions, logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if self.rope_length is not None and not torch.compiler.is_compiling():
             _check_lengths(self.rope_length)
