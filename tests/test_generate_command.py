@@ -169,3 +169,24 @@ def test_checkpoints_that_cannot_be_loaded(capsys: Any, tmp_path: Path, kind: st
         (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     status, _, err = run(capsys, "--model", str(folder), "--prompt", "x")
     assert status == 2 and "check the checkpoint" in err
+
+
+def test_a_folder_without_a_tokenizer_is_refused(capsys: Any, tmp_path: Path) -> None:
+    """transformers made one of a few special tokens, and every text came out empty."""
+    import tokenizers
+    import transformers
+
+    shape: dict[str, int] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(vocab_size=300, num_attention_heads=2, num_key_value_heads=2, **shape)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    status, out, err = run(capsys, "--model", str(tmp_path), "--prompt", "def ")
+    assert status == 2 and not out
+    assert "without a tokenizer" in err and "tokenizer.json" in err and "save_pretrained" in err
+    # The settings of a tokenizer are no vocabulary.
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    status, _, err = run(capsys, "--model", str(tmp_path), "--prompt", "def ")
+    assert status == 2 and "without a tokenizer" in err
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"def": 0, "x": 1}, unk_token="x"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    _, _, err = run(capsys, "--model", str(tmp_path), "--prompt", "def")
+    assert "without a tokenizer" not in err

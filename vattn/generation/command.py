@@ -24,6 +24,8 @@ from vattn.passes.entry import options as fusing_options
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 SCALES_FILE = "vattn_scales.json"
+_VOCABULARIES = ("tokenizer.*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that some tokenizer, of whatever class, is made of."""
 UNUSED_SCALES = "the checkpoint has scales of an FP8 cache"
 """How the warning of `enable` begins that names an option which this command calls otherwise."""
 
@@ -181,11 +183,22 @@ def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
     if vocabulary == 256 and not list(folder.glob("tokenizer*")):
         return ByteTokenizer()
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"--model {folder} without a tokenizer: {error}", "tokenizer files beside the checkpoint", "add them"
+            f"--model {folder} without a tokenizer: {error}",
+            "tokenizer files beside the checkpoint, such as tokenizer.json",
+            "copy the tokenizer's files into the folder, or write them with tokenizer.save_pretrained(folder)",
         ) from error
+    # Without any file, some classes begin with a vocabulary of their special tokens, and every text is empty.
+    files = sorted(set((getattr(tokenizer, "vocab_files_names", None) or {}).values()))
+    if files and not any(next(folder.glob(pattern), None) for pattern in (*files, *_VOCABULARIES)):
+        raise ConfigError(
+            f"--model {folder} without a tokenizer: {type(tokenizer).__name__} finds none of its files there",
+            f"one of {', '.join(files)} beside the checkpoint",
+            "copy the tokenizer's files into the folder, or write them with tokenizer.save_pretrained(folder)",
+        )
+    return tokenizer
 
 
 def _holds_fp8(folder: Path) -> bool:
