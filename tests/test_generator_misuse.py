@@ -213,3 +213,12 @@ def test_what_a_tokenizer_returned_says_what_to_pass(packed: PackedModel) -> Non
         generator.add(encoded)  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="input_ids"):
         generator.generate(encoded, GREEDY)
+
+
+def test_failed_requests_keep_their_prompts(packed: PackedModel) -> None:
+    generator, long = make_generator(packed), list(range(5, 90)) * 2
+    done = generator.generate([long, PROMPTS[1], [5, 10**6], [], [2.5]], GREEDY)  # type: ignore[list-item]
+    assert [request.state for request in done] == ["failed", "finished", "failed", "failed", "failed"]
+    assert [request.prompt for request in done] == [long, PROMPTS[1], [5, 10**6], [], []]
+    assert "a prompt of 170 tokens" in str(done[0].error) and "170 + 0 tokens" in repr(done[0])
+    check_empty(generator)

@@ -462,10 +462,17 @@ class Generator:
         try:
             return self.add(prompt, sampling)
         except VattnError as error:
-            request = Request([], sampling if isinstance(sampling, Sampling) else Sampling())
+            request = Request(self._readable(prompt), sampling if isinstance(sampling, Sampling) else Sampling())
             request.holder = self.scheduler.mark
             request.end(FAILED, "error", error)
             return request
+
+    def _readable(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a prompt that was refused; none where it has none."""
+        try:
+            return read_prompt(prompt, self.tokenizer, None)
+        except VattnError:
+            return []
 
     def _run_to_end(
         self, pairs: Sequence[tuple[Prompt, Sampling | None]], requests: list[Request]
