@@ -9,8 +9,9 @@ import pytest
 import vattn
 from tests.conformance.requests import draw_request
 from tests.mla_support import make_mla_config
-from vattn import explain_request
+from vattn import errors, explain_request
 from vattn.__main__ import main
+from vattn.backends.base import DeviceInfo
 from vattn.config import AttentionConfig
 
 
@@ -84,3 +85,14 @@ def test_the_version_is_told(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"vattn {vattn.__version__}\n"
+
+
+def test_gpus_elsewhere_are_told_by_their_architectures_in_python_too(capsys: pytest.CaptureFixture[str]) -> None:
+    request = AttentionConfig(8, 2, 64, 64, 0.125, "bfloat16", "bfloat16")
+    for name, capability in (("sm_90", (9, 0)), ("sm_120", (12, 0))):
+        explanation = vattn.explain(request, name)
+        assert explanation.device == DeviceInfo("cuda", capability, "GPU") and explanation.chosen
+        main(["explain", request.encode(), "--device", name])
+        assert capsys.readouterr().out == f"{explanation}\n"
+    with pytest.raises(errors.DeviceError, match="sm_91.*sm_90"):
+        vattn.explain(request, "sm_91")

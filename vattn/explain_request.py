@@ -126,12 +126,6 @@ def _refuse_head(granularity: str, option: str, where: str) -> None:
         raise ConfigError(f"{option} {granularity} without {where}", f"{option} with {where}", f"leave {option} out")
 
 
-_ARCHITECTURES = tuple(
-    f"sm_{number}"
-    for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
-)
-"""Architectures that there are: a request can be explained for a GPU elsewhere, also for one that is too old."""
-
 _NO_FIELDS = ("command", "device", "request", "defaults")
 
 
@@ -140,10 +134,6 @@ def _device(name: str | None) -> DeviceInfo:
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name in _ARCHITECTURES:
-        return DeviceInfo("cuda", (int(name[3:-1]), int(name[-1])), "GPU")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise DeviceError(f"no usable GPU for device {name!r}", "cpu, or a GPU by its architecture", "--device sm_90")
-    if name.startswith("sm"):
-        raise DeviceError(f"device {name!r}", f"NVIDIA's architectures: {', '.join(_ARCHITECTURES)}", "--device sm_90")
-    return DeviceInfo.of(name)
+    return DeviceInfo.anywhere(name)

@@ -101,6 +101,13 @@ def request_parts(config: AttentionConfig) -> frozenset[str]:
     return requested_features(config) | {f"{name}={getattr(config, name)}" for name in _PART_FIELDS}
 
 
+_ARCHITECTURES = tuple(
+    f"sm_{number}"
+    for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+)
+"""Architectures that there are: a request can be explained for a GPU elsewhere, also for one that is too old."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """The device that a request is for.
@@ -132,13 +139,26 @@ class DeviceInfo:
             raise DeviceError(
                 f"device {str(device)!r} on a machine with {torch.cuda.device_count()} usable GPUs",
                 "a device of this machine",
-                "run `python -m vattn doctor`; for a GPU elsewhere, `python -m vattn explain --device sm_90`",
+                "run `python -m vattn doctor`; for a GPU elsewhere, vattn.explain(request, 'sm_90')",
             )
         interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             return DeviceInfo("cuda", capability, torch.cuda.get_device_name(device), interpreter)
         return DeviceInfo(device.type, name=device.type.upper(), triton_interpreter=interpreter)
+
+    @staticmethod
+    def anywhere(device: torch.device | str) -> DeviceInfo:
+        """Describe a torch device, or a GPU elsewhere by its architecture, such as `"sm_90"`.
+
+        Raises:
+            DeviceError: neither; see `of`.
+        """
+        if not isinstance(device, str) or not device.startswith("sm"):
+            return DeviceInfo.of(device)
+        if device not in _ARCHITECTURES:
+            raise DeviceError(f"device {device!r}", f"NVIDIA's architectures: {', '.join(_ARCHITECTURES)}", "sm_90")
+        return DeviceInfo("cuda", (int(device[3:-1]), int(device[-1])), "GPU")
 
     def __str__(self) -> str:
         if self.type != "cuda":

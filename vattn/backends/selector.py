@@ -189,11 +189,19 @@ def _tested(backend: Backend, config: Any, device: DeviceInfo) -> str:
 def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:
     """Tell which backend a request gets on a device and why the others refuse; raises nothing for a refusal.
 
+    Args:
+        device: of torch, or a GPU elsewhere by its architecture, such as `"sm_90"`.
+
+    Raises:
+        ConfigError: no request. DeviceError: no such device.
+
     Example:
         >>> import vattn
         >>> request = vattn.AttentionConfig(8, 2, 64, 64, 0.125, "float32", "float32")
         >>> vattn.explain(request, "cpu").chosen
         'TORCH_SDPA'
+        >>> vattn.explain(request, "sm_90").device.capability
+        (9, 0)
     """
     if not isinstance(config, (AttentionConfig, MLAConfig)):
         raise ConfigError(
@@ -201,7 +209,7 @@ def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | De
             "an AttentionConfig or an MLAConfig",
             "AttentionConfig.parse('vattn1 ...') reads one that was written",
         )
-    info = device if isinstance(device, DeviceInfo) else DeviceInfo.of(device)
+    info = device if isinstance(device, DeviceInfo) else DeviceInfo.anywhere(device)
     return _decide(config, info)
 
 
