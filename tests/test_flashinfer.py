@@ -110,6 +110,7 @@ def test_a_kernel_that_is_neither_built_nor_can_be_is_refused(monkeypatch) -> No
 def test_without_a_compiler_the_capabilities_are_those_of_the_built_kernels(monkeypatch) -> None:
     monkeypatch.setattr(type(flashinfer.FLASHINFER.package), "problem", lambda self: None)
     monkeypatch.setattr(flashinfer, "can_compile", lambda: False)
+    monkeypatch.setattr(flashinfer, "compiler_problem", lambda: None)
     monkeypatch.setattr(
         flashinfer,
         "is_built",
