@@ -94,5 +94,5 @@ def test_gpus_elsewhere_are_told_by_their_architectures_in_python_too(capsys: py
         assert explanation.device == DeviceInfo("cuda", capability, "GPU") and explanation.chosen
         main(["explain", request.encode(), "--device", name])
         assert capsys.readouterr().out == f"{explanation}\n"
-    with pytest.raises(errors.DeviceError, match="sm_91.*sm_90"):
+    with pytest.raises(errors.DeviceError, match=r"sm_91.*sm_90"):
         vattn.explain(request, "sm_91")
