@@ -213,7 +213,8 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
     for arguments, text in (
         (["attention", "--from", str(torn)], "run it again"),
         (["attention", "--from", str(tmp_path / "none.json")], "bench attention --json"),
-        (["attention", "--device", "cpu", "--block-size", "12"], "--block-size 12"),
+        (["attention", "--device", "cpu", "--block-size", "12"], "--block-size 12. Allowed: 8 to 256, by 8"),
+        (["attention", "--device", "cpu", "--replays", "0"], "--replays 0. Allowed: 1 or more"),
         (["attention", "--device", "cpu", "--models", "gpt9"], "--models 'gpt9'"),
         (["attention", "--frobnicate"], "--frobnicate"),
         (["compile-time", "--plot", "x.png", "--json", "x.json"], "compile-time"),

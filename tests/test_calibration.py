@@ -326,3 +326,22 @@ def test_files_that_cannot_be_written_are_refused_by_their_names(found: vattn.Ca
     done = Audit("fp8_e4m3", 1, (row, row))
     with pytest.raises(errors.ConfigError, match=r"missing/drift\.png, which cannot be written"):
         done.plot(tmp_path / "missing" / "drift.png")
+
+
+def test_magnitudes_that_give_no_scale_say_what_to_do() -> None:
+    def told(keys: list[float], **options: Any) -> str:
+        seen = {"query": [1.0, 1.0], "key": keys, "value": [1.0, 1.0], "output": [1.0, 1.0]}
+        with pytest.raises(errors.ScaleError) as error:
+            vattn.Calibration({"layers.0": seen}, 1).quant_config("layers.0", **options)
+        return str(error.value)
+
+    for keys in ([float("nan"), 1.0], [-1.0, -2.0], [float("inf"), 1.0]):
+        assert "whose values are finite" in told(keys) and "per_head" not in told(keys)
+    assert "calibrate with text that reaches it" in told([0.0, 0.0]) and "per_head" not in told([0.0, 0.0])
+    assert "scales_per_head=False of enable()" in told([0.0, 1.0], per_head=True)
+
+
+def test_a_folder_is_no_model_and_says_how_to_load_it(tmp_path: Path) -> None:
+    for folder in ("some/folder", tmp_path):
+        with pytest.raises(errors.ConfigError, match=r"AutoModelForCausalLM.from_pretrained\(folder\)"):
+            enable(folder)

@@ -96,3 +96,11 @@ def test_gpus_elsewhere_are_told_by_their_architectures_in_python_too(capsys: py
         assert capsys.readouterr().out == f"{explanation}\n"
     with pytest.raises(errors.DeviceError, match=r"sm_91.*sm_90"):
         vattn.explain(request, "sm_91")
+
+
+def test_a_string_without_its_head_says_which_one_it_begins_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "num_heads=32 head_size=128", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "put vattn1 in front of the fields: 'vattn1 num_heads=32 ...'" in told and "export again" not in told
+    with pytest.raises(errors.ConfigError, match=r"export again with this version"):
+        AttentionConfig.parse("vattn0 num_heads=32")

@@ -135,6 +135,8 @@ def test_a_wheel_carries_no_model(
 LINES = [
     "{",
     "[]",
+    '["a"]',
+    "3",
     '{"text": "x"}',
     '{"prompt": 3}',
     '{"prompt": "x", "temprature": 1}',
@@ -148,6 +150,8 @@ def test_wrong_lines_of_a_file(capsys: Any, tmp_path: Path, line: str) -> None:
     path.write_text('{"prompt": "fine"}\n' + line)
     status, _, err = run(capsys, "--file", str(path))
     assert status == 2 and "prompts.jsonl:2" in err
+    if not isinstance(json.loads(line) if line != "{" else {}, dict):
+        assert "no object" in err and "dictionary update" not in err
 
 
 def test_a_file_that_is_no_text(capsys: Any, tmp_path: Path) -> None:

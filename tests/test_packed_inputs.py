@@ -56,3 +56,11 @@ def test_compiled_models_refuse_too() -> None:
     step = vattn.AttentionMetadataBuilder(4, 16, max_seq_len=64, layers=packed).build([3, 2], [3, 2], [[1], [2]])
     with torch.no_grad(), vattn.forward_context(step), pytest.raises(Exception, match="4 positions for 5 tokens"):
         torch.compile(packed, backend="eager", fullgraph=True)(IDS, step.positions[:4])
+
+
+def test_compiled_layers_name_the_step_where_its_rows_are_others() -> None:
+    from tests.layer_support import make_inputs, make_layer, make_step
+
+    layer = make_layer()
+    with torch.no_grad(), vattn.forward_context(make_step()), pytest.raises(Exception, match="build the step for the"):
+        torch.compile(layer, backend="eager", fullgraph=True)(*make_inputs(7))

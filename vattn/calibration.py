@@ -171,10 +171,13 @@ def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin:
     # Rounded up, so that the largest value itself is not clipped.
     scale = torch.where(scale * largest < top, scale.nextafter(torch.tensor(float("inf"))), scale)
     if not bool((scale > 0).all() and scale.isfinite().all()):
-        raise ScaleError(
-            f"{what} showed magnitudes of {seen}", "positive and finite ones",
-            "calibrate with text that reaches every head, or use one scale for all (per_head=False)",
-        )  # fmt: skip
+        fix = "calibrate with text that reaches it"
+        if not all(math.isfinite(value) and value >= 0 for value in seen):
+            fix = "calibrate again, with weights and texts whose values are finite"
+        elif per_head and max(seen) > 0:
+            fix = "calibrate with text that reaches every head, or use one scale for all: per_head=False here, "
+            fix += "scales_per_head=False of enable()"
+        raise ScaleError(f"{what} showed magnitudes of {seen}", "positive and finite ones", fix)
     return scale
 
 

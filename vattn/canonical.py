@@ -49,9 +49,11 @@ def parse(head: str, kind: type[_T], text: str) -> _T:
         ConfigError: another head, an unknown field or a value out of range.
     """
     came, *pairs = text.partition(NOTE_MARK)[0].split(" ")
-    check(
-        came == head, f"config string starts with {came!r}", head, "compile or export again with this version of vattn"
-    )
+    # A head of another version has no "="; what has one is a field.
+    fix = f"put {head} in front of the fields: '{head} {came} ...'"
+    if "=" not in came:
+        fix = "compile or export again with this version of vattn"
+    check(came == head, f"config string starts with {came!r}", f"{head}, then its fields", fix)
     kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, object] = {}
     for pair in pairs:

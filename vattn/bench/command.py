@@ -159,9 +159,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             "a CUDA GPU, or --device cpu, which runs tiny cells to try the command",
             "run `python -m vattn doctor` to see what was found",
         )
-    for name, value in (("--block-size", options.block_size), ("--replays", options.replays)):
-        if value < 1 or (name == "--block-size" and (value % 8 or value > 256)):
-            raise ConfigError(f"{name} {value}", "block sizes of 8 to 256 by 8, at least one replay", "correct it")
+    if options.replays < 1:
+        raise ConfigError(f"--replays {options.replays}", "1 or more", "leave it out for 7")
+    if options.block_size not in range(8, 257, 8):
+        raise ConfigError(f"--block-size {options.block_size}", "8 to 256, by 8", "leave it out for 16")
     if options.seconds is not None and not options.seconds >= 0:
         raise ConfigError(f"--seconds {options.seconds}", "a number from 0 up", "leave it out to measure everything")
     if options.fa3:

@@ -254,6 +254,8 @@ def _jobs(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
 def _job(line: str, where: str, common: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         job = json.loads(line)
+        if not isinstance(job, dict):
+            raise TypeError(f"a line that holds {type(job).__name__}, no object")
         own = dict(job)
         prompt = own.pop("prompt")
         if not isinstance(prompt, str):

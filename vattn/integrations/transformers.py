@@ -522,6 +522,12 @@ def _layer(
 
 def check_model(model: Any) -> None:
     """Refuse what is no whole causal language model in eval mode that is not on vattn yet."""
+    if isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"enable({str(model)!r:.80}), a name or a folder",
+            "a model of transformers",
+            "load it first: enable(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())",
+        )
     if not isinstance(model, transformers.PreTrainedModel):
         raise ConfigError(
             f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"

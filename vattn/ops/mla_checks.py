@@ -19,6 +19,7 @@ from vattn.ops.checks import check_schedules
 from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.mla_cache_layout import mla_cache_dtype, shape_of_mla_storage
 from vattn.ops.mla_weights import weight_scale_shape
+from vattn.ops.tensor_checks import STEP_FIX
 
 _INT32, _INT64 = torch.int32, torch.int64
 
@@ -192,7 +193,7 @@ def _expect(
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)}",
             f"{shape} = {meaning}",
-            f"build {name} from the config and the lengths of this call",
+            STEP_FIX if name == "slot_mapping" else f"build {name} from the config and the lengths of this call",
         )
     if tensor.dtype != dtype:
         raise DtypeError(

@@ -159,17 +159,18 @@ def check_scale(name: str, scale: Tensor | None, kind: str, num_kv_heads: int, d
     raise StrideError(f"{name} has strides {scale.stride()}", "contiguous memory", f"call {name}.contiguous()")
 
 
+STEP_FIX = "pass query and key of the step's tokens, padding included, or build the step for the tokens of this call"
+"""For slots of other rows than those of the call: compiled layers leave it to the op to compare them."""
+
+
 def refuse(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     """Raise for a wrong shape, dtype or device; return if the fault is elsewhere."""
     if tensor.shape != shape:
         meaning = _LAYOUTS[name]
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}",
-            f"{shape} = {meaning}",
-            f"build {name} from the config and the lengths of this call",
-        )
+        fix = STEP_FIX if name == "slot_mapping" else f"build {name} from the config and the lengths of this call"
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", f"{shape} = {meaning}", fix)
     if tensor.dtype not in dtypes:
         refuse_dtype(name, tensor, dtypes)
     if tensor.device != device and device.type == "meta":
