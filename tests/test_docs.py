@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
+import inspect
 import linecache
 import re
 from collections.abc import Iterator
@@ -66,6 +68,17 @@ def test_examples_in_docstrings(source: Path) -> None:
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_tables_of_sampling_and_the_generator_name_every_default() -> None:
+    import vattn
+
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", (ROOT / "docs" / "generating.md").read_text(), re.MULTILINE)
+    parameters = list(inspect.signature(vattn.Generator).parameters.values())
+    fields = dataclasses.fields(vattn.Sampling)
+    expected = [(each.name, "" if each.default is each.empty else repr(each.default)) for each in parameters]
+    assert rows[: len(expected)] == expected
+    assert rows[len(expected) :] == [(each.name, repr(each.default)) for each in fields]
 
 
 def test_support_table_is_up_to_date() -> None:
