@@ -210,7 +210,7 @@ def test_a_failed_request_shows_why(packed: PackedModel, prompt: Any, text: str)
     assert repr(fine) == "Request(1 + 1 tokens, finished: length)"
     with pytest.raises(errors.RequestError, match=text):
         failed.result()
-    assert repr(failed) == f"Request(0 + 0 tokens, failed: RequestError: {failed.error})"
+    assert repr(failed) == f"Request({len(failed.prompt)} + 0 tokens, failed: RequestError: {failed.error})"
 
 
 def test_requests_are_no_longer_than_the_model_was_trained_for() -> None:

@@ -51,7 +51,9 @@ def interrupting(at: int, seen: list[int], error: type[BaseException]) -> Callab
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(files):
             return None
-        if event in ("line", "return"):
+        # An expression that is given up before its end returns where Python prints errors and goes on.
+        given_up = event == "return" and frame.f_code.co_name == "<genexpr>"
+        if event in ("line", "return") and not given_up:
             seen[0] += 1
             if seen[0] == at:
                 raise error
