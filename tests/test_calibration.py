@@ -345,3 +345,5 @@ def test_a_folder_is_no_model_and_says_how_to_load_it(tmp_path: Path) -> None:
     for folder in ("some/folder", tmp_path):
         with pytest.raises(errors.ConfigError, match=r"AutoModelForCausalLM.from_pretrained\(folder\)"):
             enable(folder)
+        with pytest.raises(errors.ConfigError, match=r"AutoModelForCausalLM.from_pretrained\(folder\)"):
+            enable_latent_attention(folder)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ stay as they are: the layer attends in the latent space.
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any
 
@@ -134,7 +135,10 @@ def enable_latent_attention(
 def _latent_modules(model: Any) -> dict[str, Any]:
     """Return the latent attention modules by name, or refuse the model."""
     if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
-        raise ConfigError(f"model of type {type(model).__name__}", "a transformers model", "pass the model itself")
+        fix = "pass the model itself"
+        if isinstance(model, (str, os.PathLike)):
+            fix = "load it first: transformers.AutoModelForCausalLM.from_pretrained(folder).eval()"
+        raise ConfigError(f"model of type {type(model).__name__}", "a transformers model", fix)
     if model.training or "_vattn_before" in model.__dict__:
         state = "in training mode" if model.training else "on vattn already"
         raise ConfigError(f"{type(model).__name__} {state}", "a model in eval mode, enabled once", "call model.eval()")
