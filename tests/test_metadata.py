@@ -375,7 +375,7 @@ def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
     vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
     before = layer.kv_cache.clone()
     with pytest.raises(MetadataError, match="without block tables"):
-        layer(*(torch.randn(3, 16) for _ in range(3)), metadata=make_builder().build([3]))
+        layer(*(torch.randn(3, 16) for _ in range(3)), metadata=vattn.AttentionMetadataBuilder(2, 4, 64).build([3]))
     assert torch.equal(layer.kv_cache, before)
 
 
