@@ -239,3 +239,21 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
             assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()
+
+
+def test_fp8_heads_of_256_are_rows_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until their decode kernel has been compared beside the prefill kernel."""
+    from vattn.ops.gluon import mixed_launch
+
+    monkeypatch.setattr(mixed_launch, "multiprocessors", lambda device: 132)
+    step = (4224, 136, torch.device("cpu"))
+    for changes, way in (
+        ({}, "overlapped"),
+        (FP8, "overlapped"),
+        ({"head_size": 256}, "overlapped"),
+        ({"head_size": 256, **FP8}, "packed"),
+    ):
+        config = make_config(**{**LLAMA, **changes})
+        assert mixed_launch.way_of(config, *step) == way
+        with variants.using(mixed="general"):
+            assert mixed_launch.way_of(config, *step) == ""

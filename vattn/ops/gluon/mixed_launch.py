@@ -23,7 +23,7 @@ from vattn.config import AttentionConfig
 from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.gluon import fp4_rows, prefill_launch
-from vattn.ops.gluon.prefill_launch import Cut, multiprocessors, packs, padded_pack
+from vattn.ops.gluon.prefill_launch import Cut, multiprocessors, packs, padded_pack, products_of
 from vattn.ops.gluon.prefill_load import GROUP_ROWS
 from vattn.ops.triton import decode_fast
 from vattn.ops.triton.decode_fast import Tuning
@@ -42,6 +42,8 @@ def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torc
     if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs, device):
         return ""
     way = variants.mixed if num_tokens < variants.mixed_below * num_reqs else "general"
+    if way in ("two", "overlapped") and config.head_size == 256 and products_of(config) != "plain":
+        way = "packed"  # What these decode by since has not been compared beside another kernel on a GPU.
     least: float = LEAST_TILES_PER_PROCESSOR
     if is_speculative(config, num_tokens, num_reqs):
         way = variants.speculative
