@@ -74,7 +74,7 @@ def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
 
 def short_rows(config: AttentionConfig) -> int:
     """Return how many rows of a request the decode kernel attends at a time."""
-    if config.head_size not in decode_fast.SPECULATIVE_HEAD_SIZES:
+    if not decode_fast.attends_drafts(config):
         return 1
     return max(1, decode_fast.MAX_GROUP_SIZE // config.group_size)
 

@@ -149,9 +149,8 @@ def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
 
     Not timed: heads of 128 whose FP8 cache is widened.
     """
-    timed = config.head_size >= 128 and config.sliding_window is None
-    timed = timed and (products_of(config) != "widened" or config.head_size == 256)
-    return 8 if timed and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
+    timed = config.head_size == 256 or (config.head_size == 128 and products_of(config) != "widened")
+    return 8 if timed and config.sliding_window is None and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
 def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut) -> int:
