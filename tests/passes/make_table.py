@@ -1,4 +1,4 @@
-"""Writes the table of forms into docs/fusion.md: `python tests/passes/make_table.py`."""
+"""Writes the table of forms into verdicts.md: `python tests/passes/make_table.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
         report, wrong = test_forms.check(forms)
         table += test_forms.lines(forms, report)
         everything_wrong += wrong
-    page = Path(__file__).parents[2] / "docs" / "fusion.md"
+    page = Path(__file__).with_name("verdicts.md")
     kept = page.read_text().split(test_forms.TITLE)[0]
     page.write_text("\n".join((kept + test_forms.TITLE, "|---|---|---|---|", *table, "")))
     print("\n".join(everything_wrong), f"{len(table)} forms", sep="\n")

@@ -2,7 +2,7 @@
 
 Each table has two parts. The matcher was developed with the first part in sight. Of the second part, three quarters
 (`held_out`, decided by a hash of the name) were kept out of its development and run once, before anything was mended
-for them: docs/fusion.md has that figure.
+for them: docs/fusion-proofs.md has that figure.
 """
 
 from __future__ import annotations

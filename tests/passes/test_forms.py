@@ -34,7 +34,7 @@ FORMS: dict[str, Form] = {
 }
 BUNDLE = 12
 BUNDLES = [tuple(FORMS)[start : start + BUNDLE] for start in range(0, len(FORMS), BUNDLE)]
-TABLE = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text().splitlines()
+TABLE = Path(__file__).with_name("verdicts.md").read_text().splitlines()
 
 QUANTISER = re.compile(r"clamp|float8|quant_|quantize")
 """What no graph holds behind an attention node that quantises itself, views apart."""
@@ -65,7 +65,7 @@ NODE_NAMES = re.compile(r"\b(view|getitem|mul|div|convert_element_type|reduce|un
 
 
 def row(form: Form, node: NodeReport) -> str:
-    """Return a form's line of the table in docs/fusion.md."""
+    """Return a form's line of the table in verdicts.md."""
     fused = node.outcome == "fused"
     reason = NODE_NAMES.sub("an op", re.sub(r"\(s\d+,", "(tokens,", node.reason))
     kept_out = "yes" if form.held_out else ""
@@ -117,7 +117,7 @@ def lines(forms: Iterable[Form], report: dict[str, NodeReport]) -> list[str]:
 def test_forms(names: tuple[str, ...]) -> None:
     forms = [FORMS[name] for name in names]
     report, wrong = check(forms)
-    wrong += [f"docs/fusion.md lacks: {line}" for line in lines(forms, report) if line not in TABLE]
+    wrong += [f"verdicts.md lacks: {line}" for line in lines(forms, report) if line not in TABLE]
     assert not wrong, "\n".join(wrong)
 
 

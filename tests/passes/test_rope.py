@@ -441,7 +441,7 @@ def test_many_random_programs(program: tuple[RopeForm, bool]) -> None:
 
 
 def test_the_guide_lists_the_forms() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "fusion-proofs.md").read_text()
     for name, form in FORMS.items():
         verdict = "fused" if form.fuses else "nothing to report" if form.fuses is None else f"refused: {form.says}"
         assert f"| {name} | {verdict} |" in guide
