@@ -89,11 +89,29 @@ def test_support_table_is_up_to_date() -> None:
     )
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a Markdown page has, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{relative(page)} links to {target}"
+            found = page.parent / target if target else page
+            assert found.exists(), f"{relative(page)} links to {target}"
+            assert not anchor or anchor in anchors(found), f"{relative(page)} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "support.md"], ids=relative)
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= (100 if page.name == "README.md" else 200)
+
+
+def test_first_steps_need_few_names() -> None:
+    names = set(re.findall(r"vattn\.([A-Za-z_]+)", (ROOT / "docs" / "first-steps.md").read_text()))
+    assert len(names) <= 12, names
 
 
 def test_public_names_are_documented() -> None:
