@@ -36,7 +36,7 @@ help:
 
 demo:
 	$(INSTALL) demo safetensors
-	$(RUN) -m vattn demo $(DEMO_ARGS)
+	$(RUN) -m examples.demo $(DEMO_ARGS)
 
 doctor:
 	$(INSTALL) demo

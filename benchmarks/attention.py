@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import peers, streaming
 from benchmarks.timing import Timer, interleave
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.triton import decode_fast
-from vattn.ops.triton.decode_fast import Tuning
 
 BLOCK = 16
 ROTATED_BYTES = 300 << 20

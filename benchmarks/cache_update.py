@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.timing import Timer, interleave
-from vattn.config import AttentionConfig
-from vattn.ops import rope_reference
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import RopeConfig
+from vattn.kernels.triton.attention.launch import update_kv_cache
+from vattn.kernels.triton.cache import rope_update as rope_cache_update
+from vattn.kernels.triton.cache.rope_update import RopeTiles
 from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
-from vattn.ops.cache_layout import key_value_views
-from vattn.ops.triton import rope_cache_update
-from vattn.ops.triton.launch import update_kv_cache
-from vattn.ops.triton.rope_cache_update import RopeTiles
-from vattn.quantization import encode_kv, encode_query
-from vattn.rope_config import RopeConfig
+from vattn.ops.reference import rope as rope_reference
+from vattn.quantization.codecs import encode_kv, encode_query
 
 HEADS, KV_HEADS, WIDTH, BLOCK, POSITIONS = 32, 8, 128, 16, 8192
 TOKENS = (1, 64, 256, 2048, 8192)

@@ -3,8 +3,8 @@
     python benchmarks/epilogue.py --json out.json
 
 Each cell runs one attention with the output in the model dtype and in quantised formats, replays interleaved, inputs
-rotated past the L2 cache. Codes must be those that `vattn.quantization` makes of the plain output. Formats divide as
-fused ones do on CUDA, except where the name says "exact".
+rotated past the L2 cache. Codes must be those that `vattn.quantization.codecs` makes of the plain output. Formats
+divide as fused ones do on CUDA, except where the name says "exact".
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks import attention as decode_bench
 from benchmarks import prefill as prefill_bench
 from benchmarks.timing import Timer, interleave
 from vattn.backends import selector
-from vattn.config import AttentionConfig
-from vattn.formats import OUTPUT_FORMATS
-from vattn.ops import variants
+from vattn.config.attention import AttentionConfig
+from vattn.kernels import variants
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization import quantise_output
+from vattn.quantization.codecs import quantise_output
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 FORMATS: dict[str, tuple[str, str]] = {
     "fp8_static": ("fp8_static", "approximate_divide"),
@@ -55,7 +55,7 @@ Inputs = tuple[AttentionArgs, AttentionConfig]
 
 def decode_inputs(batch: int, context: int, fp8: bool) -> list[Inputs]:
     """Return arguments of a decode step for as many sets of inputs as exceed the L2 cache."""
-    from vattn.ops.triton import decode_fast
+    from vattn.kernels.hopper.decode import launch as decode_fast
 
     shape = decode_bench.equal(batch, context)
     size = 2 * shape.keys * shape.kv_heads * shape.head_size * (1 if fp8 else 2)
@@ -130,13 +130,13 @@ def by_way(**changes: Any) -> Callable[[Inputs], Callable[[], object]]:
 
 def by_triton(inputs: Inputs) -> Callable[[], object]:
     """Return a call of the general Triton kernel."""
-    from vattn.ops.triton.launch import paged_attention
+    from vattn.kernels.triton.attention.launch import paged_attention
 
     return lambda: paged_attention(*inputs)
 
 
 def codes_differing(plain: Inputs, quantised: Inputs) -> float:
-    """Return the share of output bytes that `vattn.quantization` makes otherwise of the plain output."""
+    """Return the share of output bytes that `vattn.quantization.codecs` makes otherwise of the plain output."""
     args, config = quantised
     expected = torch.empty_like(args.output)
     scales = None if args.output_block_scale is None else torch.empty_like(args.output_block_scale)

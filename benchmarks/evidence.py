@@ -24,12 +24,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vattn.bench import attention, ceilings, peers
-from vattn.bench.cell import Cell
-from vattn.bench.report import write_result
-from vattn.bench.shapes import LAYERS, WORKS
-from vattn.bench.timing import Timer, interleave
-from vattn.ops import variants
+from vattn.cli.bench import attention, ceilings, peers
+from vattn.cli.bench.cell import Cell
+from vattn.cli.bench.report import write_result
+from vattn.cli.bench.shapes import LAYERS, WORKS
+from vattn.cli.bench.timing import Timer, interleave
+from vattn.kernels import variants
 
 CELLS = "llama3-8b/decode 32x1k/bf16;llama3-8b/decode 32x1k/fp8"
 METRICS = {

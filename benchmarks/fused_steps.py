@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn
 from benchmarks.kernels import Kernel, kernels_of_layer, profile_kernels
-from vattn.ops.variants import using
+from vattn.kernels.variants import using
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 16

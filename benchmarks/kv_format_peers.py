@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS
+from vattn.cache.layout import key_value_views, packed_views
+from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.cache_layout import key_value_views, packed_views
+from vattn.quantization.formats import KV_FORMATS
 
 if TYPE_CHECKING:
     from benchmarks.kv_formats import Filled
@@ -143,15 +143,15 @@ DECODE_PEERS = (
     DecodePeer("FlashInfer decode on tensor cores", "nvfp4", "flashinfer", _flashinfer_decode(True)),
     DecodePeer("XQA", "nvfp4", "xqa", _xqa, ROUNDED),
 )
-"""Beside those of `vattn.bench.peers`, which read an FP8 cache of their own. No library of kernels has the formats with
-scales per token and head."""
+"""Beside those of `vattn.cli.bench.peers`, which read an FP8 cache of their own. No library of kernels has the formats
+with scales per token and head."""
 
 
 def _flashinfer_nvfp4_store(cache: Filled, slots: Tensor) -> tuple[Callable[[], object], Callable[[], Tensor]]:
     """It packs rows without putting them into slots."""
     from flashinfer import nvfp4_kv_quantize
 
-    from vattn.kv_formats import decode_rows
+    from vattn.quantization.packed import decode_rows
 
     given, shape = cache.scale, cache.key.shape
     key, value = (x.flatten(0, 1) for x in (cache.key, cache.value))

@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
 from vattn.backends import selector
-from vattn.bench.cell import Cell
-from vattn.bench.peers import NotThisCellError, Peer, choose_peers
-from vattn.bench.shapes import LayerShape, Work
-from vattn.bench.timing import Timer, WallTimer, interleave
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS
-from vattn.ops import reference
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cli.bench.cell import Cell
+from vattn.cli.bench.peers import NotThisCellError, Peer, choose_peers
+from vattn.cli.bench.shapes import LayerShape, Work
+from vattn.cli.bench.timing import Timer, WallTimer, interleave
+from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.reference import attention as reference
+from vattn.quantization.formats import KV_FORMATS
 
 AnyTimer = Timer | WallTimer
 BASELINE = "fp8_e4m3"

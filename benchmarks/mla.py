@@ -23,7 +23,7 @@ import torch
 from benchmarks.mla_cells import NARROW, TINY, Cell, Inputs, fa3_prefill, load_peers
 from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
-from vattn.bench.timing import WallTimer
+from vattn.cli.bench.timing import WallTimer
 
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.mla_config import MLAConfig
-from vattn.ops import variants
-from vattn.ops.mla_absorb import quantised_query
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.config.mla import MLAConfig
+from vattn.kernels import variants
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.reference.mla_absorb import quantised_query
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 Step = Callable[[], Tensor]
 
@@ -147,7 +147,7 @@ class Inputs:
         )  # fmt: skip
 
     def op_under(self, chosen: dict[str, Any], **changes: Any) -> Step:
-        """Return a call of the op under other `vattn.ops.variants`."""
+        """Return a call of the op under other `vattn.kernels.variants`."""
         with variants.using(**chosen):
             call = self.op(**changes)
 
@@ -164,7 +164,7 @@ class Inputs:
         topk = self.listed() if config.sparse else None
         args = self.arguments(config, cache, topk)
         if self.device == "cuda":
-            from vattn.ops.gluon import mla_launch
+            from vattn.kernels.hopper.mla import launch as mla_launch
 
             if mla_launch.accepts(self.absorbed(), args, config):
                 shape = mla_launch.plan_shape(config, len(args.query), self.cell.batch, args.query.device)
@@ -186,7 +186,7 @@ class Inputs:
 
     def decode(self, query: Tensor | None = None, **changes: Any) -> tuple[Step, Tensor]:
         """Return a step of vattn's decode path on absorbed queries, its schedule made before, and the queries."""
-        from vattn.ops.gluon import mla_launch
+        from vattn.kernels.hopper.mla import launch as mla_launch
 
         config = self.config(**changes)
         query = self.absorbed() if query is None else query
@@ -208,10 +208,10 @@ class Inputs:
 
         `planned`: row tiles are listed before, not by the step.
         """
-        from vattn.ops.gluon import mla_prefill_launch
-        from vattn.ops.triton.mla_epilogue import finish_rows, kind_of
-        from vattn.ops.triton.mla_prefill import longest_absorbed
-        from vattn.ops.triton.tiles import Limits
+        from vattn.kernels.hopper.mla import prefill_launch as mla_prefill_launch
+        from vattn.kernels.triton.common.tiles import Limits
+        from vattn.kernels.triton.mla.epilogue import finish_rows, kind_of
+        from vattn.kernels.triton.mla.prefill import longest_absorbed
 
         config, cell, limits = self.config(**changes), self.cell, Limits.of(self.seq_lens.device)
         args, width = self.arguments(config, self.cache_of(config)), config.qk_nope_head_dim + config.v_head_dim

@@ -26,10 +26,10 @@ import vattn
 from benchmarks.kernels import profile_kernels
 from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
-from vattn.bench.timing import WallTimer
-from vattn.layers.latent_rotary import LatentRotary
-from vattn.quantization import quant_fp8_static
-from vattn.rope_config import RopeConfig
+from vattn.cli.bench.timing import WallTimer
+from vattn.config.rope import RopeConfig
+from vattn.layers.mla.rotary import LatentRotary
+from vattn.quantization.codecs import quant_fp8_static
 
 BAR = 2.0
 OUTPUT_SCALE = 0.002

@@ -18,10 +18,10 @@ import torch
 from benchmarks.mla_cells import DEEPSEEK, TINY, Cell, Inputs
 from benchmarks.rows import write_row
 from benchmarks.timing import Timer, interleave
-from vattn.backends.mla import mla_backends
-from vattn.bench.timing import WallTimer
+from vattn.backends.mla.registry import mla_backends
+from vattn.cli.bench.timing import WallTimer
 from vattn.ops.arguments import PlanArgs
-from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.ops.arguments_mla import MLAAttentionArgs
 
 CELLS: dict[str, tuple[int, list[int], int]] = {
     "63 decodes, 512 of a prompt": (16, [1] * 63 + [512], 4096),

@@ -29,8 +29,8 @@ from benchmarks.fused_steps import generate_ms
 from benchmarks.kernels import profile_kernels
 from benchmarks.serving import check_compiled, serve
 from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.kernels import variants
 from vattn.layers.fp8_linear import LINEAR_FORMATS
-from vattn.ops import variants
 
 LARGE = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

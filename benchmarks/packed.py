@@ -7,7 +7,7 @@
 Every output of an attention step is first compared with the reference on two of its requests, every store with its
 bytes for 64 tokens. 32 query and 8 KV heads of 128, bf16, blocks of 16; CUDA-graph replays, each cut interleaved with
 the FP8 cache alone, median of `--rounds`. The first cut of a format is the one in use: `TUNINGS` of
-`vattn.ops.triton.decode_packed`, `UPDATE_CUTS` of `vattn.ops.triton.packed_update`.
+`vattn.kernels.hopper.decode_packed.launch`, `UPDATE_CUTS` of `vattn.kernels.triton.cache.packed_update`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.kv_formats import BASELINE, BLOCK, FULL, Filled, beside_baseline
 from benchmarks.timing import Timer
 from vattn.backends import selector
-from vattn.formats import KV_FORMATS
-from vattn.ops import reference
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.launch import Tuning
+from vattn.kernels.hopper.decode_packed import launch as decode_packed
+from vattn.kernels.triton.cache import packed_update
+from vattn.kernels.variants import ALLOWED, using
 from vattn.ops.arguments import CacheUpdateArgs
-from vattn.ops.triton import decode_fast, decode_packed, packed_update
-from vattn.ops.triton.decode_fast import Tuning
-from vattn.ops.variants import ALLOWED, using
+from vattn.ops.reference import attention as reference
+from vattn.quantization.formats import KV_FORMATS
 
 CUTS = tuple(
     Tuning(*cut, **more)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import peers
 from benchmarks.timing import Timer, interleave
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs, PlanArgs
 
 HEADS, KV_HEADS = 32, 8
@@ -106,8 +106,8 @@ class Cell:
 def vattn_step(cell: Cell, window: int, query: Tensor, general: bool = False) -> Callable[[], Tensor]:
     """Return a step of vattn's Hopper prefill kernel, its schedule made once, or of the general one."""
     from vattn.backends import selector
-    from vattn.ops.gluon import prefill_launch
-    from vattn.ops.triton.launch import paged_attention
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+    from vattn.kernels.triton.attention.launch import paged_attention
 
     quantised = query.dtype == torch.float8_e4m3fn
     config = AttentionConfig(

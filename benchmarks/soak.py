@@ -28,8 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vattn
-from tests.generator_support import Characters, Faulty
-from tests.hf_families import make_model
+from tests.generation.generator_support import Characters, Faulty
+from tests.integrations.hf_families import make_model
 from vattn import errors
 from vattn.integrations.transformers import PackedModel, enable
 

@@ -1,5 +1,5 @@
-"""The ceiling of a decode kernel; it lives in `vattn.bench.stream`."""
+"""The ceiling of a decode kernel; it lives in `vattn.cli.bench.stream`."""
 
-from vattn.bench.stream import stream_decode
+from vattn.cli.bench.stream import stream_decode
 
 __all__ = ["stream_decode"]

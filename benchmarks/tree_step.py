@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import vattn
 from benchmarks.timing import Timer, interleave
 from vattn.backends import selector
-from vattn.token_tree import TokenTree
+from vattn.metadata.token_tree import TokenTree
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 64
 CELLS = ((1, 1024), (32, 2048), (8, 2048), (1, 8192))

@@ -3,7 +3,7 @@
     python benchmarks/variants.py --fa3 fa3.so --json out.json --only "speculative;mixed"
 
 Each cell runs every way and every peer in one process, replays interleaved, inputs rotated past the L2 cache. The ways
-are those of `vattn.ops.variants`, of `decode_fast.Tuning` and of `prefill_launch.Cut`; the first is what runs now.
+are those of `vattn.kernels.variants`, of `decode_fast.Tuning` and of `prefill_launch.Cut`; the first is what runs now.
 For each cell the fastest right way is named, beside the fastest peer and the bar.
 """
 
@@ -27,13 +27,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vattn.backends.selector import get_backend
-from vattn.bench import attention, peers
-from vattn.bench.cell import Cell
-from vattn.bench.peers import Call, NotThisCellError, Peer
-from vattn.bench.report import write_result
-from vattn.bench.shapes import LAYERS, WORKS, LayerShape, Work
-from vattn.config import AttentionConfig
-from vattn.ops import variants
+from vattn.cli.bench import attention, peers
+from vattn.cli.bench.cell import Cell
+from vattn.cli.bench.peers import Call, NotThisCellError, Peer
+from vattn.cli.bench.report import write_result
+from vattn.cli.bench.shapes import LAYERS, WORKS, LayerShape, Work
+from vattn.config.attention import AttentionConfig
+from vattn.kernels import variants
 from vattn.ops.arguments import VarlenAttentionArgs
 
 LLAMA, WIDE = LAYERS["llama3-8b"], LayerShape("16 heads of 256", 16, 8, 256)
@@ -75,7 +75,7 @@ def by_tuning(name: str, tuning: Any, fp8_query: bool = False, at_a_time: int = 
     """Return the decode kernels with another tuning, the schedule made for it, or by so many rows of a request."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.triton import decode_fast
+        from vattn.kernels.hopper.decode import launch as decode_fast
 
         args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
         config, (schedule,) = AttentionConfig.parse(args.config), args.plan
@@ -96,7 +96,7 @@ def by_clusters(size: int) -> Peer:
     """Return the kernel of few requests with so many CTAs a KV head of a request."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.gluon import decode_cluster_launch as launch
+        from vattn.kernels.hopper.decode import cluster_launch as launch
 
         args = peers.attention_arguments(cell, "TRITON_ATTN")
         config = AttentionConfig.parse(args.config)
@@ -116,7 +116,7 @@ def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
     """Return the prefill kernel with rows cut in another way; `pack` -1 packs the heads of a group."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.gluon import prefill_launch
+        from vattn.kernels.hopper.prefill import launch as prefill_launch
 
         args = peers.attention_arguments(cell, "TRITON_ATTN", fp8_query)
         config, device = AttentionConfig.parse(args.config), args.query.device
@@ -183,7 +183,7 @@ def by_fa3_on_packed_rows() -> Peer:
     """Return FA3 without a cache."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.flash_attention import NAMESPACE
+        from vattn.backends.flash_attn.libraries import NAMESPACE
 
         forward = getattr(torch.ops, NAMESPACE).fwd
         key, value = packed_rows(cell)
@@ -206,7 +206,7 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
     """Return the general Triton kernel, over the cache or over packed keys and values."""
 
     def make(cell: Cell) -> Call:
-        from vattn.ops.triton import launch
+        from vattn.kernels.triton.attention import launch
 
         args = peers.attention_arguments(cell, "TRITON_ATTN")
         config = AttentionConfig.parse(args.config)
@@ -233,7 +233,7 @@ def by_general_kernel(name: str, contiguous: bool = False) -> Peer:
 
 def _tuned(fp8_query: bool = False) -> list[Peer]:
     """Return decode tunings: as it is, side by side in one CTA, with overlap, deeper."""
-    from vattn.ops.triton.decode_fast import Tuning
+    from vattn.kernels.hopper.decode.launch import Tuning
 
     named = {
         "2 heads, 3 stages": Tuning(2, 3, 4),
@@ -260,7 +260,7 @@ class Question:
         layer, work, cache: of the cell.
         ways: vattn's; the first is the default.
         bar: least time of the best peer over the best way.
-        peers: keys of `vattn.bench.peers.PEERS`.
+        peers: keys of `vattn.cli.bench.peers.PEERS`.
         others: further peers.
     """
 
@@ -289,7 +289,7 @@ def _cuts(*cuts: dict[str, int], fp8_query: bool = False) -> tuple[Peer, ...]:
 
 def _decode_questions() -> Iterator[Question]:
     """Yield decode steps: one kernel for few requests, and registers of the kernel of many."""
-    from vattn.ops.triton.decode_fast import Tuning
+    from vattn.kernels.hopper.decode.launch import Tuning
 
     split = by_variant("split", few_requests="split")
     few = (by_clusters(8), by_clusters(16), split)
@@ -332,7 +332,7 @@ def _wave_questions() -> Iterator[Question]:
 
 def _draft_questions() -> Iterator[Question]:
     """Yield speculative steps of groups that fill tiles unevenly, and of fewer tiles than multiprocessors."""
-    from vattn.ops.triton.decode_fast import Tuning
+    from vattn.kernels.hopper.decode.launch import Tuning
 
     work, layer = WORKS["speculative 64x4k, 4"], LAYERS["llama3-70b-tp8"]
     for name in ("qwen2.5-32b", "qwen2.5-7b"):
@@ -384,7 +384,7 @@ def _row_tile_questions() -> Iterator[Question]:
 
 def questions() -> Iterator[Question]:
     """Yield what is to be decided, the most important first."""
-    from vattn.ops.triton.decode_fast import Tuning
+    from vattn.kernels.hopper.decode.launch import Tuning
 
     yield from _decode_questions()
     yield from _wave_questions()
@@ -468,7 +468,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="run every way once, to compile it, and time nothing")
     options = parser.parse_args()
     if options.fa3:
-        from vattn.ops.flash_attention import load_flash_attn
+        from vattn.backends.flash_attn.libraries import load_flash_attn
 
         load_flash_attn(options.fa3)
     only = tuple(name.strip() for name in options.only.split(";") if name.strip())

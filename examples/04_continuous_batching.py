@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from demo.checkpoint import build_llama, read_checkpoint
+from demo.model import Llama
 from torch import Tensor
 
 import vattn
-from vattn.block_pool import BlockTable
-from vattn.demo.checkpoint import build_llama, read_checkpoint
-from vattn.demo.model import Llama
+from vattn.cache.allocation import KVCacheAllocation
+from vattn.cache.block_pool import BlockTable
 from vattn.generation import model_inputs
-from vattn.kv_cache import KVCacheAllocation
 
 FOLDER = Path(__file__).parent / "demo_model"
 MAX_NUM_REQS, TOKEN_BUDGET, NEW_TOKENS = 3, 48, 24

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import torch
+from demo.checkpoint import build_llama, read_checkpoint
 from torch import Tensor
 
 import vattn
-from vattn.block_pool import BlockTable
-from vattn.demo.checkpoint import build_llama, read_checkpoint
+from vattn.cache.block_pool import BlockTable
 from vattn.generation import model_inputs
 
 FOLDER = Path(__file__).parent / "demo_model"

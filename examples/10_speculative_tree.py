@@ -8,10 +8,10 @@ text is that of plain greedy decoding, in fewer steps.
 from pathlib import Path
 
 import torch
+from demo.checkpoint import build_llama, read_checkpoint
 from torch import Tensor
 
 import vattn
-from vattn.demo.checkpoint import build_llama, read_checkpoint
 
 FOLDER = Path(__file__).parent / "demo_model"
 MAX_SEQ_LEN, BLOCK_SIZE, MAX_NODES, NEW_TOKENS = 320, 16, 20, 64

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 import vattn
-from vattn.formats import KVFormat, PackedPart
-from vattn.kv_formats.packing import to_fp16
+from vattn.quantization.formats import KVFormat, PackedPart
+from vattn.quantization.packed.bit_packing import to_fp16
 
 
 class TwoBits:
@@ -34,7 +34,7 @@ try:
     import triton
     import triton.language as tl
 
-    from vattn.ops.triton.epilogue import absolute_maximum
+    from vattn.kernels.triton.common.epilogue import absolute_maximum
 
     @triton.jit
     def load_two_bits(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):

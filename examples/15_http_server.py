@@ -16,7 +16,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
 import vattn
-from vattn.generation.command import load_model
+from vattn.cli.generate import load_model
 from vattn.integrations.transformers import enable
 
 app, jobs, generators = FastAPI(), SimpleQueue(), []

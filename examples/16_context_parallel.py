@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import vattn
-from vattn.context_parallel import ContextParallel
+from vattn.distributed import ContextParallel
 
 WORLD, HEADS, KV_HEADS, SIZE, HIDDEN = 2, 8, 2, 32, 256
 STEPS = ((50, 50), (1, 51), (3, 54), (1, 55))

@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# FlashInfer takes minutes to compile a kernel that it did not ship with: its backend refuses those in tests, and
+# `FLASHINFER_DISABLE_JIT= pytest -m gpu ...` lets it compile.
+os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+
 if not torch.cuda.is_available():
     # Read when Triton is first imported: its kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, poisoned_empty
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 Chunk = tuple[int, int, int]
 """Request, first row and end row."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.ops import reference
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.stored_rows import decode_stored, encode_stored
+from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
-from vattn.ops.mask_reference import visible_mask
-from vattn.ops.reference import held_positions
-from vattn.ops.stored_rows import decode_stored, encode_stored
-from vattn.quantization import dequantise_output, encode_kv, encode_query, load_query
+from vattn.ops.reference import attention as reference
+from vattn.ops.reference.attention import held_positions
+from vattn.ops.reference.mask import visible_mask
+from vattn.quantization.codecs import dequantise_output, encode_kv, encode_query, load_query
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""

@@ -1,24 +1,11 @@
 """vattn: paged attention for `torch.compile`. Needs torch alone; optional packages are imported where they are used."""
 
 from vattn import errors
+from vattn.backends import dispatch as dispatch  # registers the kernels of the ops
+from vattn.backends.flash_attn.libraries import load_flash_attn
+from vattn.backends.register_kv_format import register_kv_format
 from vattn.backends.selector import explain, register_backend
-from vattn.block_pool import BlockPool
-from vattn.block_tables import HybridBlockTable
-from vattn.cache_audit import Audit, audit
-from vattn.calibration import Calibration, calibrate
-from vattn.compilation import compile, compile_regions
-from vattn.config import AttentionConfig, AttentionType, CacheConfig, boundary_layers
-from vattn.context import forward_context
-from vattn.cuda_graph import CUDAGraphRunner
-from vattn.export import export_step
-from vattn.flash_attn_builder import FlashAttentionMetadataBuilder
-from vattn.flash_attn_metadata import DecodeInput, FlashAttentionMetadata
-from vattn.fp8_linears import quantise_linears
-from vattn.functional import AttentionOutput, merge_attn_states, paged_attention, rope_update_kv_cache, update_kv_cache
-from vattn.generation import Generator, PromptLookup, Request, Sampling
-from vattn.grouped_builder import GroupedMetadataBuilder
-from vattn.grouped_metadata import GroupedMetadata
-from vattn.kv_cache import (
+from vattn.cache.allocation import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -32,8 +19,21 @@ from vattn.kv_cache import (
     copy_blocks,
     swap_blocks,
 )
-from vattn.kv_cache_slots import move_slots
-from vattn.kv_format_registry import register_kv_format
+from vattn.cache.block_pool import BlockPool
+from vattn.cache.hybrid_block_table import HybridBlockTable
+from vattn.cache.layout import kv_cache_shape
+from vattn.cache.slots import move_slots
+from vattn.calibration.audit import Audit, audit
+from vattn.calibration.calibrate import Calibration, calibrate
+from vattn.calibration.quantise_linears import quantise_linears
+from vattn.compilation.compile import compile, compile_regions
+from vattn.compilation.cuda_graph import CUDAGraphRunner
+from vattn.compilation.export import export_step
+from vattn.compilation.warmup import WarmupReport, warmup
+from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig, boundary_layers
+from vattn.config.mla import MLAConfig
+from vattn.config.rope import RopeConfig
+from vattn.generation import Generator, PromptLookup, Request, Sampling
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -60,23 +60,29 @@ from vattn.layers import (
     read_encoder_scales,
     save_encoder_scales,
 )
+from vattn.layers.functional import (
+    AttentionOutput,
+    merge_attn_states,
+    paged_attention,
+    rope_update_kv_cache,
+    update_kv_cache,
+)
 from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
-from vattn.logits_rows import fast_prefill, kept_rows
-from vattn.metadata import AttentionMetadata
-from vattn.metadata_builder import AttentionMetadataBuilder
-from vattn.mla_config import MLAConfig
-from vattn.ops.cache_layout import kv_cache_shape
-from vattn.ops.flash_attention import load_flash_attn
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.fast_prefill import fast_prefill, kept_rows
+from vattn.metadata.flash_attn import DecodeInput, FlashAttentionMetadata
+from vattn.metadata.flash_attn_builder import FlashAttentionMetadataBuilder
+from vattn.metadata.forward_context import forward_context
+from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
+from vattn.metadata.token_order import token_order
+from vattn.metadata.token_tree import TokenTree
+from vattn.metadata.tree_builder import TreeAttentionMetadataBuilder
+from vattn.metadata.xformers import XFormersMetadata, XFormersMetadataBuilder
 from vattn.passes.entry import backend, disable, enable, options
 from vattn.passes.report import FusionReport, fusion_report
-from vattn.rope_config import RopeConfig
-from vattn.token_order import token_order
-from vattn.token_tree import TokenTree
-from vattn.tree_metadata import TreeAttentionMetadataBuilder
-from vattn.warm_up import WarmupReport, warmup
-from vattn.xformers_metadata import XFormersMetadata, XFormersMetadataBuilder
-
-__version__ = "0.1.0"
+from vattn.version import __version__ as __version__
 
 __all__ = [
     "Attention",

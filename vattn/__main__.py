@@ -35,61 +35,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     if arguments[:1] == ["demo"]:
-        from vattn.demo.main import main as demo
+        from examples.demo.main import main as demo
 
         return demo(arguments[1:])
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
-        from vattn.bench import command
+        from vattn.cli.bench import command
 
         return command.main(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "tune":
-        from vattn import tune
+        from vattn.cli import tune
 
         return tune.main(options)
     if options.command == "generate":
-        from vattn.generation import command as generate
+        from vattn.cli import generate
 
         return generate.main(options)
     if options.command == "kv-report":
-        from vattn import kv_report
+        from vattn.cli import kv_report
 
         return kv_report.main(options)
     if options.command == "explain-fusion":
-        from vattn import explain_fusion
+        from vattn.cli import explain_fusion
 
         return explain_fusion.main(options)
     return _doctor(options) if options.command == "doctor" else _explain(options)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    from vattn.generation import command
+    from vattn.cli import generate as command
 
     command.add_arguments(parser)
 
 
 def _add_kv_report(parser: argparse.ArgumentParser) -> None:
-    from vattn import kv_report
+    from vattn.cli import kv_report
 
     kv_report.add_arguments(parser)
 
 
 def _add_explain_fusion(parser: argparse.ArgumentParser) -> None:
-    from vattn import explain_fusion
+    from vattn.cli import explain_fusion
 
     explain_fusion.add_arguments(parser)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from vattn.bench import command
+    from vattn.cli.bench import command
 
     command.add_arguments(parser)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
-    from vattn import tune
+    from vattn.cli import tune
 
     tune.add_arguments(parser)
 
@@ -100,7 +100,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from vattn import doctor
+    from vattn.cli import doctor
 
     if options.support_table:
         print(doctor.support_table(), end="")
@@ -115,13 +115,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    from vattn import explain_request
+    from vattn.cli import explain as explain_request
 
     explain_request.add_arguments(parser)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from vattn import explain_request
+    from vattn.cli import explain as explain_request
 
     return explain_request.main(options)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vattn
-from vattn.compilation import own_error
+from vattn.compilation.compile import own_error
 from vattn.errors import (
     CacheNotBoundError,
     ConfigError,

@@ -12,7 +12,7 @@ from torch import nn
 
 import vattn
 from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
-from vattn.backends.base import parse_version
+from vattn.config.device import parse_version
 from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, UnsupportedRequestError
 
 STEPS = [[1] * 3, [1] * 9, [4, 3], [1, 1], [300]]

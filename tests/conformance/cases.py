@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.conformance.rows import Row
 from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch, random_scale
 from vattn.backends import selector
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import CacheUpdateArgs
-from vattn.ops.cache_layout import kv_cache_dtype, kv_cache_shape
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES
 
 
 def batch_of_row(row: Row, backend: str, *, device: str = "cpu", seed: int = 0) -> Batch:

@@ -19,14 +19,21 @@ from torch import Tensor
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import Batch
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
-from vattn.config import AttentionConfig
+from vattn.cache.stored_rows import stored_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
 from vattn.errors import UnsupportedRequestError
-from vattn.formats import FP4_E2M1_MAX, KV_FORMATS, MODEL_DTYPES, NVFP4_GROUP_SIZE, OUTPUT_FORMATS, OutputFormat
-from vattn.ops import reference
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
-from vattn.ops.stored_rows import stored_views
-from vattn.quantization import dequantise_output, quantise_output, unswizzle_block_scales
+from vattn.ops.reference import attention as reference
+from vattn.quantization.codecs import dequantise_output, quantise_output, unswizzle_block_scales
+from vattn.quantization.formats import (
+    FP4_E2M1_MAX,
+    KV_FORMATS,
+    MODEL_DTYPES,
+    NVFP4_GROUP_SIZE,
+    OUTPUT_FORMATS,
+    OutputFormat,
+)
 
 TOLERANCE = {"float32": 2e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """Relative L2 error of one row of one head, by model dtype."""

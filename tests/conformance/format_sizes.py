@@ -32,12 +32,12 @@ from tests.conformance.compare import run_and_compare
 from tests.conformance.fuzz import failure_of, fuzz_seed
 from tests.support import make_config, random_paged_batch
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, PackedPart
-from vattn.kv_formats import decode_rows
-from vattn.ops.cache_layout import PackedRows, kv_cache_dtype, kv_cache_shape, packed_views
-from vattn.ops.triton.packed import TRITON_CODECS, part_constants
+from vattn.cache.layout import PackedRows, kv_cache_dtype, kv_cache_shape, packed_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, PackedPart
+from vattn.quantization.packed import decode_rows
 
 FORMATS = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
 SIZES = range(8, 513, 8)

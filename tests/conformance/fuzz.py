@@ -17,8 +17,8 @@ import pytest
 
 from tests.conformance.compare import compare_cache_update, refusal, run_and_compare
 from tests.conformance.requests import PAIRS, SMALL, Request, Size, draw_request, simpler
-from vattn.backends.base import requested_features
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
+from vattn.config.features import requested_features
 
 
 def fuzz_seed() -> int:

@@ -19,19 +19,19 @@ import torch
 
 from tests.conformance.fuzz import failure_of
 from tests.conformance.record_mla import HALF_STEP
-from tests.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
-from vattn.backends.base import DeviceInfo
-from vattn.backends.mla import mla_backends
+from vattn.backends.mla.registry import mla_backends
+from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.config.device import DeviceInfo
+from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.errors import ConfigError
-from vattn.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
-from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
-from vattn.mla_formats import MLA_FORMATS
-from vattn.ops import mla_reference
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.mla_cache_layout import mla_cache_dtype, mla_cache_shape
-from vattn.ops.mla_chunks import elements_per_token
-from vattn.quantization import dequantise_output, quantise_output
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.reference import mla as mla_reference
+from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.quantization.codecs import dequantise_output, quantise_output
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
+from vattn.quantization.mla_formats import MLA_FORMATS
 
 WRONG = (-1, -2, -(2**31), 2**31 - 1, 10**9, 1 << 20)
 """Positions that no request has."""

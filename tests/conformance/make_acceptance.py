@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.conformance.requests import DEVICES, acceptance
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
+from vattn.config.device import DeviceInfo
 
 PATH = Path(__file__).with_name("acceptance.json")
 

@@ -29,9 +29,11 @@ from tests.conformance.requests import PAIRS, PLAIN, Request, Size, config_with,
 from tests.conformance.rows import ROWS
 from tests.support import Batch
 from vattn.backends import selector
-from vattn.backends.base import Backend, DeviceInfo, request_parts
+from vattn.backends.base import Backend
 from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, write_runs
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.features import request_parts
 
 LARGE = Size(seq_len=700, reqs=8, wide_heads=0.3)
 """Sequences that span many blocks and tiles."""

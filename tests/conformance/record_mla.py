@@ -20,14 +20,14 @@ import torch
 
 from tests.conformance.fuzz import fuzz_seed
 from tests.conformance.record import Recorder
-from tests.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
-from vattn.backends.base import DeviceInfo
-from vattn.backends.mla import mla_backends
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.mla_config import WEIGHT_FORMATS, MLAConfig
-from vattn.mla_formats import MLA_FORMATS
-from vattn.ops.mla_arguments import MLAAttentionArgs
+from vattn.backends.mla.registry import mla_backends
+from vattn.config.device import DeviceInfo
+from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
+from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.mla_formats import MLA_FORMATS
 
 HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
 """Largest relative error of one rounding to an output format; of e2m1 values and their e4m3 scales."""

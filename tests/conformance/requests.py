@@ -16,10 +16,11 @@ import torch
 from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch, is_storable
 from vattn.backends import selector
-from vattn.backends.base import FEATURES, DeviceInfo, requested_features
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.features import FEATURES, requested_features
 from vattn.ops.arguments import CacheUpdateArgs
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 
 _EXCLUSIVE = (
     {"bidirectional", "causal_flags"},

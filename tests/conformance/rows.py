@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 
 @dataclass(frozen=True)

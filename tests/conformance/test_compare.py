@@ -22,10 +22,10 @@ from tests.conformance.requests import PAIRS, SMALL, draw_features, draw_request
 from tests.conformance.rows import MIXED, Row
 from tests.support import Batch
 from vattn.backends import dispatch, selector
-from vattn.backends.torch_sdpa import TorchSDPABackend
-from vattn.config import AttentionConfig
-from vattn.formats import MODEL_DTYPES, OUTPUT_FORMATS
-from vattn.ops import reference
+from vattn.backends.torch_sdpa.backend import TorchSDPABackend
+from vattn.config.attention import AttentionConfig
+from vattn.ops.reference import attention as reference
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 
 def batch_with(output: str, dtype: str = "float32") -> Batch:

@@ -16,9 +16,9 @@ from tests.conformance.fuzz import fuzz_seed
 from tests.conformance.rows import FORMATS, ROWS
 from tests.support import make_config
 from vattn.backends import selector
-from vattn.backends.base import FEATURES, requested_features
-from vattn.config import AttentionConfig
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.config.attention import AttentionConfig
+from vattn.config.features import FEATURES, requested_features
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 BACKENDS = selector.backend_names()
 

@@ -31,8 +31,9 @@ from tests.conformance.requests import (
     draw_request,
 )
 from vattn.backends import selector
-from vattn.backends.base import Backend, DeviceInfo
-from vattn.config import AttentionConfig
+from vattn.backends.base import Backend
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
 from vattn.errors import VattnError
 
 Change = Callable[[Any], tuple[str, Any]]

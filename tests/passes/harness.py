@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from vattn.formats import OUTPUT_FORMATS
+from vattn.ops.fusion_notes import NodeReport
 from vattn.passes.pipeline import fuse_graph
 from vattn.passes.region import attention_calls
-from vattn.passes.report import NodeReport
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 HEADS, WIDTH = 4, 64
 COLUMNS = HEADS * WIDTH

@@ -16,7 +16,7 @@ from harness import COLUMNS, HEADS, WIDTH
 from productions import E4M3, held_out
 from torch import Tensor, nn
 
-from vattn.quantization import swizzle_block_scales
+from vattn.quantization.codecs import swizzle_block_scales
 
 
 def clamped(x: Tensor) -> Tensor:

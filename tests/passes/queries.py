@@ -10,7 +10,7 @@ from harness import COLUMNS, HEADS, WIDTH
 from torch import Tensor, nn
 
 import vattn
-from vattn.functional import new_output
+from vattn.layers.functional import new_output
 from vattn.passes.probe import NO_CLAMP
 
 E4M3 = torch.float8_e4m3fn

@@ -10,8 +10,8 @@ import torch
 from forms import static
 from harness import Attend, captured
 
-from vattn.passes import division
-from vattn.passes.match import Match
+from vattn.passes import region_division as division
+from vattn.passes.region import Match
 
 E4M3 = torch.float8_e4m3fn
 

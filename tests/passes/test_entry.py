@@ -273,7 +273,7 @@ def test_a_matcher_that_throws_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -
     model = Attend(static)
     with step(model, [3, 4]):
         expected = model(*inputs_of(7))
-    for place in ("vattn.passes.output_quant.find", "vattn.passes.rewrite._replacements"):
+    for place in ("vattn.passes.output_quant.find.find", "vattn.passes.output_quant.rewrite._replacements"):
         monkeypatch.setattr(place, broken)
         torch._dynamo.reset()
         with torch._inductor.config.patch(force_disable_caches=True):

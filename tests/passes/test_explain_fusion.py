@@ -12,8 +12,8 @@ from forms import escaping, static
 from harness import Attend, inputs_of, step_of
 from queries import PER_TENSOR, Written, inputs
 
-from vattn import explain_fusion
 from vattn.__main__ import main
+from vattn.cli import explain_fusion
 from vattn.errors import ConfigError
 
 

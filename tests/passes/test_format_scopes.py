@@ -11,7 +11,7 @@ from harness import COLUMNS, HEADS, WIDTH, Capture, inputs_of, step
 from torch import Tensor, nn
 
 import vattn
-from vattn.quantization import dequant_nvfp4
+from vattn.quantization.codecs import dequant_nvfp4
 
 E4M3 = torch.float8_e4m3fn
 

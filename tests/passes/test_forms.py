@@ -16,7 +16,7 @@ from grammar import Form
 from harness import Bundle, after_attention, captured_bundle
 from torch import Tensor
 
-from vattn.passes.report import NodeReport
+from vattn.ops.fusion_notes import NodeReport
 
 BASE_64 = (*grammar.DYNAMIC_BASE[:5], "group 64", *grammar.DYNAMIC_BASE[6:])
 ONLY_64 = ("power", "returned", "placed")

@@ -15,8 +15,8 @@ from vattn.passes.pipeline import fuse_graph
 
 pytest.importorskip("transformers")
 
-from tests.test_fp8_linears import calibrated, make_llama
-from tests.test_transformers import PROMPTS, Runner
+from tests.calibration.test_fp8_linears import calibrated, make_llama
+from tests.integrations.test_transformers import PROMPTS, Runner
 from vattn.integrations.transformers import disable, enable
 from vattn.layers.fp8_linear import FP8Linear
 

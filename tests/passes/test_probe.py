@@ -11,7 +11,8 @@ from harness import COLUMNS, WIDTH, Bundle, Capture, captured_bundle
 from torch import Tensor
 
 import vattn
-from vattn.passes.report import FUSED, NEAR_MISS
+from vattn.ops.fusion_notes import FUSED
+from vattn.passes.report import NEAR_MISS
 
 E4M3 = torch.float8_e4m3fn
 

@@ -17,7 +17,7 @@ from test_forms import assert_same_bits, expected
 from test_generated_code import differing
 from torch import Tensor
 
-from vattn.passes.report import FUSED
+from vattn.ops.fusion_notes import FUSED
 
 PARTS = 10
 STEPS = ([3, 4], [1, 1], [5, 1, 2], [16])

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import vattn
 from tests.support import make_config
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
+from vattn.config.device import DeviceInfo
 from vattn.errors import FusionError
-from vattn.passes import query_quant
+from vattn.ops.fusion_notes import NodeReport
 from vattn.passes.pipeline import fuse_graph
 from vattn.passes.probe import same_bits
-from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK, in_load
-from vattn.passes.report import NodeReport
+from vattn.passes.query_quant import find as query_quant
+from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK, in_load
 
 SCALES = [0.0137, 0.031]
 

@@ -17,10 +17,11 @@ from test_forms import assert_same_bits
 from torch import Tensor
 
 import vattn
-from vattn.passes import reach
+from vattn.ops.fusion_notes import FUSED
+from vattn.passes import region_tokens as reach
 from vattn.passes.pipeline import fuse_graph
-from vattn.passes.query_quant import IN_LOAD
-from vattn.passes.report import FUSED, NEAR_MISS
+from vattn.passes.query_quant.find import IN_LOAD
+from vattn.passes.report import NEAR_MISS
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [30, 25]

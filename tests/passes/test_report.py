@@ -11,9 +11,10 @@ from forms import static
 from harness import Attend, inputs_of, step
 
 import vattn
-from vattn.canonical import NOTE_MARK
-from vattn.config import AttentionConfig
-from vattn.passes.report import NodeReport, clear_fusion_report, fusion_report, read_note, record
+from vattn.config.attention import AttentionConfig
+from vattn.config.encoding import NOTE_MARK
+from vattn.ops.fusion_notes import NodeReport, read_note, record
+from vattn.passes.report import clear_fusion_report, fusion_report
 
 CONFIG = AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16").encode()
 ODD_LINE = 'm.py:3: return f("x", \'y\', """z""") # 100 % {é} \\n ??/ &amp;\ttab\n'

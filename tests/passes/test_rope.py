@@ -36,8 +36,9 @@ from torch import Tensor, nn
 
 import vattn
 from vattn.errors import ConfigError, FusionError
-from vattn.passes import rope_kv_cache, rope_probe
 from vattn.passes.pipeline import FusionPass, fuse_graph
+from vattn.passes.rope_kv_cache import find as rope_kv_cache
+from vattn.passes.rope_kv_cache import probe as rope_probe
 
 LENGTHS = [3, 4]
 
@@ -222,7 +223,7 @@ def test_strict_asks_for_rope_only_where_it_always_should_be() -> None:
 
 
 def test_an_exception_in_the_matcher_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch, always: None) -> None:
-    for place, name in ((rope_probe, "_classify"), (vattn.passes.rope_rewrite, "_new_call")):
+    for place, name in ((rope_probe, "_classify"), (vattn.passes.rope_kv_cache.rewrite, "_new_call")):
         rope_probe._known.clear()
         with monkeypatch.context() as patch:
             patch.setattr(place, name, lambda *args: 1 / 0)
@@ -350,7 +351,7 @@ def test_the_report_survives_the_compile_cache(tmp_path: Path) -> None:
 
 
 def test_explain_fusion_shows_it() -> None:
-    from vattn.explain_fusion import explain_fusion
+    from vattn.cli.explain_fusion import explain_fusion
 
     def make() -> tuple[Any, ...]:
         model = LayerWithRope(FORMS["chunk and cat, fp32"])

@@ -80,7 +80,8 @@ def test_inference_mode() -> None:
 
 
 def test_a_model_of_equal_layers_probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.passes import match, output_quant
+    from vattn.passes.output_quant import find as output_quant
+    from vattn.passes.output_quant import match
 
     output_quant._known.clear()
     calls: list[str] = []
@@ -110,7 +111,7 @@ def test_layers_that_differ_are_judged_one_by_one() -> None:
 
 def test_the_log_sum_exp_and_other_outputs_stay() -> None:
     """The output's neighbours among what the op writes keep their places."""
-    from vattn.functional import new_output
+    from vattn.layers.functional import new_output
 
     config = vattn.AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16", lse=True)
     cache = torch.randn(vattn.kv_cache_shape(config, 8)).bfloat16()

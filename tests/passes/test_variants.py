@@ -9,10 +9,10 @@ import torch
 
 from tests.support import make_config, random_paged_batch
 from vattn.backends import selector
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError
-from vattn.formats import OUTPUT_FORMATS
-from vattn.quantization import quantise_rows
+from vattn.quantization.codecs import quantise_rows
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 E4M3 = torch.float8_e4m3fn
 

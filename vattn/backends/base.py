@@ -6,14 +6,15 @@ A backend file imports nothing heavy at its top: packages are imported inside th
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from dataclasses import dataclass, field
 
 import torch
 
-from vattn.config import AttentionConfig
-from vattn.errors import DeviceError, GraphContractError
-from vattn.formats import KV_FORMATS, OUTPUT_FORMATS
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, Sizes, parse_version
+from vattn.config.features import FEATURES, request_parts, requested_features
+from vattn.config.rope import RopeConfig
+from vattn.errors import GraphContractError
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -22,31 +23,7 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
-from vattn.rope_config import RopeConfig
-
-FEATURES: tuple[str, ...] = (
-    "bidirectional",
-    "causal_flags",
-    "sliding_window",
-    "chunk_lookback",
-    "logits_soft_cap",
-    "alibi",
-    "alibi_sqrt",
-    "sinks",
-    "tree_bias",
-    "mm_prefix",
-    "unequal_head_sizes",
-    "head_pairs",
-    "kv_scale_per_head",
-    "query_scale_per_head",
-    "lse",
-    "context_parallel",
-    "context_only",
-    "batch_invariant",
-    "hnd_layout",
-    "contiguous_kv",
-)
-"""Everything beyond plain causal attention that a request can ask for, one name each."""
+from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
 
 def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "ask for another attn_backend") -> None:
@@ -61,130 +38,6 @@ def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "
             "a backend whose capabilities say cuda_graphs='full'",
             f"{instead}, or run this model without graphs",
         )
-
-
-def requested_features(config: AttentionConfig) -> frozenset[str]:
-    """Return the names in `FEATURES` that a config asks for."""
-    asked = {
-        "bidirectional": config.causality == "bidirectional",
-        "causal_flags": config.causality == "per_request",
-        "sliding_window": config.sliding_window is not None and config.chunk_lookback is None,
-        "chunk_lookback": config.chunk_lookback is not None,
-        "logits_soft_cap": config.logits_soft_cap is not None,
-        "alibi": config.alibi == "linear",
-        "alibi_sqrt": config.alibi == "sqrt",
-        "sinks": config.sinks,
-        "tree_bias": config.tree_bias,
-        "mm_prefix": config.mm_prefix != "none",
-        "unequal_head_sizes": config.head_size != config.head_size_v and config.head_pairs == "none",
-        "head_pairs": config.head_pairs != "none",
-        "kv_scale_per_head": config.kv_scale == "head",
-        "query_scale_per_head": config.query_scale == "head",
-        "lse": config.lse,
-        "context_parallel": config.context_parallel,
-        "context_only": config.context_only,
-        "batch_invariant": config.batch_invariant,
-        "hnd_layout": config.kv_cache_layout == "HND" and config.block_size > 0,
-        "contiguous_kv": config.block_size == 0,
-    }
-    return frozenset(name for name, wanted in asked.items() if wanted)
-
-
-_PART_FIELDS = ("dtype", "kv_cache_dtype", "query_format", "query_load", "output_format", "attn_type", "causality")
-
-
-def request_parts(config: AttentionConfig) -> frozenset[str]:
-    """Return what a request consists of: its features, and `field=value` for every format and kind.
-
-    Exclusions are sets of these names, and so are the cells of recorded runs.
-    """
-    return requested_features(config) | {f"{name}={getattr(config, name)}" for name in _PART_FIELDS}
-
-
-_ARCHITECTURES = tuple(
-    f"sm_{number}"
-    for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
-)
-"""Architectures that there are: a request can be explained for a GPU elsewhere, also for one that is too old."""
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """The device that a request is for.
-
-    Attributes:
-        type: `"cpu"` or `"cuda"`.
-        capability: compute capability of a CUDA device, `(0, 0)` otherwise.
-        name: for messages.
-        triton_interpreter: whether Triton kernels run on CPU tensors in this process (`TRITON_INTERPRET=1`).
-    """
-
-    type: str
-    capability: tuple[int, int] = (0, 0)
-    name: str = "CPU"
-    triton_interpreter: bool = False
-
-    @staticmethod
-    def of(device: torch.device | str) -> DeviceInfo:
-        """Describe a torch device.
-
-        Raises:
-            DeviceError: torch knows no such device, or this machine has no such GPU.
-        """
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise DeviceError(f"device {device!r}", "a torch device such as 'cpu' or 'cuda:0'", "correct it") from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise DeviceError(
-                f"device {str(device)!r} on a machine with {torch.cuda.device_count()} usable GPUs",
-                "a device of this machine",
-                "run `python -m vattn doctor`; for a GPU elsewhere, vattn.explain(request, 'sm_90')",
-            )
-        interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
-        if device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            return DeviceInfo("cuda", capability, torch.cuda.get_device_name(device), interpreter)
-        return DeviceInfo(device.type, name=device.type.upper(), triton_interpreter=interpreter)
-
-    @staticmethod
-    def anywhere(device: torch.device | str) -> DeviceInfo:
-        """Describe a torch device, or a GPU elsewhere by its architecture, such as `"sm_90"`.
-
-        Raises:
-            DeviceError: neither; see `of`.
-        """
-        if not isinstance(device, str) or not device.startswith("sm"):
-            return DeviceInfo.of(device)
-        if device not in _ARCHITECTURES:
-            raise DeviceError(f"device {device!r}", f"NVIDIA's architectures: {', '.join(_ARCHITECTURES)}", "sm_90")
-        return DeviceInfo("cuda", (int(device[3:-1]), int(device[-1])), "GPU")
-
-    def __str__(self) -> str:
-        if self.type != "cuda":
-            return self.name
-        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]})"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A set of allowed sizes: multiples of `step` from `low` to `high`, or the listed `values`."""
-
-    step: int = 8
-    low: int = 8
-    high: int = 512
-    values: tuple[int, ...] = ()
-
-    def __contains__(self, size: int) -> bool:
-        if self.values:
-            return size in self.values
-        return self.low <= size <= self.high and size % self.step == 0
-
-    def __str__(self) -> str:
-        if self.values:
-            return ", ".join(map(str, self.values))
-        steps = "" if self.step == 1 else f"multiples of {self.step} "
-        return f"{steps}from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
@@ -234,21 +87,6 @@ class Package:
         return None
 
 
-def parse_version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, `"2.11.0+cu130"` -> `(2, 11, 0)`."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = ""
-        for character in part:
-            if not character.isdigit():
-                break
-            digits += character
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """Everything a backend can do, as data: read by `reasons`, the docs, the conformance tests and the fuzz.
@@ -256,7 +94,7 @@ class Capabilities:
     Attributes:
         devices: device types; `"interpreter"` means CPU tensors under Triton's interpreter.
         dtypes, kv_cache_dtypes, query_formats, output_formats, attn_types: allowed names.
-        query_loads: names of `vattn.formats.QUERY_LOADS` that the backend has.
+        query_loads: names of `vattn.quantization.formats.QUERY_LOADS` that the backend has.
         head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
         features: allowed names of `FEATURES`.
         required_features: names of `FEATURES` that every request must ask for; the backend is for nothing else.

@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vattn.backends.base import DeviceInfo, requested_features
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.features import requested_features
 from vattn.errors import ConfigError
 
 FORMAT = 1

@@ -11,15 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from vattn.backends import linear as products
 from vattn.backends import selector
-from vattn.backends.base import Backend, DeviceInfo
-from vattn.backends.mla import MLABackend
-from vattn.config import AttentionConfig
+from vattn.backends.base import Backend
+from vattn.backends.mla.base import MLABackend
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, has_triton
+from vattn.config.mla import HEAD as MLA_HEAD
+from vattn.config.mla import MLAConfig
+from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.mla_config import HEAD as MLA_HEAD
-from vattn.mla_config import MLAConfig
-from vattn.ops import checks, mla_checks, mla_indexer
-from vattn.ops import linear as products
+from vattn.ops import checks
+from vattn.ops import checks_mla as mla_checks
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -28,11 +31,10 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
-from vattn.ops.installed import has_triton
-from vattn.ops.mla_arguments import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
-from vattn.passes.report import read_note
-from vattn.rope_config import RopeConfig
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.fusion_notes import read_note
+from vattn.ops.reference import mla_indexer
+from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 
 
 @lru_cache(maxsize=4096)
@@ -120,7 +122,7 @@ def mla_indexer_select(*arguments: Any) -> None:
 def _indexer(tensor: Tensor) -> Any:
     """Return the module that runs the indexer's ops for a tensor."""
     if tensor.is_cuda and has_triton():
-        from vattn.ops.triton import mla_indexer as kernels
+        from vattn.kernels.triton.mla import indexer as kernels
 
         return kernels
     return mla_indexer
@@ -146,47 +148,47 @@ def merge_attn_states(*arguments: Any) -> None:
     args = MergeArgs(*arguments)
     checks.check_merge(args)
     if args.output.is_cuda and has_triton():
-        from vattn.ops.triton.merge import merge_attn_states as merge
+        from vattn.kernels.triton.attention.merge import merge_attn_states as merge
     else:
-        from vattn.ops.reference import merge_attn_states as merge
+        from vattn.ops.reference.attention import merge_attn_states as merge
     merge(args)
 
 
 def kv_transfer_wait(kv_cache: Tensor) -> None:
-    from vattn.kv_transfer import points
+    from vattn.ops import kv_transfer_points as points
 
     points.kv_transfer_wait(kv_cache)
 
 
 def kv_transfer_save(kv_cache: Tensor, token: Tensor) -> None:
-    from vattn.kv_transfer import points
+    from vattn.ops import kv_transfer_points as points
 
     points.kv_transfer_save(kv_cache, token)
 
 
 def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
-    from vattn import quantization
+    from vattn.quantization import codecs as quantization
 
     checks.check_quantiser_input("quant_fp8_static", input, scale)
     return quantization.quant_fp8_static(input, scale)
 
 
 def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
-    from vattn import quantization
+    from vattn.quantization import codecs as quantization
 
     checks.check_quantiser_input("quant_fp8_per_token", input)
     return quantization.quant_fp8_per_token(input)
 
 
 def quant_fp8_group(input: Tensor, group_size: int, power_of_two: bool, column_major: bool) -> tuple[Tensor, Tensor]:
-    from vattn import quantization
+    from vattn.quantization import codecs as quantization
 
     checks.check_quantiser_input("quant_fp8_group", input, group_size=group_size)
     return quantization.quant_fp8_group(input, group_size, power_of_two, column_major)
 
 
 def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
-    from vattn import quantization
+    from vattn.quantization import codecs as quantization
 
     checks.check_quantiser_input("quant_nvfp4", input, scale, group_size=16)
     return quantization.quant_nvfp4(input, scale, swizzled)

@@ -27,7 +27,8 @@ class RunRecord:
         torch, triton: versions beside it; `""` where there is none.
         date: day of the run, ISO.
         requests, accepted, failed: how many were tried, how many the backend took, and how many of those were wrong.
-        cells: part of a request (a name of `vattn.backends.base.FEATURES` or a pair `field=value`) -> largest relative
+        cells: part of a request (a name of `vattn.config.features.FEATURES` or a pair `field=value`) -> largest
+        relative
             L2 error of one row of one head in the requests that have it; only parts of requests that were right. A row
             that cancels out to less than 1 % of the values' size counts as that large. Errors of a quantised output
             count for its format alone: parts seen with no other output have `None`.
@@ -88,7 +89,7 @@ def verdict(
         runs: records of one backend.
         running: package and version that would run it here, `None` if none is installed.
         capability: of the GPU that would run it.
-        parts: what the request consists of (`vattn.backends.base.request_parts`).
+        parts: what the request consists of (`vattn.config.features.request_parts`).
     """
     runs, parts = list(runs), frozenset(parts)
     if not runs:

@@ -16,20 +16,21 @@ from typing import Any
 import torch
 
 from vattn.backends import choice_table
-from vattn.backends.base import Backend, DeviceInfo
-from vattn.backends.mla import MLA_PRIORITY, mla_backends
+from vattn.backends.base import Backend
+from vattn.backends.mla.registry import MLA_PRIORITY, mla_backends
 from vattn.backends.recorded_runs import runs_of, verdict
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.mla import MLAConfig
 from vattn.errors import ConfigError, UnknownOptionError, UnsupportedRequestError
-from vattn.mla_config import MLAConfig
 
 logger = logging.getLogger("vattn")
 
 BUILTIN: dict[str, str] = {
-    "TORCH_SDPA": "torch_sdpa:TorchSDPABackend",
+    "TORCH_SDPA": "torch_sdpa.backend:TorchSDPABackend",
     "TRITON_ATTN": "triton_attn:TritonAttentionBackend",
-    "FLASH_ATTN": "flash_attn:FlashAttentionBackend",
-    "FLASHINFER": "flashinfer:FlashInferBackend",
+    "FLASH_ATTN": "flash_attn.backend:FlashAttentionBackend",
+    "FLASHINFER": "flashinfer.backend:FlashInferBackend",
     "DIFFERENTIAL_FLASH_ATTN": "differential_flash_attn:DifferentialFlashAttentionBackend",
     "XFORMERS": "xformers:XFormersBackend",
     "TREE_ATTN": "tree_attn:TreeAttentionBackend",

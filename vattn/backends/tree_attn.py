@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vattn.backends.triton_attn import TritonAttentionBackend
-from vattn.config import AttentionConfig
+from vattn.config.attention import AttentionConfig
 
 
 class TreeAttentionBackend(TritonAttentionBackend):

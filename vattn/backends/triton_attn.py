@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from vattn.backends.base import (
-    FEATURES,
-    PACKED_STRIPES,
-    Backend,
-    Capabilities,
-    DeviceInfo,
-    Package,
-    Sizes,
-    requested_features,
-)
-from vattn.config import AttentionConfig
-from vattn.context_parallel.stripe import without_stripe
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, Package
+from vattn.config.attention import AttentionConfig
+from vattn.config.dcp import without_stripe
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.features import FEATURES, requested_features
+from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
-from vattn.rope_config import RopeConfig
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
 
 
 class TritonAttentionBackend(Backend):
@@ -51,8 +44,8 @@ class TritonAttentionBackend(Backend):
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say how many columns the kernels multiply for a head, where there are more than it has, and what is fixed."""
-        from vattn.ops.triton import encoder
-        from vattn.ops.triton.tiles import padded_widths
+        from vattn.kernels.triton.attention import encoder
+        from vattn.kernels.triton.common.tiles import padded_widths
 
         columns = padded_widths(config)[0] if encoder.refusals(config) else encoder.padded_width(config.head_size)
         found = []
@@ -72,7 +65,7 @@ class TritonAttentionBackend(Backend):
 
     def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Say which steps of a layer with a paged cache run on the general kernel on Hopper, which has faster ones."""
-        from vattn.ops import hopper
+        from vattn.kernels.hopper import availability as hopper
 
         if device.type != "cuda" or device.capability != hopper.CAPABILITY or config.block_size == 0:
             return []
@@ -86,7 +79,7 @@ class TritonAttentionBackend(Backend):
         """Return the shape of the schedule of the paths made for Hopper; `()` where neither runs the layer."""
         if config.context_parallel or not any(_fast_paths(config)):
             return ()
-        from vattn.ops.triton import decode_fast
+        from vattn.kernels.hopper.decode import launch as decode_fast
 
         device = torch.device("cuda", torch.cuda.current_device())
         return decode_fast.plan_shape(config, num_tokens, num_reqs, device)
@@ -100,14 +93,15 @@ class TritonAttentionBackend(Backend):
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
         """Fill the schedule of a step for the path that takes it, which its shapes tell; otherwise leave it alone."""
-        from vattn.ops.gluon import mixed_launch, prefill_launch
-        from vattn.ops.triton import decode_fast
+        from vattn.kernels.hopper import mixed_launch
+        from vattn.kernels.hopper.decode import launch as decode_fast
+        from vattn.kernels.hopper.prefill import launch as prefill_launch
 
         decodes, prefills = _fast_paths(config)
         num_reqs = args.seq_lens.shape[0]
         num_tokens = decode_fast.tokens_of_plan(args.schedule, config, num_reqs)
         if KV_FORMATS[config.kv_cache_dtype].packed:
-            from vattn.ops.triton import decode_packed
+            from vattn.kernels.hopper.decode_packed import launch as decode_packed
 
             if num_tokens == num_reqs:
                 decode_packed.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
@@ -129,36 +123,36 @@ class TritonAttentionBackend(Backend):
         run_fast = run_fast_stripe if config.context_parallel else run_fast_path
         if args.query.is_cuda and run_fast(args, config):
             return
-        from vattn.ops.triton.launch import paged_attention
+        from vattn.kernels.triton.attention.launch import paged_attention
 
         paged_attention(args, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
-        from vattn.ops.triton import encoder
+        from vattn.kernels.triton.attention import encoder
 
         if encoder.accepts(args, config):
             encoder.attend(args, config)
             return
         if config.query_load != "plain":
-            from vattn.ops.triton.round_query import after_rounding, round_query
+            from vattn.kernels.triton.attention.round_query import after_rounding, round_query
 
             if encoder.accepts(args, after_rounding(config)):
                 encoder.attend(round_query(args, config), after_rounding(config))
                 return
-        from vattn.ops.triton.launch import packed_attention
+        from vattn.kernels.triton.attention.launch import packed_attention
 
         packed_attention(args, config)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`."""
-        from vattn.ops.triton.launch import update_kv_cache
+        from vattn.kernels.triton.attention.launch import update_kv_cache
 
         update_kv_cache(args, config)
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`: in one launch, for packed formats in two."""
-        from vattn.ops.triton.rope_cache_update import rope_update
+        from vattn.kernels.triton.cache.rope_update import rope_update
 
         rope_update(args, rope, config)
 
@@ -167,10 +161,10 @@ def takes_rounded_queries(config: AttentionConfig) -> str:
     """Return which kernel takes rounded alone the queries that the op is to round, empty if none may run."""
     if config.query_load == "plain" or config.batch_invariant:
         return ""
-    from vattn.ops import hopper
-    from vattn.ops.gluon import prefill_launch
-    from vattn.ops.triton import encoder
-    from vattn.ops.triton.round_query import after_rounding
+    from vattn.kernels.hopper import availability as hopper
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+    from vattn.kernels.triton.attention import encoder
+    from vattn.kernels.triton.attention.round_query import after_rounding
 
     plain = after_rounding(config)
     if not encoder.refusals(plain):
@@ -183,9 +177,10 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
     """Return whether the current GPU runs a layer's decode steps and its prefills by the paths made for Hopper."""
     if not torch.cuda.is_available():
         return False, False
-    from vattn.ops.gluon import prefill_launch
-    from vattn.ops.triton import decode_fast, decode_packed
-    from vattn.ops.triton.round_query import after_rounding
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode_packed import launch as decode_packed
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+    from vattn.kernels.triton.attention.round_query import after_rounding
 
     device = torch.device("cuda", torch.cuda.current_device())
     if KV_FORMATS[config.kv_cache_dtype].packed:
@@ -197,9 +192,10 @@ def _fast_paths(config: AttentionConfig) -> tuple[bool, bool]:
 
 def _missed_paths(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
     """Return why decodes and prompts do not run by the paths made for Hopper; empty lists where they do."""
-    from vattn.ops.gluon import prefill_launch
-    from vattn.ops.triton import decode_fast, decode_packed
-    from vattn.ops.triton.round_query import after_rounding
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode_packed import launch as decode_packed
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+    from vattn.kernels.triton.attention.round_query import after_rounding
 
     packed = KV_FORMATS[config.kv_cache_dtype].packed
     path = decode_packed if packed else decode_fast
@@ -226,8 +222,9 @@ def run_fast_stripe(args: AttentionArgs, config: AttentionConfig) -> bool:
 
     A row that sees all keys up to its own sees all that this rank holds of them, in whatever order they lie.
     """
-    from vattn.ops.triton import decode_fast, decode_packed
-    from vattn.ops.triton.striped_rows import attention_rows
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode_packed import launch as decode_packed
+    from vattn.kernels.triton.attention.dcp_rows import attention_rows
 
     rows, whole = args.query.shape[0], without_stripe(config)
     path = decode_packed if KV_FORMATS[config.kv_cache_dtype].packed else decode_fast
@@ -238,7 +235,8 @@ def run_fast_stripe(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Run a call by one of the paths made for Hopper; return whether one takes it."""
-    from vattn.ops.triton import decode_fast, decode_packed
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode_packed import launch as decode_packed
 
     if KV_FORMATS[config.kv_cache_dtype].packed:
         fast = decode_packed.accepts(args, config)
@@ -248,7 +246,8 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     if decode_fast.accepts(args, config):
         decode_fast.decode(args, config)
         return True
-    from vattn.ops.gluon import mixed_launch, prefill_launch
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
 
     if mixed_launch.accepts(args, config):
         mixed_launch.attend(args, config)
@@ -259,7 +258,7 @@ def run_fast_path(args: AttentionArgs, config: AttentionConfig) -> bool:
     if config.query_load == "plain":
         return False
     # Rounding the query first costs less than the general kernel.
-    from vattn.ops.triton.round_query import after_rounding, round_query
+    from vattn.kernels.triton.attention.round_query import after_rounding, round_query
 
     plain = after_rounding(config)
     if any(path.accepts(args, plain) for path in (decode_fast, mixed_launch, prefill_launch)):

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.base import DeviceInfo, Exclusion, Package, Sizes, requested_features
+from vattn.backends.base import Exclusion, Package
 from vattn.backends.triton_attn import TritonAttentionBackend
-from vattn.config import AttentionConfig
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.features import requested_features
 from vattn.ops.arguments import AttentionArgs
-from vattn.ops.cache_layout import key_value_views
 
 PAGE = 64
 """xFormers reads a paged cache in tiles of this many keys, which must not cross blocks."""

@@ -12,10 +12,22 @@ from typing import Any
 
 from torch import nn
 
-from vattn.cache_owner import owns_cache, take_cache
+from vattn.cache.allocation import KVCacheAllocation
+from vattn.cache.cache_owner import owns_cache, take_cache
+from vattn.calibration.eval_mode import EvalMode
+from vattn.config.arguments import known_keywords
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
-from vattn.eval_mode import EvalMode
-from vattn.generation.assembly import (
+from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
+from vattn.generation.detokenizer import TextStream
+from vattn.generation.model_runner import Launched, Launcher
+from vattn.generation.outputs import take_tokens
+from vattn.generation.prompt_lookup import PromptLookup
+from vattn.generation.prompts import Prompt, check_sampling, pair, read_prompt
+from vattn.generation.request import FAILED, Progress, Request
+from vattn.generation.sampler import processors
+from vattn.generation.sampling import Sampling
+from vattn.generation.scheduler import Batch, Scheduler
+from vattn.generation.setup import (
     capture,
     check_count,
     check_kind,
@@ -28,20 +40,8 @@ from vattn.generation.assembly import (
     make_builder,
     mixed_sizes,
 )
-from vattn.generation.blocks import CacheBlocks, longest_that_fits
-from vattn.generation.launch import Launched, Launcher
-from vattn.generation.lookup import PromptLookup
-from vattn.generation.outcome import take_tokens
-from vattn.generation.prompts import Prompt, check_sampling, pair, read_prompt
-from vattn.generation.request import FAILED, Request
-from vattn.generation.sampler import processors
-from vattn.generation.sampling import Sampling
-from vattn.generation.scheduler import Batch, Scheduler
-from vattn.generation.statistics import Progress, Statistics
-from vattn.generation.text import TextStream
+from vattn.generation.statistics import Statistics
 from vattn.generation.turn import Turn
-from vattn.keywords import known_keywords
-from vattn.kv_cache import KVCacheAllocation
 
 
 class Generator:

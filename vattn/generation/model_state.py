@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.layers.kv_b_weights import TensorState, tensor_state, weights_version
+from vattn.layers.mla.kv_b_proj import TensorState, tensor_state, weights_version
 
 _OF_LAYERS = ("k_scale", "v_scale", "q_scale", "output_scale", "sinks", "alibi_slopes")
 """Buffers of a layer with a cache that decide what it stores, or what the layers behind it do."""

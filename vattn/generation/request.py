@@ -7,17 +7,17 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from vattn.block_pool import BlockTable
-from vattn.block_tables import HybridBlockTable
+from vattn.cache.block_pool import BlockTable
+from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.errors import RequestError, VattnError
-from vattn.generation.lookup import LookupIndex
+from vattn.generation.detokenizer import TextStream
+from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
-from vattn.generation.text import TextStream
 
 if TYPE_CHECKING:
-    from vattn.generation.statistics import Progress
+    from vattn.generation.request import Progress
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -142,3 +142,17 @@ class Request:
         if self.state != FINISHED:
             raise RequestError(f"a request that is {self.state}", "finished requests", "run the generator to its end")
         return self
+
+
+class Progress(NamedTuple):
+    """What a step did for one request.
+
+    Attributes:
+        request: whose.
+        text: text that came, whole characters only; "" without a tokenizer.
+        tokens: ids that came: one, more where guesses were right, none if the request has failed.
+    """
+
+    request: Request
+    text: str
+    tokens: tuple[int, ...]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vattn.config.arguments import known_fields
 from vattn.errors import ConfigError
-from vattn.keywords import known_fields
 
 
 @known_fields

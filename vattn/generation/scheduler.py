@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vattn.block_pool import BlockPool
+from vattn.cache.block_pool import BlockPool
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
-from vattn.generation.blocks import CacheBlocks, blocks_needed
-from vattn.generation.lookup import LookupIndex, PromptLookup
+from vattn.generation.cache_blocks import CacheBlocks, blocks_needed
+from vattn.generation.prompt_lookup import LookupIndex, PromptLookup
 from vattn.generation.request import CANCELLED, RUNNING, WAITING, Request
 
 

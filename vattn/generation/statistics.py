@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from vattn.generation.request import Request
 
 
 @dataclass
@@ -57,17 +54,3 @@ class Statistics:
     def accepted_per_step(self) -> float:
         """Mean of right guesses of a request, over the steps in which it had guesses; each saves the request a step."""
         return self.accepted_tokens / self.drafted_steps if self.drafted_steps else 0.0
-
-
-class Progress(NamedTuple):
-    """What a step did for one request.
-
-    Attributes:
-        request: whose.
-        text: text that came, whole characters only; "" without a tokenizer.
-        tokens: ids that came: one, more where guesses were right, none if the request has failed.
-    """
-
-    request: Request
-    text: str
-    tokens: tuple[int, ...]

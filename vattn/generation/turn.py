@@ -16,9 +16,9 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
+from vattn.generation.detokenizer import TextStream
 from vattn.generation.request import Request
 from vattn.generation.scheduler import Scheduler
-from vattn.generation.text import TextStream
 
 
 class _Hold:

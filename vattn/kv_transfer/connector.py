@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from vattn.config.host_integers import read_count
 from vattn.errors import ConfigError
-from vattn.host_integers import read_count
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from vattn.cache.allocation import format_bytes, parse_bytes
 from vattn.errors import ConfigError, TransferError
-from vattn.kv_cache import format_bytes, parse_bytes
 from vattn.kv_transfer.connector import TransferRequest
 
 _Runs: TypeAlias = list[tuple[int, int]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from vattn.errors import TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.pages import gather_pages, page_bytes, scatter_pages
-from vattn.kv_transfer.points import TransferPoint
+from vattn.ops.kv_transfer_points import TransferPoint
 
 LAYERS_AHEAD = 4
 """Layers that a load may be ahead of the model, or a save behind it: each takes device memory for one layer's pages."""

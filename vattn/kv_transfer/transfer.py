@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.allocation import CrossAttentionSpec, KVCacheAllocation, find_layers
+from vattn.config.host_integers import check_seconds
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
-from vattn.host_integers import check_seconds
-from vattn.kv_cache import CrossAttentionSpec, KVCacheAllocation, find_layers
-from vattn.kv_transfer import points
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
 from vattn.kv_transfer.pages import page_bytes
-from vattn.kv_transfer.points import TransferPoint
+from vattn.ops import kv_transfer_points as points
+from vattn.ops.kv_transfer_points import TransferPoint
 
 logger = logging.getLogger("vattn")
 _METHODS = (

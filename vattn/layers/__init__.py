@@ -1,14 +1,14 @@
 """Attention layers as `nn.Module`s."""
 
 from vattn.layers.attention import Attention
+from vattn.layers.base.scales import QuantConfig, clip_rates, observe_clipping
 from vattn.layers.cross_attention import CrossAttention
 from vattn.layers.differential_attention import DifferentialAttention, differential_lambda_init
-from vattn.layers.encoder_only_attention import EncoderOnlyAttention
-from vattn.layers.encoder_scales import EncoderFP8Config, read_encoder_scales, save_encoder_scales
-from vattn.layers.mla_attention import MLAAttention
-from vattn.layers.mm_encoder_attention import MMEncoderAttention
-from vattn.layers.scales import QuantConfig, clip_rates, observe_clipping
-from vattn.layers.sequences import check_cu_seqlens, pad_cu_seqlens
+from vattn.layers.encoder.cu_seqlens import check_cu_seqlens, pad_cu_seqlens
+from vattn.layers.encoder.encoder_only_attention import EncoderOnlyAttention
+from vattn.layers.encoder.fp8_scales import EncoderFP8Config, read_encoder_scales, save_encoder_scales
+from vattn.layers.encoder.mm_encoder_attention import MMEncoderAttention
+from vattn.layers.mla.mla_attention import MLAAttention
 from vattn.layers.static_sink_attention import StaticSinkAttention
 
 __all__ = [

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionType, CacheConfig, check_window
-from vattn.keywords import required_arguments
-from vattn.layers.cached_attention import CachedAttention
-from vattn.layers.request import alibi_kind, check_configs, check_extra, check_type, named_arguments
-from vattn.layers.scales import QuantConfig
+from vattn.config.arguments import required_arguments
+from vattn.config.attention import AttentionType, CacheConfig, check_window
+from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type, named_arguments
+from vattn.layers.base.paged_attention import CachedAttention
+from vattn.layers.base.scales import QuantConfig
 
 if TYPE_CHECKING:
-    from vattn.kv_cache import KVCacheSpec
+    from vattn.cache.allocation import KVCacheSpec
 
 
 class Attention(CachedAttention):
@@ -40,7 +40,7 @@ class Attention(CachedAttention):
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
             `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool),
             `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's),
-            `context_parallel` (`vattn.context_parallel.ContextParallel`: the ranks that share the cache; the layer then
+            `context_parallel` (`vattn.distributed.ContextParallel`: the ranks that share the cache; the layer then
             takes its rank's part of the `num_heads` query heads, and all KV heads).
 
     Raises:
@@ -123,7 +123,7 @@ class Attention(CachedAttention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+        from vattn.cache.allocation import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
         if self.kv_sharing_target_layer_name is not None:
             return None

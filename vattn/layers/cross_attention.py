@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionType, CacheConfig
+from vattn.config.arguments import required_arguments
+from vattn.config.attention import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
-from vattn.keywords import required_arguments
-from vattn.layers.cached_attention import CachedAttention
-from vattn.layers.layer_step import LayerStep, given
-from vattn.layers.request import check_configs, check_extra, check_type, named_arguments
-from vattn.layers.scales import QuantConfig
-from vattn.metadata import AttentionMetadata
+from vattn.layers.base.arguments import check_configs, check_extra, check_type, named_arguments
+from vattn.layers.base.paged_attention import CachedAttention
+from vattn.layers.base.scales import QuantConfig
+from vattn.layers.base.step import LayerStep, given
+from vattn.metadata.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
-    from vattn.kv_cache import KVCacheSpec
-    from vattn.layers.bound_cache import BoundCache
+    from vattn.cache.allocation import KVCacheSpec
+    from vattn.layers.base.cache_binding import BoundCache
 
 _OPTIONS = ("sinks", "batch_invariant", "fast_prefill")
-"""Options of `vattn.layers.request.EXTRA_OPTIONS` that mean something where positions are unrelated."""
+"""Options of `vattn.layers.base.arguments.EXTRA_OPTIONS` that mean something where positions are unrelated."""
 
 
 class CrossAttention(CachedAttention):
@@ -115,7 +115,7 @@ class CrossAttention(CachedAttention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.kv_cache import CrossAttentionSpec
+        from vattn.cache.allocation import CrossAttentionSpec
 
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
-from vattn.backends.base import DeviceInfo
-from vattn.config import AttentionConfig, CacheConfig
+from vattn.config.arguments import refuse_unknown_inputs, required_arguments
+from vattn.config.attention import AttentionConfig, CacheConfig
+from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
-from vattn.keywords import refuse_unknown_inputs, required_arguments
 from vattn.layers.attention import Attention
-from vattn.layers.bound_cache import BoundCache
-from vattn.layers.layer_step import LayerResult, LayerStep, split_heads
-from vattn.layers.request import StepKind, check_extra, named_arguments, own_tensor, step_configs
-from vattn.layers.scales import QuantConfig
-from vattn.metadata import AttentionMetadata
+from vattn.layers.base.arguments import StepKind, check_extra, named_arguments, own_tensor, step_configs
+from vattn.layers.base.cache_binding import BoundCache
+from vattn.layers.base.scales import QuantConfig
+from vattn.layers.base.step import LayerResult, LayerStep, split_heads
+from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
-from vattn.quantization import encode_query, quantise_output
+from vattn.quantization.codecs import encode_query, quantise_output
 
 _LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 

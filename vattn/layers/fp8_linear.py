@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.backends.linear import scaled_product
+from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
-from vattn.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
-from vattn.keywords import known_keywords
-from vattn.ops.linear import scaled_product
-from vattn.quantization import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
+from vattn.quantization.codecs import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
+from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""

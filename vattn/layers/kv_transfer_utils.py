@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError, SignatureError
-from vattn.kv_transfer import points
+from vattn.ops import kv_transfer_points as points
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vattn.config.arguments import required_arguments
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -16,16 +17,15 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.formats import MODEL_DTYPES, dtype_name
-from vattn.keywords import required_arguments
 from vattn.layers.attention import Attention
-from vattn.layers.layer_step import LayerStep
-from vattn.metadata import AttentionMetadata, plan_key, with_sinks
+from vattn.layers.base.step import LayerStep
+from vattn.metadata.attention_metadata import AttentionMetadata, plan_key, with_sinks
+from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 if TYPE_CHECKING:
-    from vattn.config import AttentionConfig
-    from vattn.kv_cache import KVCacheSpec
-    from vattn.layers.bound_cache import BoundCache
+    from vattn.cache.allocation import KVCacheSpec
+    from vattn.config.attention import AttentionConfig
+    from vattn.layers.base.cache_binding import BoundCache
 
 
 class StaticSinkAttention(Attention):
@@ -143,7 +143,7 @@ class StaticSinkAttention(Attention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.kv_cache import SinkFullAttentionSpec
+        from vattn.cache.allocation import SinkFullAttentionSpec
 
         if self.kv_sharing_target_layer_name is not None:
             return None

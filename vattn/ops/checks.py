@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.config import AttentionConfig
+from vattn.cache.layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import RopeConfig
 from vattn.errors import (
     ConfigError,
     ShapeError,
     StrideError,
 )
-from vattn.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -24,7 +25,6 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
-from vattn.ops.cache_layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
 from vattn.ops.tensor_checks import (
     check_column_major,
     check_optional,
@@ -35,7 +35,7 @@ from vattn.ops.tensor_checks import (
     refuse,
     refuse_dtype,
 )
-from vattn.rope_config import RopeConfig
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 _FP32 = (torch.float32,)
 _INT32 = (torch.int32,)

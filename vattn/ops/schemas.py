@@ -86,12 +86,13 @@ QUANTISING_OPS: dict[str, str] = {
     "quant_fp8_group": "(Tensor input, int group_size, bool power_of_two, bool column_major) -> (Tensor, Tensor)",
     "quant_nvfp4": "(Tensor input, Tensor scale, bool swizzled) -> (Tensor, Tensor)",
 }
-"""Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization`'s function of that name."""
+"""Functional quantisers of `[T, N]` activations; what each computes is `vattn.quantization.codecs`'s function of that
+name."""
 
 PRODUCT_OPS: dict[str, str] = {
     "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor",
 }
-"""Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.ops.linear`."""
+"""Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.backends.linear`."""
 
 ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention", "mla_attention")
 """Ops that the fusion passes treat as attention nodes."""
@@ -146,13 +147,14 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
     return _keep_out_of_dynamo(guard)
 
 
-def _device_kernel(name: str) -> Callable[..., Any]:
-    def kernel(*args: Any) -> Any:
-        from vattn.backends import dispatch
+def implement(name: str, kernel: Callable[..., Any]) -> None:
+    """Register what runs when an op is called on a CPU or a GPU."""
 
-        return getattr(dispatch, name)(*args)
+    def run(*args: Any) -> Any:
+        return kernel(*args)
 
-    return _keep_out_of_dynamo(kernel)
+    for key in _DEVICE_KEYS:
+        library.impl(name, _keep_out_of_dynamo(run), key)
 
 
 def _keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,8 +237,6 @@ def _shape_function(name: str) -> Callable[..., Any]:
 def _register() -> None:
     for name, schema in {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS}.items():
         library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,) if name in TRANSFER_OPS else ())
-        for key in _DEVICE_KEYS:
-            library.impl(name, _device_kernel(name), key)
         torch.library.register_fake(f"vattn::{name}", _shape_function(name), lib=library)
         library.impl(name, _autograd_guard(name), "Autograd")
 

@@ -16,7 +16,7 @@ from vattn.errors import (
     StrideError,
     VattnError,
 )
-from vattn.formats import dtype_name
+from vattn.quantization.formats import dtype_name
 
 _LAYOUTS = {
     "query": "[T, num_heads, head_size]",

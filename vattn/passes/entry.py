@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, UnknownOptionError
-from vattn.formats import OUTPUT_FORMATS
-from vattn.keywords import known_keywords
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 SLOT = "post_grad_custom_pre_pass"
 _OPTIONS = ("strict", "output_formats", "rope")
@@ -42,7 +42,7 @@ def _inner(current: Any) -> tuple[Callable[..., None], ...]:
 
 def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, rope: str) -> Any:
     from vattn.passes.pipeline import FusionPass
-    from vattn.passes.rope_kv_cache import check_choice
+    from vattn.passes.rope_kv_cache.find import check_choice
 
     is_listed = isinstance(output_formats, Collection) and not isinstance(output_formats, str)
     names = tuple(output_formats) if output_formats is not None and is_listed else tuple(OUTPUT_FORMATS)

@@ -13,16 +13,26 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from vattn.config import AttentionConfig
-from vattn.formats import OUTPUT_FORMATS
+from vattn.config.attention import AttentionConfig
+from vattn.ops.fusion_notes import FUSED, NodeReport
 from vattn.ops.schemas import SCHEMA_VERSION
-from vattn.passes import output_quant, report
-from vattn.passes.query_quant import IN_LOAD, IN_PRODUCER, OWN_KERNEL, before_moves, describe_query, find_query, in_load
+from vattn.passes import report
+from vattn.passes.output_quant import find as output_quant
+from vattn.passes.output_quant.rewrite import rewrite, rewrite_query
+from vattn.passes.query_quant.find import (
+    IN_LOAD,
+    IN_PRODUCER,
+    OWN_KERNEL,
+    before_moves,
+    describe_query,
+    find_query,
+    in_load,
+)
 from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
-from vattn.passes.report import FUSED, NEAR_MISS, REFUSED, NodeReport
-from vattn.passes.rewrite import rewrite, rewrite_query
-from vattn.passes.rope_kv_cache import find_rope, find_update
-from vattn.passes.rope_rewrite import rewrite_rope
+from vattn.passes.report import NEAR_MISS, REFUSED
+from vattn.passes.rope_kv_cache.find import find_rope, find_update
+from vattn.passes.rope_kv_cache.rewrite import rewrite_rope
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 logger = logging.getLogger("vattn")
 

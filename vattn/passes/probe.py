@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.formats import MODEL_DTYPES
-from vattn.passes.moves import MOVES
-from vattn.passes.precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
 from vattn.passes.probe_inputs import probe_scales as probe_scales
 from vattn.passes.probe_inputs import probe_values as probe_values
-from vattn.passes.reach import check_order, token_counts
 from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
+from vattn.passes.region_moves import MOVES
+from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
+from vattn.passes.region_tokens import check_order, token_counts
+from vattn.quantization.formats import MODEL_DTYPES
 
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
 _MOST_ROOTS = 4

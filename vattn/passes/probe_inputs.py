@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.formats import MODEL_DTYPES
-from vattn.passes.reach import TOKEN_COUNTS
 from vattn.passes.region import value
+from vattn.passes.region_tokens import TOKEN_COUNTS
+from vattn.quantization.formats import MODEL_DTYPES
 
 PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
 """Static scales under which a region is run. FP8 midpoints times a multiple of 7 are exact in bf16, and a quarter of

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from vattn.config import AttentionConfig
-from vattn.mla_config import MLAConfig
+from vattn.config.attention import AttentionConfig
+from vattn.config.mla import MLAConfig
 from vattn.ops.schemas import ATTENTION_OPS
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -300,3 +300,28 @@ def source_line(node: Node | None) -> str:
             frames.append((file, f"{file}:{rest.split(',')[0]}: {code}"))
     outside = [line for file, line in frames if not file.startswith(_PACKAGE)]
     return (outside or [line for _, line in frames] or [""])[0]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a region was found to compute.
+
+    Attributes:
+        output_format: name in `OUTPUT_FORMATS`.
+        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of the config.
+        scale: position in `Inputs.scales`, or the constant static scale, or `None` for formats without one.
+        codes: positions in the probed nodes that hold the codes.
+        block_scales: positions of those that hold the computed scales, and how: `"plain"`, `"transposed"`,
+            `"swizzled"`, or `"moved"`: sliced or transposed together with the output.
+        factor: the static scale is this many times the one at `scale`.
+        moved: whether the codes lie otherwise than in the output, or are a part of them.
+    """
+
+    output_format: str
+    arithmetic: str
+    min_scale: float | None
+    scale: int | float | None
+    codes: tuple[int, ...]
+    block_scales: tuple[tuple[int, str], ...]
+    factor: float = 1.0
+    moved: bool = False

@@ -1,0 +1,206 @@
+"""Counts: integers of any kind are taken, everything else is refused with an error of ours, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import vattn
+from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
+from vattn.backends.flash_attn.backend import FlashAttentionBackend
+from vattn.errors import ConfigError, MetadataError, VattnError
+
+NO_COUNTS = ["4", 4.0, True, torch.tensor(4), -1]
+
+
+@pytest.mark.parametrize("wrong", NO_COUNTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_num_reqs", "max_num_tokens", "max_seq_len", "block_size", "num_blocks", "decode_threshold",
+        "max_mm_ranges", "max_trees", "max_tree_size", "max_encoder_len", "max_encoder_tokens",
+    ],
+)  # fmt: skip
+def test_capacities(name: str, wrong: Any) -> None:
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 8, "max_seq_len": 64}
+    with pytest.raises(ConfigError, match=name):
+        vattn.AttentionMetadataBuilder(**{**sizes, name: wrong})
+    if name in (*sizes, "block_size", "max_trees"):
+        kind = vattn.TreeAttentionMetadataBuilder if name == "max_trees" else vattn.FlashAttentionMetadataBuilder
+        with pytest.raises(ConfigError, match=name):
+            kind(**{**sizes, name: wrong})
+
+
+def test_integers_of_numpy_are_counts() -> None:
+    four = numpy.int32(4)
+    builder = vattn.AttentionMetadataBuilder(four, numpy.int64(8), numpy.uint8(64), numpy.int16(16))
+    step = builder.build([1], [3], [[1]], num_reqs_padded=four, num_tokens_padded=four)
+    assert step.seq_lens.tolist() == [3, 0, 0, 0]
+    flash = vattn.FlashAttentionMetadataBuilder(four, 8, 64)
+    assert flash.build([1], [3], [[1]], batch_size=four, num_lookahead_slots=numpy.int64(2)).lookahead == 2
+
+
+def flash_step() -> vattn.FlashAttentionMetadata:
+    return vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([1, 1], [3, 4], [[1], [2]], num_lookahead_slots=1)
+
+
+INPUT = vattn.DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
+SAMPLED = torch.tensor([1, 2])
+TREE = vattn.TokenTree(((0,), (1,)))
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "requests": lambda wrong: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], num_reqs_padded=wrong),
+    "tokens": lambda wrong: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], num_tokens_padded=wrong),
+    "batch": lambda wrong: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], batch_size=wrong),
+    "lookahead": lambda wrong: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build(
+        [1], [3], [[1]], num_lookahead_slots=wrong
+    ),
+    "block size": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, wrong, 2, 2),
+    "seqs": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, 16, wrong, 2),
+    "queries": lambda wrong: flash_step().advance_step(INPUT, SAMPLED, 16, 2, wrong),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_COUNTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_counts_of_steps(name: str, wrong: Any) -> None:
+    with pytest.raises(MetadataError):
+        CALLS[name](wrong)
+
+
+def builder(**options: Any) -> vattn.AttentionMetadataBuilder:
+    return vattn.AttentionMetadataBuilder(
+        4, 8, 64, max_encoder_len=32, **{"max_mm_ranges": 1, "max_trees": 1, **options}
+    )
+
+
+def build(**step: Any) -> vattn.AttentionMetadata:
+    return builder(max_tree_size=4).build([1], [3], [[1]], **step)
+
+
+def encoder_step(**step: Any) -> vattn.AttentionMetadata:
+    return build(**{"encoder_lens": [3], "cross_block_tables": [[1]], **step})
+
+
+def transfer(**changes: Any) -> None:
+    layer = vattn.Attention(2, 16, 0.25)
+    cache = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    values = {"model": layer, "allocation": cache, "connector": vattn.HostMemoryConnector("1MiB"), **changes}
+    loads = values.pop("loads", ())
+    made = vattn.KVTransfer(**values)
+    try:
+        with made.step(loads=loads):
+            pass
+    finally:
+        made.detach()
+
+
+PLAIN = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32")
+ROWS = torch.randn(1, 5, 64)
+TEXT = torch.randn(5, 64)
+
+
+def attend(step: Any, config: Any = PLAIN) -> vattn.AttentionOutput:
+    cache = torch.zeros(vattn.kv_cache_shape(PLAIN, num_blocks=4))
+    return vattn.paged_attention(torch.randn(2, 2, 16), cache, step, config)
+
+
+NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
+    "a config of a call": lambda: attend(build(), None),
+    "a config of an update": lambda: vattn.update_kv_cache(ROWS, ROWS, ROWS, ROWS, None),
+    "slots of an update": lambda: vattn.update_kv_cache(ROWS, ROWS, ROWS, [1, 2], PLAIN),
+    "a scale of an update": lambda: vattn.update_kv_cache(ROWS, ROWS, ROWS, ROWS, PLAIN, k_scale=1.0),
+    "a query": lambda: vattn.paged_attention(numpy.ones((2, 2, 16)), ROWS, build(), PLAIN),
+    "sinks of a call": lambda: vattn.paged_attention(ROWS, ROWS, build(), PLAIN, sinks=[0.0, 0.0]),
+    "a part to merge": lambda: vattn.merge_attn_states(ROWS, ROWS, ROWS, None),
+    "a mapping on meta": lambda: vattn.copy_blocks([ROWS[None, None]], torch.ones(1, 2, dtype=torch.int64).to("meta")),
+    "offsets in floats": lambda: vattn.check_cu_seqlens(torch.tensor([0.0, 3.0]), 3),
+    "offsets on meta": lambda: vattn.check_cu_seqlens(torch.ones(2, dtype=torch.int32, device="meta"), 3),
+    "a rotation": lambda: vattn.rope_update_kv_cache(*[ROWS] * 7, None, PLAIN),
+    "metadata of a call": lambda: attend(flash_step()),
+    "an answer that the config does not give": lambda: attend(build(causal=False)),
+    "a step without encoders": lambda: attend(
+        build(), PLAIN.replace(attn_type="encoder_decoder", causality="bidirectional")
+    ),
+    "a shape": lambda: FlashAttentionBackend.get_kv_cache_shape(4, 16.0, 2, 64),
+    "blocks of a shape": lambda: FlashAttentionBackend.get_kv_cache_shape("4", 16, 2, 64),
+    "heads of a shape": lambda: FlashAttentionBackend.get_kv_cache_shape(4, 16, 0, 64),
+    "pairs of heads": lambda: DifferentialFlashAttentionBackend.get_kv_cache_shape(4, 16, "2", 64),
+    "a cache of pairs": lambda: DifferentialFlashAttentionBackend.kv_cache_view(None),
+    "a storage": lambda: FlashAttentionBackend.swap_blocks(None, None, None),
+    "storages": lambda: FlashAttentionBackend.copy_blocks(None, [(0, 1)]),
+    "a device": lambda: builder(device="gpu"),
+    "layers": lambda: builder(layers=5),
+    "layers with groups": lambda: vattn.GroupedMetadataBuilder(4, 8, 64),
+    "flags of a step": lambda: build(causal="yes"),
+    "no flags": lambda: build(causal=None),
+    "a tree's bias": lambda: build(tree_bias=[[1]], tree_id=[0]),
+    "ranges": lambda: build(mm_ranges=5),
+    "ranges of floats": lambda: build(mm_ranges=[[(0.5, 1)]]),
+    "flags of encoders": lambda: encoder_step(new_encoder="a"),
+    "a flag of an encoder": lambda: encoder_step(new_encoder=[None]),
+    "tables of encoders": lambda: encoder_step(cross_block_tables=5),
+    "kept rows": lambda: vattn.fast_prefill(None, None),
+    "a pool": lambda: vattn.BlockPool("8"),
+    "blocks": lambda: vattn.BlockPool(8).allocate("2"),
+    "a hybrid table": lambda: vattn.HybridBlockTable(None, None),
+    "images": lambda: vattn.MMEncoderAttention(4, 16)(None, ROWS, ROWS),
+    "images of numpy": lambda: vattn.MMEncoderAttention(4, 16)(ROWS.numpy(), ROWS, ROWS),
+    "metadata of a text": lambda: vattn.EncoderOnlyAttention(4, 16, 0.25)(TEXT, TEXT, TEXT, metadata=5),
+    "an output shape": lambda: vattn.EncoderOnlyAttention(4, 16, 0.25)(TEXT, TEXT, TEXT, 5),
+    "offsets": lambda: vattn.check_cu_seqlens([0, 5], 5, 5),
+    "offsets to pad": lambda: vattn.pad_cu_seqlens([0, 5], 5),
+    "a count of images": lambda: vattn.pad_cu_seqlens(torch.tensor([0, 5]).int(), 5.0),
+    "a model with scales": lambda: vattn.save_encoder_scales(None, "scales.json"),
+    "tokens of a key": lambda: vattn.block_keys([1.5] * 20, 16),
+    "a text as tokens": lambda: vattn.block_keys("ab" * 20, 16),
+    "a size of blocks": lambda: vattn.block_keys([1] * 20, 16.0),
+    "a parent": lambda: vattn.block_keys([1] * 20, 16, parent="no hash"),
+    "keys": lambda: vattn.TransferRequest("a", None, None),
+    "keys that are numbers": lambda: vattn.TransferRequest("a", (1,), (1,)),
+    "block ids": lambda: vattn.TransferRequest("a", ("x",), (1.5,)),
+    "a model to transfer": lambda: transfer(model=None),
+    "an allocation": lambda: transfer(allocation=None),
+    "a namespace": lambda: transfer(namespace=5),
+    "a timeout": lambda: transfer(timeout=True),
+    "loads": lambda: transfer(loads=[5]),
+    "a folder": lambda: vattn.FileConnector(None),
+    "a capture key": lambda: vattn.AttentionMetadataBuilder(4, 8, 64).build([1], [3], [[1]], capture_key=5),
+    "block tables": lambda: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([3], [3], [1]),
+    "sampled tokens": lambda: flash_step().advance_step(INPUT, [1, 2], 16, 2, 2),
+    "a model's input": lambda: flash_step().advance_step(None, SAMPLED, 16, 2, 2),
+    "metadata of a draft": lambda: vattn.TreeAttentionMetadataBuilder(4, 8, 64).build_for_drafting(None, 0),
+    "branches": lambda: vattn.TokenTree.merge(None),
+    "a branch": lambda: vattn.TokenTree.merge([1, 2]),
+    "a text as a branch": lambda: vattn.TokenTree.merge(["abc"]),
+    "drafts": lambda: TREE.accepted(None, None),
+    "lengths": lambda: vattn.metadata.token_order([1], [2, 3], first="prefill"),
+    "lengths of text": lambda: vattn.metadata.token_order("a", [2], first="prefill"),
+    "a path": lambda: vattn.load_flash_attn(None),
+    "a backend": lambda: vattn.register_backend(None),
+    "a class of backends": lambda: vattn.register_backend(dict),
+    "a request": lambda: vattn.explain("vattn1 num_heads=2", "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUCH_THINGS)
+def test_what_is_something_else_is_refused(name: str) -> None:
+    with pytest.raises(VattnError) as caught:
+        NO_SUCH_THINGS[name]()
+    assert caught.value.got
+    assert caught.value.allowed
+
+
+def test_cross_attention_by_hand_reads_the_encoders_side() -> None:
+    """As the layer does, on the same cache."""
+    layer = vattn.CrossAttention(2, 16, 0.25, 1)
+    cache = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32).kv_caches[0]
+    cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(0)))
+    step = builder().build([2], [9], [[1]], encoder_lens=[20], cross_block_tables=[[3, 2]])
+    query = torch.randn(2, 2, 16)
+    by_hand = vattn.paged_attention(query, cache, step, layer.config).output
+    assert torch.equal(by_hand.flatten(1), layer(query, None, None, metadata=step))

@@ -1,0 +1,86 @@
+"""One rank's share of a batch, and the combine of all shares, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import poisoned_empty
+from vattn.cache.mla_layout import row_view
+from vattn.cache.stored_rows import stored_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.dcp import Stripe
+from vattn.config.mla import MLAConfig
+from vattn.ops.arguments import AttentionArgs
+
+
+def striped(config: Any, stripe: Stripe, **changes: Any) -> Any:
+    """Return a config over one rank's share, which writes its log-sum-exp and leaves the sinks to the combine."""
+    if isinstance(config, AttentionConfig):
+        changes.setdefault("sinks", False)
+    return config.replace(
+        context_parallel=True,
+        context_rank=stripe.rank,
+        context_world=stripe.world_size,
+        context_interleave=stripe.interleave,
+        **{"lse": True, "output_format": "none", **changes},
+    )
+
+
+def share(args: Any, config: Any, stripe: Stripe, seed: int = 0, **changes: Any) -> Any:
+    """Return the arguments of one rank: its tokens, byte for byte, in a cache of its own full of NaN elsewhere.
+
+    Blocks lie in another order than in the whole cache, and unused entries of the table hold garbage.
+    """
+    size, rng = config.block_size, torch.Generator().manual_seed(seed + 7 * stripe.rank)
+    lengths = [max(0, length) for length in args.seq_lens.tolist()]
+    held = [stripe.count(length) for length in lengths]
+    needed = [-(-count // size) for count in held]
+    blocks = sum(needed) + 2
+    free = torch.randperm(blocks, generator=rng).tolist()
+    table = torch.randint(-9, 3 * blocks, (len(lengths), max([1, *needed]) + 1), generator=rng, dtype=torch.int32)
+    first = 1 if args.kv_cache.dim() == 5 else 0
+    shape = list(args.kv_cache.shape)
+    shape[first] = blocks
+    cache = poisoned_empty(shape, args.kv_cache.dtype)
+    own = striped(config, stripe, **changes)
+    for request, count in enumerate(held):
+        taken, free = free[: needed[request]], free[needed[request] :]
+        table[request, : needed[request]] = torch.tensor(taken, dtype=torch.int32)
+        local = torch.arange(count)
+        position = stripe.position(local)
+        source = args.block_table[request].long()[position // size], position % size
+        target = table[request].long()[local // size], local % size
+        for old, new in zip(_rows(args.kv_cache, config), _rows(cache, own), strict=True):
+            new[target] = old[source]
+    tokens, heads = args.query.shape[:2]
+    width = own.v_head_dim if isinstance(own, MLAConfig) else own.head_size_v
+    taken_out = {"sinks": None} if isinstance(args, AttentionArgs) else {}
+    model = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[own.dtype]
+    return args._replace(
+        kv_cache=cache,
+        block_table=table,
+        local_seq_lens=torch.tensor(held, dtype=torch.int32),
+        output=poisoned_empty((tokens, heads, width), model),
+        output_block_scale=None,
+        output_scale=None,
+        lse=poisoned_empty((tokens, heads), torch.float32),
+        config=own.encode(),
+        **taken_out,
+    )
+
+
+def _rows(cache: Tensor, config: Any) -> Sequence[Tensor]:
+    """Return views `[blocks, block_size, ...]` of everything that is stored of a token, as bytes."""
+    if isinstance(config, MLAConfig):
+        return [row_view(cache, config)]
+    parts = (part for rows in stored_views(cache, config) for part in rows if part is not None)
+    return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
+
+
+def ranks(world_size: int, interleave: int) -> list[Stripe]:
+    """Return the shares of all ranks."""
+    return [Stripe(rank, world_size, interleave) for rank in range(world_size)]

@@ -1,0 +1,369 @@
+"""Context parallelism in one process: stripes, steps of every rank, and all ranks' parts against one rank."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import vattn
+from tests.distributed.context_parallel_support import ranks, share, striped
+from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
+from tests.support import make_config, random_paged_batch, relative_l2
+from vattn.distributed import ContextParallel, Stripe
+from vattn.distributed.combine import combine_parts, joint_lse
+from vattn.distributed.rendezvous import confirm, meet, refuse
+from vattn.errors import (
+    ConfigError,
+    DtypeError,
+    MetadataError,
+    RankError,
+    ShapeError,
+    UnknownOptionError,
+    UnsupportedRequestError,
+    VattnError,
+)
+from vattn.ops.reference import attention as reference
+
+WORLDS = st.integers(1, 5)
+INTERLEAVES = st.sampled_from([1, 2, 3, 7, 16])
+
+
+@given(WORLDS, INTERLEAVES, st.integers(0, 200))
+def test_stripes_deal_out_every_token_once(world: int, interleave: int, length: int) -> None:
+    """Against counting: owners, counts, positions and local indices, on ints and on tensors."""
+    held: list[list[int]] = [[] for _ in range(world)]
+    for token in range(length):
+        held[token // interleave % world].append(token)
+    tokens = torch.arange(length, dtype=torch.int32)
+    for stripe, own in zip(ranks(world, interleave), held, strict=True):
+        assert stripe.count(length) == len(own) == int(stripe.count(torch.tensor(length)))
+        assert [stripe.position(index) for index in range(len(own))] == own
+        assert stripe.position(torch.arange(len(own))).tolist() == own
+        assert stripe.owns(tokens).tolist() == [token in own for token in range(length)]
+        assert stripe.local_indices(tokens).tolist() == [own.index(t) if t in own else -1 for t in range(length)]
+        assert stripe.count(-3) == 0 == int(stripe.count(torch.tensor(-3)))
+
+
+MASKS = {
+    "causal": {},
+    "window": {"sliding_window": 9},
+    "window-alibi": {"sliding_window": 11, "alibi": "linear", "logits_soft_cap": 2.0},
+    "sqrt-alibi": {"alibi": "sqrt"},
+    "bidirectional": {"causality": "bidirectional", "sliding_window": 6, "alibi": "linear"},
+    "chunks-flags": {"causality": "per_request", "sliding_window": 8, "chunk_lookback": 1},
+    "tree": {"tree_bias": True},
+    "ranges": {"mm_prefix": "full", "sliding_window": 5},
+    "sinks": {"sinks": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
+    "packed": {"kv_cache_dtype": "int8_per_token_head", "kv_cache_layout": "HND"},
+}
+
+
+@settings(max_examples=30)
+@given(st.data(), WORLDS, INTERLEAVES, st.sampled_from(list(MASKS)), st.integers(0, 1 << 16))
+def test_parts_combined_are_one_rank(data: st.DataObject, world: int, interleave: int, mask: str, seed: int) -> None:
+    """Every rank's part by the reference and by TORCH_SDPA; together, what one rank computes of the whole cache."""
+    queries = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    lengths = [query + data.draw(st.sampled_from([0, 0, 1, 5, 40])) for query in queries]
+    config = make_config(block_size=8, lse=True, **MASKS[mask])
+    full = random_paged_batch(config, queries, lengths, seed=seed, num_padding_tokens=1, num_padding_reqs=1)
+    expected, expected_lse = reference.paged_attention(full.args, config)
+    outputs, logs = [], []
+    for stripe in ranks(world, interleave):
+        own = striped(config, stripe)
+        args = share(full.args, config, stripe, seed)
+        part, lse = reference.paged_attention(args, own)
+        torch.ops.vattn.attention(*args._replace(config=own.replace(backend="TORCH_SDPA").encode()))
+        assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse, lse, atol=1e-5)
+        assert torch.equal(args.lse == -torch.inf, lse == -torch.inf)
+        assert not args.output[lse == -torch.inf].any(), "rows without a key of this rank are zero"
+        outputs.append(args.output)
+        logs.append(args.lse)
+    got, got_lse = combine_parts(outputs, torch.stack(logs), full.args.sinks)
+    real = sum(queries)
+    assert relative_l2(got[:real], expected[:real]) < 1e-5
+    assert torch.allclose(got_lse[:real], expected_lse[:real], atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.data(), WORLDS, INTERLEAVES, st.booleans(), st.integers(0, 1 << 16))
+def test_latent_parts_combined_are_one_rank(
+    data: st.DataObject, world: int, interleave: int, sparse: bool, seed: int
+) -> None:
+    """The same for latent attention, against the un-absorbed formula in fp64; listed positions are the request's."""
+    queries = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    lengths = [query + data.draw(st.sampled_from([0, 1, 6, 30])) for query in queries]
+    config = make_mla_config(lse=True, sparse=sparse)
+    full = random_mla_batch(config, queries, lengths, seed=seed, padding_tokens=1, padding_reqs=1, topk=5)
+    expected, expected_lse = exact(full, config)
+    outputs, logs = [], []
+    for stripe in ranks(world, interleave):
+        own, args = striped(config, stripe), share(full, config, stripe, seed)
+        part, lse = exact(args, own)
+        torch.ops.vattn.mla_attention(*args._replace(config=own.replace(backend="TORCH_MLA").encode()))
+        assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse.double(), lse, atol=1e-5)
+        outputs.append(args.output)
+        logs.append(args.lse)
+    got, got_lse = combine_parts(outputs, torch.stack(logs))
+    assert relative_l2(got, expected) < 1e-5
+    assert torch.allclose(got_lse.double(), expected_lse, atol=1e-5)
+
+
+def test_combine_of_empty_and_extreme_parts() -> None:
+    """Nothing of an empty part is read; logs beyond the range of exp do not overflow; a sink alone weighs nothing."""
+    nan = torch.full((2, 1, 3), torch.nan)
+    values = torch.ones(2, 1, 3)
+    empty = torch.tensor([[-torch.inf], [-torch.inf]])
+    got, lse = combine_parts([nan, values, nan], torch.stack([empty, torch.tensor([[500.0], [-500.0]]), empty]))
+    assert torch.equal(got, values) and lse.flatten().tolist() == [500.0, -500.0]
+    got, lse = combine_parts([nan, nan], torch.stack([empty, empty]))
+    assert torch.equal(got, torch.zeros_like(values)) and torch.equal(lse, empty)
+    got, lse = combine_parts([nan, nan], torch.stack([empty, empty]), torch.tensor([0.5]))
+    assert torch.equal(got, torch.zeros_like(values)) and lse.flatten().tolist() == [0.5, 0.5]
+    logs = torch.randn(4, 3, 2)
+    assert torch.allclose(joint_lse(logs), torch.logsumexp(logs, 0), atol=1e-6)
+
+
+@given(st.data(), WORLDS, INTERLEAVES)
+def test_builders_of_all_ranks_share_the_tokens(data: st.DataObject, world: int, interleave: int) -> None:
+    """Each token has one slot on one rank, where its stripe says; lengths add up; metadata passes its own check."""
+    queries = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+    lengths = [query + data.draw(st.integers(0, 50)) for query in queries]
+    most = Stripe(0, world, interleave)
+    needed = [-(-most.count(length) // 8) for length in lengths]
+    blocks = iter(random.Random(1).sample(range(1, 64), 3 * 10))
+    tables = [[next(blocks) for _ in range(count)] for count in needed]
+    owners, held = torch.zeros(sum(queries), dtype=torch.long), torch.zeros(len(queries), dtype=torch.long)
+    for rank in range(world):
+        parallel = ContextParallel(rank, world, interleave)
+        builder = vattn.AttentionMetadataBuilder(4, 32, 64, block_size=8, num_blocks=64, context_parallel=parallel)
+        step = builder.build(queries, lengths, tables, num_tokens_padded=sum(queries) + 1)
+        builder.check(step)
+        assert step.seq_lens[: len(queries)].tolist() == lengths
+        positions = step.positions[: sum(queries)]
+        request = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))
+        for token, slot in enumerate(step.slot_mapping[: sum(queries)].tolist()):
+            position = int(positions[token])
+            if not parallel.stripe.owns(position):
+                assert slot == -1
+                continue
+            owners[token] += 1
+            index = int(parallel.stripe.local_indices(torch.tensor(position)))
+            assert slot == tables[int(request[token])][index // 8] * 8 + index % 8
+        assert step.slot_mapping[-1] == -1
+        held += step.local_seq_lens[: len(queries)]
+    assert bool((owners == 1).all()) and held.tolist() == lengths
+
+
+def layer_of(parallel: ContextParallel | None, **options: object) -> nn.Module:
+    layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=parallel, **options)
+    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    return layer
+
+
+def inputs(heads: int) -> list[Tensor]:
+    return [torch.randn(3, count * 16) for count in (heads, 2, 2)]
+
+
+PAIR = ContextParallel(1, 2)
+
+REFUSED = {
+    "no-group": (ConfigError, "without a process group", ContextParallel.of),
+    "rank": (ConfigError, "rank=2, world_size=2", lambda: ContextParallel(2, 2)),
+    "interleave": (ConfigError, "interleave=0", lambda: ContextParallel(0, 2, 0)),
+    "combine": (UnknownOptionError, "combine='sum'", lambda: ContextParallel(0, 2, combine="sum")),
+    "heads": (ConfigError, "4 query heads for 3 ranks", lambda: layer_of(ContextParallel(0, 3))),
+    "object": (ConfigError, "context_parallel of type int", lambda: layer_of(2)),
+    "groups-of-columns": (
+        ConfigError,
+        "rows of 32 columns on each rank",
+        lambda: layer_of(PAIR, quant_config=vattn.QuantConfig(output_format="fp8_group64")),
+    ),
+    "calculated-scales": (
+        UnsupportedRequestError,
+        "context_parallel with calculate_kv_scales",
+        lambda: layer_of(PAIR, cache_config=vattn.CacheConfig(cache_dtype="fp8", calculate_kv_scales=True)),
+    ),
+    "invariant-sums": (
+        UnsupportedRequestError,
+        "batch_invariant and combine='reduce_scatter'",
+        lambda: layer_of(PAIR, batch_invariant=True),
+    ),
+    "differential": (
+        UnsupportedRequestError,
+        "DifferentialAttention",
+        lambda: vattn.DifferentialAttention(4, 16, 0.25, 2, context_parallel=PAIR),
+    ),
+    "layer-alone": (
+        ConfigError,
+        "the builder with none",
+        lambda: vattn.AttentionMetadataBuilder(layers=layer_of(PAIR), **SIZES),
+    ),
+    "builder-alone": (
+        ConfigError,
+        "a layer with no context parallelism",
+        lambda: vattn.AttentionMetadataBuilder(layers=layer_of(None), context_parallel=PAIR, **SIZES),
+    ),
+    "no-ranks-for-a-builder": (
+        ConfigError,
+        "context_parallel=1",
+        lambda: vattn.AttentionMetadataBuilder(context_parallel=1, **SIZES),
+    ),
+    "timeout": (ConfigError, "timeout='x'", lambda: ContextParallel(0, 2, timeout="x")),
+    "endless": (ConfigError, "timeout=inf", lambda: ContextParallel(0, 2, timeout=float("inf"))),
+    "no-timeout": (ConfigError, "timeout=-1", lambda: ContextParallel(0, 2, timeout=-1)),
+    "other-combine": (
+        ConfigError,
+        "all_to_all",
+        lambda: vattn.AttentionMetadataBuilder(
+            layers=layer_of(PAIR), context_parallel=ContextParallel(1, 2, combine="all_to_all"), **SIZES
+        ),
+    ),
+    "slots": (MetadataError, "slot_mapping with context parallelism", lambda: build(slot_mapping=[0, 1])),
+    "prefix": (MetadataError, "shared_prefix_len with", lambda: build(shared_prefix_len=16)),
+    "no-tables": (MetadataError, "block_tables=None", lambda: build([2], [2], None)),
+    "narrow-table": (MetadataError, "seq_len 36 over 2 ranks needs 2 blocks", lambda: build([2], [36], [[1]])),
+    "long": (MetadataError, "a step of 80 positions", lambda: build([2], [80], [[1, 2, 3, 4, 5]])),
+    "whole-step": (MetadataError, "metadata of whole requests", lambda: call(PAIR, None)),
+    "striped-step": (MetadataError, "whose cache holds all tokens", lambda: call(None, PAIR)),
+    "other-stripe": (MetadataError, "interleave=4", lambda: call(ContextParallel(1, 2, 4), PAIR)),
+    "no-group-in-call": (MetadataError, "without a process group", lambda: call(PAIR, PAIR)),
+}
+SIZES = {"max_num_reqs": 2, "max_num_tokens": 16, "max_seq_len": 64}
+
+
+def build(*step: object, **more: object) -> object:
+    builder = vattn.AttentionMetadataBuilder(context_parallel=PAIR, **SIZES)
+    return builder.build(*(step or ([2], [20], [[1, 2]])), **more)
+
+
+def call(layer: ContextParallel | None, step: ContextParallel | None) -> Tensor:
+    builder = vattn.AttentionMetadataBuilder(context_parallel=step, **SIZES)
+    with torch.no_grad():
+        return layer_of(layer)(*inputs(4 if layer is None else 2), metadata=builder.build([3], [3], [[1]]))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_be_is_refused_by_name(name: str) -> None:
+    error, text, make = REFUSED[name]
+    with pytest.raises(error) as raised:
+        make()
+    assert text in str(raised.value)
+
+
+def test_other_layers_and_transfers_refuse_stripes() -> None:
+    from vattn import KVTransfer
+    from vattn.errors import CacheError
+
+    layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=PAIR)
+    cache = vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    with pytest.raises(CacheError, match="one rank's share"):
+        KVTransfer(layer, cache, vattn.HostMemoryConnector(memory="1MiB"))
+    with pytest.raises(VattnError):
+        vattn.CrossAttention(4, 16, 0.25, context_parallel=PAIR)
+
+
+def test_a_profiling_call_asks_no_other_rank() -> None:
+    layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=PAIR)
+    assert layer(*inputs(2)).shape == (3, 32)
+    assert "rank 1 of 2" in repr(layer)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    parts, lses = [torch.zeros(3, 2, 4)] * 2, torch.zeros(2, 3, 2)
+    wrong: list[tuple[type[VattnError], tuple[object, ...]]] = [
+        (ShapeError, ([], lses[:0])),
+        (DtypeError, (None, lses)),
+        (DtypeError, ([parts[0], None], lses)),
+        (DtypeError, (parts, [0.0])),
+        (DtypeError, (parts, lses.double())),
+        (DtypeError, ([part.int() for part in parts], lses)),
+        (ShapeError, (parts, lses[:1])),
+        (ShapeError, ([parts[0], parts[1][:2]], lses)),
+        (ShapeError, ([part[0] for part in parts], lses)),
+        (ShapeError, (parts, lses, torch.zeros(3))),
+        (DtypeError, (parts, lses, 0.5)),
+    ]
+    for error, arguments in wrong:
+        with pytest.raises(error):
+            combine_parts(*arguments)
+
+
+def test_checks_without_a_group_say_nothing_and_errors_are_ours() -> None:
+    PAIR.agree({"anything": 1})
+    assert issubclass(RankError, VattnError)
+
+
+HERE = threading.local()
+"""The store of the rank that runs in a thread."""
+
+STORE = "torch.distributed.distributed_c10d._get_default_store"
+
+
+class Member:
+    """What a meeting asks of a process group, and this rank's way to the store."""
+
+    def __init__(self, rank: int, store: Any, name: str = "group") -> None:
+        self.rank, self.size, self.store, self.group_name = lambda: rank, lambda: 3, store, name
+
+    def come(self, interleave: int, timeout: float) -> str:
+        """Return what this rank raises at a meeting, or `""`."""
+        HERE.store = self.store
+        try:
+            confirm(self, meet(self, {"interleave": interleave}, timeout), None, timeout)
+        except RankError as error:
+            return str(error)
+        return ""
+
+
+def meet_at_once(members: list[Member], interleave: int, timeout: float) -> list[str]:
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(lambda member: member.come(interleave, timeout), members))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no stores")
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_a_missed_meeting_is_over_for_all_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who came are told, what was said there is not read again, and ranks may have come unequally often."""
+    monkeypatch.setattr(STORE, lambda: HERE.store)
+    first: Any = dist.HashStore() if kind == "memory" else dist.TCPStore("localhost", 0, is_master=True)
+    # A client of TCP serves one thread at a time.
+    stores = [first, *(first if kind == "memory" else dist.TCPStore("localhost", first.port) for _ in range(2))]
+    members = [Member(rank, store) for rank, store in enumerate(stores)]
+    for number in range(2):
+        assert "within 0.05 s: rank 1, 2 did not come" in meet_at_once(members[:1], 2, 0.05)[0]
+        missed = meet_at_once(members[:2], 2, 0.1)
+        assert all("2 did not come" in text for text in missed), missed
+        assert meet_at_once(members, 4 + number, 60) == ["", "", ""]
+    HERE.store = members[2].store
+    refuse(members[2])
+    assert all("rank 2 refused" in text for text in meet_at_once(members[:2], 2, 60))
+    assert meet_at_once(members, 2, 60) == ["", "", ""]
+
+    hasty, patient, _ = (Member(rank, store, "others") for rank, store in enumerate(stores))
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(patient.come, 2, 60)
+        first.wait(["vattn/context_parallel/others/0/1"])
+        assert "rank 2 did not come" in hasty.come(2, 0.1)
+        assert said.result().startswith("rank 0 of 3 gave up waiting for the others' answers about interleave")
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no stores")
+def test_a_store_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, keys: object) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(STORE, Gone)
+    member = Member(1, None)
+    assert "rank 1 of 3 cannot reach the store of its process group: Broken pipe" in member.come(2, 1)
+    refuse(member)

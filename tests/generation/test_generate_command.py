@@ -1,0 +1,196 @@
+"""`python -m vattn generate` on the repository's model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from vattn.__main__ import main
+from vattn.cli.generate import DEMO_MODEL
+
+QUICK = ["generate", "--max-new-tokens", "8", "--device", "cpu", "--memory", "8MiB"]
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    status = main([*QUICK, *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_one_prompt_is_streamed(capsys: Any) -> None:
+    status, out, err = run(capsys, "--prompt", "def ")
+    assert status == 0 and len(out.strip("\n")) > 3
+    assert "8 tokens in" in err and "tokens/s" in err
+
+
+def test_guesses_and_groups_change_no_text(capsys: Any) -> None:
+    _, plain, _ = run(capsys, "--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24")
+    status, out, err = run(
+        capsys, "--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24", "--drafts", "3", "--hybrid"
+    )
+    assert status == 0 and out == plain and "guesses right" in err
+
+
+def test_guesses_as_json(capsys: Any) -> None:
+    arguments = ("--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "24", "--json")
+    _, plain, _ = run(capsys, *arguments)
+    _, out, _ = run(capsys, *arguments, "--drafts", "3")
+    before, after = json.loads(plain), json.loads(out)
+    assert after["text"] == before["text"] and "drafted_tokens" not in before
+    assert after["drafted_tokens"] >= after["accepted_tokens"] > 0
+
+
+def test_fp8_checkpoints_keep_their_codes(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model, saved in FP8: codes of the files, or with --dequantise what transformers makes of them."""
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    import vattn
+    from tests.integrations.fp8_checkpoints import write_compressed_tensors
+    from vattn.cli import generate as command
+    from vattn.layers.fp8_linear import FP8Linear
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(command.DEMO_MODEL)
+    write_compressed_tensors(tmp_path, model.requires_grad_(False))
+    counts = []
+    make = command.Generator
+
+    def counting(packed: Any, *arguments: Any, **options: Any) -> vattn.Generator:
+        counts.append(sum(isinstance(module, FP8Linear) for module in packed.modules()))
+        return make(packed, *arguments, **options)
+
+    monkeypatch.setattr(command, "Generator", counting)
+    arguments = ("--prompt", "def ", "--model", str(tmp_path))
+    for more in ((), ("--dequantise",), ("--kv-cache-dtype", "fp8")):
+        status, _, err = run(capsys, *arguments, *more)
+        assert status == 0 and "CacheConfig" not in err
+        assert ("which a cache in 'auto' does not use; --kv-cache-dtype fp8 does" in err) == ("fp8" not in more)
+    assert counts == [counts[0], 0, counts[0]] and counts[0] > 0
+
+
+def test_dequantise_is_for_fp8_checkpoints(capsys: Any) -> None:
+    status, out, err = run(capsys, "--prompt", "def ", "--dequantise")
+    assert status == 2 and not out and "--dequantise" in err
+
+
+def test_a_file_of_prompts_as_json(capsys: Any, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "def "}, {"prompt": "import ", "max_new_tokens": 3}, {"prompt": "x" * 9000},
+        {"prompt": "def ", "temperature": 1.0, "seed": 4}, {"prompt": "class A:\n", "stop_strings": [" "]},
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    status, out, _ = run(capsys, "--file", str(path), "--json")
+    rows = {row["index"]: row for row in map(json.loads, out.splitlines())}
+    assert status == 1 and len(rows) == 5
+    assert "RequestError" in rows[2]["error"] and len(rows[1]["tokens"]) == 3
+    assert rows[0]["text"] == bytes(rows[0]["tokens"]).decode() != rows[3]["text"]
+    assert rows[4]["reason"] == "stop string" and " " not in rows[4]["text"]
+
+
+@pytest.mark.parametrize("scales", [["--kv-scales", "unit"], []])
+def test_fp8_caches_want_scales(capsys: Any, scales: list[str]) -> None:
+    status, out, err = run(capsys, "--prompt", "def ", "--kv-cache-dtype", "fp8", *scales)
+    assert (status, bool(out)) == ((0, True) if scales else (2, False))
+    if not scales:
+        assert "\nvattn: " in err and "--kv-scales unit" in err and "QuantConfig" not in err
+
+
+WRONG = {
+    "no such device": (["--prompt", "x", "--device", "cuda:99"], "cuda:99"),
+    "a length without need": (["--prompt", "x", "--rope-length", "8"], "same for every length"),
+    "no prompt": ([], "--prompt TEXT or --file"),
+    "no folder": (["--prompt", "x", "--model", "nowhere"], "config.json"),
+    "greedy cut": (["--prompt", "x", "--top-k", "3"], "temperature"),
+    "scales": (["--prompt", "x", "--kv-scales", "unit"], "--kv-scales with --kv-cache-dtype auto"),
+    "scales file": (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "none.json"], "calibration file"),
+    "drafts": (["--prompt", "x", "--drafts", "-2"], "num_drafts=-2"),
+    "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_use(capsys: Any, kind: str) -> None:
+    arguments, text = WRONG[kind]
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "") and text in err and err.splitlines()[-1].startswith("vattn: ")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["kv-report"]], ids=str)
+def test_a_wheel_carries_no_model(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("vattn.cli.generate.DEMO_MODEL", tmp_path / "demo_model")
+    assert main([*arguments, "--device", "cpu"]) == 2
+    assert "a wheel carries no model), or pass --model DIR" in capsys.readouterr().err
+
+
+LINES = [
+    "{",
+    "[]",
+    '["a"]',
+    "3",
+    '{"text": "x"}',
+    '{"prompt": 3}',
+    '{"prompt": "x", "temprature": 1}',
+    '{"prompt": "x", "stop_strings": "END"}',
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_wrong_lines_of_a_file(capsys: Any, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    status, _, err = run(capsys, "--file", str(path))
+    assert status == 2 and "prompts.jsonl:2" in err
+    if not isinstance(json.loads(line) if line != "{" else {}, dict):
+        assert "no object" in err and "dictionary update" not in err
+
+
+def test_a_file_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "d\xff"}')
+    status, _, err = run(capsys, "--file", str(path))
+    assert status == 2 and "UTF-8" in err
+
+
+@pytest.mark.parametrize("kind", ["torn", "other sizes"])
+def test_checkpoints_that_cannot_be_loaded(capsys: Any, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    if kind == "torn":
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    status, _, err = run(capsys, "--model", str(folder), "--prompt", "x")
+    assert status == 2 and "check the checkpoint" in err
+
+
+def test_a_folder_without_a_tokenizer_is_refused(capsys: Any, tmp_path: Path) -> None:
+    """transformers made one of a few special tokens, and every text came out empty."""
+    import tokenizers
+    import transformers
+
+    shape: dict[str, int] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(vocab_size=300, num_attention_heads=2, num_key_value_heads=2, **shape)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    status, out, err = run(capsys, "--model", str(tmp_path), "--prompt", "def ")
+    assert status == 2 and not out
+    assert "without a tokenizer" in err and "tokenizer.json" in err and "save_pretrained" in err
+    # The settings of a tokenizer are no vocabulary.
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    status, _, err = run(capsys, "--model", str(tmp_path), "--prompt", "def ")
+    assert status == 2 and "without a tokenizer" in err
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"def": 0, "x": 1}, unk_token="x"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    _, _, err = run(capsys, "--model", str(tmp_path), "--prompt", "def")
+    assert "without a tokenizer" not in err

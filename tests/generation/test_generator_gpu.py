@@ -1,0 +1,295 @@
+"""transformers models and the generator on a GPU: every family, compiled layers, captured decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import relative_l2
+
+pytest.importorskip("transformers")
+
+from tests.integrations.hf_families import FAMILIES, make_model
+from vattn import errors
+from vattn.integrations.transformers import enable
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [list(range(3, 44)), [7, 5, 90], list(range(50, 70)), [9], list(range(3, 40)), [11, 12] * 9]
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Any:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str) -> None:
+    """fp32: sums in another order, and products of the model that a GPU may take in TF32 nowhere."""
+    model = make_model(name).cuda()
+    ids = torch.tensor([PROMPTS[0]], device="cuda")
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[0]
+    packed = enable(model, num_blocks=17)
+    builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=128, device="cuda", layers=packed)
+    got = []
+    for start, end in ((0, 30), (30, 31), (31, 41)):
+        step = builder.build([end - start, 2], [end, 2], [list(range(1, 9)), [9]])
+        rows = torch.cat((ids[0, start:end], ids[0, :2]))
+        with torch.no_grad(), vattn.forward_context(step):
+            got.append(packed(rows, step.positions)[: end - start])
+    assert relative_l2(torch.cat(got).cpu(), expected.cpu()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_generator_gives_the_same_tokens(dtype: torch.dtype) -> None:
+    """Where texts part, the two best logits are a near tie of that dtype."""
+    model = make_model("llama", head_dim=64).to("cuda", dtype)
+    alone = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            for _ in range(16):
+                ids.append(int(model(input_ids=torch.tensor([ids], device="cuda")).logits[0, -1].argmax()))
+            alone.append(ids[len(prompt) :])
+    packed = enable(model, num_blocks=64)
+    generator = vattn.Generator(packed, max_num_reqs=4, token_budget=32, max_seq_len=128)
+    assert generator.graphs is not None and generator.graphs.report.reason is None
+    sampling = vattn.Sampling(16, stop_token_ids=())
+    done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS, sampling)
+    assert sum(request.reused for request in done) > 0
+    generator.scheduler.pool.check()
+    assert generator.scheduler.pool.num_used == 0
+    from vattn.integrations.transformers import disable
+
+    disable(packed)
+    for request, want in zip(done, alone * 2, strict=True):
+        if request.output == want:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(request.output, want, strict=True)) if a != b)
+        ids = torch.tensor([request.prompt + want[:at]], device="cuda")
+        with torch.no_grad():
+            best = model(input_ids=ids).logits[0, -1].float().topk(2).values
+        assert best[0] - best[1] < (1e-3 if dtype == torch.float32 else 0.1) * best[0].abs()
+
+
+def test_samples_repeat_and_failures_stay_alone() -> None:
+    model = make_model("llama").cuda()
+    packed = enable(model, num_blocks=64)
+    generator = vattn.Generator(packed, max_num_reqs=4, token_budget=64, max_seq_len=128, compile="none")
+    wanted = [vattn.Sampling(10, temperature=1.5, top_p=0.9, seed=seed, stop_token_ids=()) for seed in (1, 2, 1)]
+    first, second, third = generator.generate([PROMPTS[1]] * 3, wanted)
+    assert first.output == third.output != second.output
+    with torch.no_grad():
+        model.model.embed_tokens.weight[91] = torch.nan
+    poisoned, fine = generator.generate([[5, 91], [5, 6]], vattn.Sampling(4, stop_token_ids=()))
+    assert (poisoned.state, fine.state) == ("failed", "finished")
+
+
+def assert_near(requests: Any, others: Any, model: Any) -> None:
+    """Assert that texts are equal, up to a step whose two best logits nearly tie."""
+    for request, other in zip(requests, others, strict=True):
+        if request.output == other.output:
+            continue
+        pairs = enumerate(zip(request.output, other.output, strict=True))
+        at = next(i for i, (a, b) in pairs if a != b)
+        ids = torch.tensor([request.prompt + other.output[:at]], device="cuda")
+        with torch.no_grad():
+            best = model(input_ids=ids).logits[0, -1].float().topk(2).values
+        assert best[0] - best[1] < 1e-3 * best[0].abs()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_guesses_and_groups_in_graphs(name: str) -> None:
+    """Captured steps of one and of several tokens a request, with and without groups, give the tokens of plain ones."""
+    changes = {"head_dim": 64} if name == "llama" else {"sliding_window": 20}
+    plain = make_model(name, **changes).cuda()
+    packed = enable(make_model(name, **changes).cuda())
+    if name == "gpt_oss":
+        # Grouped products of torch copy from the host, unless they are of bf16.
+        packed.model.set_experts_implementation("batched_mm")
+    packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
+    sampling = vattn.Sampling(40, stop_token_ids=())
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128}
+    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(PROMPTS, sampling)
+    lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
+    steps = []
+    for speculation in (None, lookup):
+        generator = vattn.Generator(packed, speculation=speculation, compile="none", **options)
+        assert generator.graphs is not None and generator.graphs.report.reason is None
+        assert (generator.draft_graphs is not None) == (speculation is not None)
+        done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS, sampling)
+        assert_near(done, alone * 2, plain)
+        steps.append(generator.statistics().steps)
+        generator.scheduler.pool.check()
+        assert generator.scheduler.pool.num_used == 0
+    assert steps[1] < steps[0] and generator.statistics().accepted_tokens > 0
+
+
+def test_a_model_that_cannot_be_captured_is_refused() -> None:
+    packed = enable(make_model("gpt_oss").cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "max_seq_len": 128, "compile": "none"}
+    with pytest.raises(errors.UnsupportedRequestError, match="set_experts_implementation"):
+        vattn.Generator(packed, **options)
+    done = vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS[:2], vattn.Sampling(4))
+    assert all(request.state == "finished" for request in done)
+
+
+def test_launching_a_step_waits_for_nothing() -> None:
+    """Greedy, sampled and with guesses: the only wait of a step is the one for its tokens."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    samplings = [vattn.Sampling(30, stop_token_ids=()), vattn.Sampling(30, temperature=0.8, seed=3, stop_token_ids=())]
+    for speculation in (None, vattn.PromptLookup(shortest=1)):
+        generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none", speculation=speculation)
+        requests = [generator.add(PROMPTS[1], sampling) for sampling in samplings * 2]
+        launch = generator._launcher.launch
+
+        def checked(*arguments: Any, launch: Any = launch) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        for _ in range(4):
+            generator.step()
+        generator._launcher.launch = checked  # type: ignore[method-assign]
+        while generator.busy:
+            generator.step()
+        assert requests[0].output == requests[2].output and requests[1].output == requests[3].output
+
+
+def test_processors_that_fail_on_the_device_stay_alone() -> None:
+    packed = enable(make_model("llama").cuda(), num_blocks=64)
+    generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none")
+
+    def nothing_left(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user")
+
+    fine = vattn.Sampling(8, stop_token_ids=())
+    wrong = [vattn.Sampling(8, temperature=1.0, logits_processors=(process,)) for process in (nothing_left, raising)]
+    done = generator.generate([PROMPTS[1]] * 4, [fine, *wrong, fine])
+    assert [request.state for request in done] == ["finished", "failed", "failed", "finished"]
+    assert done[0].output == done[3].output and generator.scheduler.pool.num_used == 0
+
+
+def graph_count() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("sizes", [(), None])
+def test_nothing_compiles_behind_the_first_requests(sizes: Any) -> None:
+    """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 32, "max_seq_len": 128, "reuse_prefixes": False}
+    generator = vattn.Generator(packed, compile="model", graph_sizes=sizes, **options)
+    counts = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
+    generator.generate(PROMPTS, counts)
+    seen = graph_count()
+    generator.generate([*PROMPTS, *PROMPTS[:2]], vattn.Sampling(40, stop_token_ids=()))
+    # One token alone and one prompt alone make no graph of their own.
+    for prompt in ([9], PROMPTS[0]):
+        generator.generate([prompt], vattn.Sampling(9, stop_token_ids=()))
+    assert graph_count() == seen
+
+
+@pytest.mark.parametrize("compiled", ["none", "layers"])
+def test_following_steps_in_graphs_are_those_of_build(compiled: str) -> None:
+    """Long runs that cross many blocks: advanced metadata is replayed and gives the tokens of planned steps."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128, "reuse_prefixes": False}
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (50, 70, 33, 64, 90, 20)]
+    outputs = []
+    for follow in (False, True):
+        packed.allocate(num_blocks=64)
+        generator = vattn.Generator(packed, compile=compiled if not follow else "none", **options)
+        if not follow:
+            generator.scheduler.follow = lambda before: None  # type: ignore[method-assign]
+        advanced = []
+        advance = generator._launcher.builder.advance
+
+        def watched(*arguments: Any, advance: Any = advance, advanced: list[int] = advanced) -> Any:
+            advanced.append(1)
+            return advance(*arguments)
+
+        generator._launcher.builder.advance = watched  # type: ignore[method-assign]
+        outputs.append([request.output for request in generator.generate(PROMPTS, sampling)])
+        assert bool(advanced) == follow
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_steps_with_prompts_in_graphs(name: str) -> None:
+    """Every step of up to 64 tokens is captured, padded to the next of four sizes, in one pool with the decodes."""
+    changes = {"head_dim": 64} if name == "llama" else {"sliding_window": 20}
+    plain = make_model(name, **changes).cuda()
+    packed = enable(make_model(name, **changes).cuda())
+    packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18)]
+    options: dict[str, Any] = {"max_num_reqs": 3, "token_budget": 64, "max_seq_len": 128, "compile": "none"}
+    alone = vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS, sampling)
+    generator = vattn.Generator(packed, mixed_graph_sizes=[8, 16, 32, 64], **options)
+    assert generator.graphs is not None and generator.mixed_graphs is not None
+    assert generator.mixed_graphs._pool == generator.graphs._pool
+    replayed = []
+    replay = generator.mixed_graphs.__class__.__call__
+    runner, forward = generator.mixed_graphs, generator._launcher.forward
+
+    def watched(*inputs: Any, metadata: Any) -> Any:
+        replayed.append(metadata.slot_mapping.shape[0])
+        return replay(runner, *inputs, metadata=metadata)
+
+    generator._launcher.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
+    generator._launcher.forward = None  # type: ignore[assignment]
+    done = generator.generate(PROMPTS, sampling)
+    generator._launcher.forward = forward
+    assert_near(done, alone, plain)
+    assert len(set(replayed)) > 1
+    generator.scheduler.pool.check()
+    assert generator.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("compiled", ["none", "layers"])
+def test_steps_with_prompts_are_captured_by_default(compiled: str) -> None:
+    """Nothing compiles behind the captures, also where a step is too long for them; tokens are those without graphs."""
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=320)
+    prompts = [*PROMPTS, list(range(3, 90)) * 20, list(range(5, 95)) * 3]
+    sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18, 12, 30)]
+    options: dict[str, Any] = {"max_num_reqs": 8, "token_budget": 2000, "max_seq_len": 2048, "reuse_prefixes": False}
+    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(prompts, sampling)
+    generator = vattn.Generator(packed, compile=compiled, **options)
+    assert generator.mixed_graphs is not None
+    print(generator.graphs.report, generator.mixed_graphs.report, sep="\n")
+    sizes = sorted(key.num_tokens for key in generator.mixed_graphs._entries)
+    assert sizes == [63, 127, 255, 511, 767, 1023, 1279, 1535]
+    seen = graph_count()
+    for _ in range(2):
+        assert_near(generator.generate(prompts, sampling), alone, make_model("llama", head_dim=64).cuda())
+    assert graph_count() == seen
+    # As many tokens as for a draft of each request, and one request has most of them.
+    packed.allocate(num_blocks=320)
+    generator = vattn.Generator(packed, compile="none", mixed_graph_sizes=[32], **options)
+    assert_near(generator.generate(PROMPTS, sampling[:6]), alone[:6], make_model("llama", head_dim=64).cuda())
+
+
+class _Watched:
+    """A runner whose calls go through a function."""
+
+    def __init__(self, runner: Any, call: Any) -> None:
+        self._runner, self._call = runner, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def __call__(self, *inputs: Any, metadata: Any) -> Any:
+        return self._call(*inputs, metadata=metadata)

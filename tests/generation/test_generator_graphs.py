@@ -1,0 +1,181 @@
+"""The generator's captured steps, with a stand-in for CUDA graphs: what a replay reads is what the capture read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from vattn.errors import ConfigError, UnknownOptionError
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.hybrid import GroupedMetadata
+
+pytest.importorskip("transformers")
+
+from tests.generation.generator_support import PROMPTS, check_empty, make_generator
+from tests.integrations.hf_families import make_model
+from vattn.generation.setup import MIXED_LADDER, Graphs, mixed_pair, mixed_sizes
+from vattn.integrations.transformers import PackedModel, enable
+
+SAMPLINGS = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
+
+
+def captured(step: AttentionMetadata) -> AttentionMetadata:
+    """Return a step as a graph has it: tensors that builders write again, and nothing that would be refused then."""
+    parts = {"parts": tuple(map(captured, step.parts))} if isinstance(step, GroupedMetadata) else {}
+    return dataclasses.replace(step, _built=None, **parts)  # type: ignore[arg-type]
+
+
+class Replay:
+    """A graph that computes again from the tensors of its capture, into the memory of its output."""
+
+    def __init__(self, runner: vattn.CUDAGraphRunner, key: Any, log: list[tuple[int, int]]) -> None:
+        self.runner, self.entry, self.log = runner, runner._entries[key], log
+        self.key, self.metadata = key, captured(runner._sample_step(key.num_reqs, key.num_tokens))
+        self.entry.output = runner._run(self.entry, self.metadata).clone()
+
+    def replay(self) -> None:
+        """Compute the step that the buffers hold."""
+        self.log.append((self.key.num_reqs, self.key.num_tokens))
+        self.entry.output.copy_(self.runner._run(self.entry, self.metadata))
+
+
+def stand_in(generator: vattn.Generator) -> list[tuple[int, int]]:
+    """Give every captured size a stand-in; return the list to which replays append their sizes."""
+    log: list[tuple[int, int]] = []
+    for runner in Graphs(generator.graphs, generator.draft_graphs, generator.mixed_graphs):
+        for key in runner._entries if runner is not None else ():
+            runner._entries[key].graph = Replay(runner, key, log)  # type: ignore[assignment, union-attr]
+    return log
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=64)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_steps_with_prompts_are_replayed(hybrid: bool) -> None:
+    """Chunks beside decodes, and steps beyond the largest graph, give the tokens of steps without graphs."""
+    packed = enable(make_model("gemma2" if hybrid else "llama"))
+    packed.allocate(num_blocks=64, hybrid=hybrid, max_seq_len=128)
+    options: dict[str, Any] = {"max_num_reqs": 3, "token_budget": 40, "max_seq_len": 128}
+    plain = vattn.Generator(packed, **options).generate(PROMPTS, SAMPLINGS)
+    packed.allocate(num_blocks=64, hybrid=hybrid, max_seq_len=128)
+    generator = vattn.Generator(packed, graph_sizes=[1, 3], mixed_graph_sizes=range(4, 29, 4), **options)
+    log = stand_in(generator)
+    # Nothing that a replay must not read reaches a result.
+    for cache in packed.kv_cache.kv_caches:
+        cache[packed.kv_cache.reserved_blocks :].fill_(torch.nan) if not hybrid else None
+    done = generator.generate(PROMPTS, SAMPLINGS)
+    assert [request.output for request in done] == [request.output for request in plain]
+    assert (3, 3) in log and len(set(log)) > 3
+    assert len(log) < generator.statistics().steps, "steps beyond the largest size run without"
+    check_empty(generator)
+
+
+def test_guesses_beside_prompts_run_without(packed: PackedModel) -> None:
+    packed.allocate(num_blocks=64)
+    lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
+    generator = make_generator(packed, graph_sizes=[4], mixed_graph_sizes=[64], speculation=lookup)
+    log = stand_in(generator)
+    done = generator.generate(PROMPTS, SAMPLINGS)
+    packed.allocate(num_blocks=64)
+    plain = make_generator(packed).generate(PROMPTS, SAMPLINGS)
+    assert [request.output for request in done] == [request.output for request in plain]
+    # One token more than was asked for: 16 for each of 4 requests could be taken for drafts.
+    assert {(4, 16), (4, 65)} <= set(log)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([65], "up to 64 tokens"),
+        ([1], "at least 2"),
+        ([2.0], "mixed_graph_sizes=2.0"),
+        (True, "a list"),
+        ("8", "a list"),
+    ],
+)
+def test_sizes_that_no_step_has_are_refused(packed: PackedModel, sizes: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_generator(packed, mixed_graph_sizes=sizes, max_seq_len=64)
+    with pytest.raises(UnknownOptionError, match="mixed_graph_sizes"):
+        vattn.Generator(packed, mixed_graph_size=[8])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("max_num_reqs", [1, 2, 3, 16, 64, 256])
+@pytest.mark.parametrize("budget", [2, 60, 512, 2048])
+def test_the_ladder_holds_steps_that_are_no_drafts(max_num_reqs: int, budget: int) -> None:
+    """Up to the token budget, never less than the requests, never as many tokens for each of them."""
+
+    class Builder:
+        device, backends = torch.device("cuda"), {"TRITON_ATTN"}
+
+    builder: Any = Builder()
+    sizes = mixed_sizes(None, budget, max_num_reqs, [1], builder)
+    assert sizes == sorted(set(sizes))
+    assert all(max_num_reqs <= size <= min(budget, MIXED_LADDER[-1]) for size in sizes)
+    assert not sizes or sizes[-1] == min(budget, MIXED_LADDER[-1])
+    for size in sizes:
+        requests, tokens = mixed_pair(max_num_reqs, size, 4096)
+        rows, rest = divmod(tokens, max(2, requests))
+        assert requests == max_num_reqs and size <= tokens <= size + 1 and (rest or rows > 16)
+    assert mixed_sizes(None, budget, max_num_reqs, [], builder) == []
+    builder.backends = {"TRITON_ATTN", "FLASHINFER"}
+    assert mixed_sizes(None, budget, max_num_reqs, [1], builder) == []
+    assert mixed_sizes((), budget, max_num_reqs, [1], builder) == []
+
+
+@pytest.mark.parametrize("pair", [(5, 8), (0, 8), (4, 0), (4, 65), (1, 33), (4,)])
+def test_runner_refuses_pairs_beyond_the_builder(packed: PackedModel, pair: Any) -> None:
+    packed.allocate(num_blocks=64)
+    builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=32, layers=packed)
+    with pytest.raises(ConfigError, match="pairs of up to 4 requests and 64 tokens, 32 for each"):
+        vattn.CUDAGraphRunner(packed, [pair], builder, lambda step: [])
+
+
+@pytest.mark.parametrize("compiled", ["layers", pytest.param("model", marks=pytest.mark.slow)])
+def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compiled: str) -> None:
+    """One graph: that of the captures is the one of the first prompt that is too long for them."""
+    prepare = vattn.CUDAGraphRunner._prepare
+
+    def run_too(runner: vattn.CUDAGraphRunner, *size: int) -> Any:
+        cost = prepare(runner, *size)
+        metadata = runner._sample_step(*size)
+        metadata.mark_dynamic()
+        runner._run(runner._entries[metadata.capture_key()], metadata)
+        return cost
+
+    monkeypatch.setattr(vattn.CUDAGraphRunner, "_prepare", run_too)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    packed = enable(make_model("llama"), num_blocks=64)
+    options: dict[str, Any] = {"compile": compiled, "compile_options": {"backend": "eager"}, "token_budget": 32}
+    generator = make_generator(packed, graph_sizes=[1, 4], mixed_graph_sizes=[16], max_seq_len=128, **options)
+    counted = torch._dynamo.utils.counters["stats"]
+    assert counted["unique_graphs"] == 1
+    generator.generate(PROMPTS, SAMPLINGS)
+    assert counted["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(), [1, 2, 4]])
+def test_nothing_compiles_behind_the_first_requests(packed: PackedModel, sizes: Any) -> None:
+    """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""
+    packed.allocate(num_blocks=64)
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"compile": "model", "compile_options": {"backend": "eager"}, "token_budget": 32}
+    generator = make_generator(packed, graph_sizes=sizes, reuse_prefixes=False, max_seq_len=128, **options)
+    generator.generate(PROMPTS, SAMPLINGS)
+    seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    generator.generate([*PROMPTS, *PROMPTS[:2]], vattn.Sampling(40, stop_token_ids=()))
+    # One token alone and one prompt alone make no graph of their own.
+    for prompt in ([9], PROMPTS[0]):
+        generator.generate([prompt], vattn.Sampling(9, stop_token_ids=()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen
+    torch._dynamo.reset()

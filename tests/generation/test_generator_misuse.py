@@ -1,0 +1,224 @@
+"""A generator used as it should not be: steps in steps, interruptions, threads, dropped streams, other caches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import vattn
+from vattn import errors
+
+pytest.importorskip("transformers")
+
+from tests.generation.generator_support import GREEDY, PROMPTS, check_empty, make_generator, one_by_one
+from tests.integrations.hf_families import make_model
+from vattn.integrations.transformers import PackedModel, disable, enable
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [one_by_one(make_model("llama"), prompt, 12) for prompt in PROMPTS[:4]]
+
+
+def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[list[int]]) -> None:
+    """A callback that runs the generator fails its own request; one that cancels ends requests behind the step."""
+    generator = make_generator(packed)
+
+    def runs(ids: Any, scores: Any) -> bool:
+        generator.generate([[1, 2]], GREEDY)
+        return False
+
+    def cancels(ids: Any, scores: Any) -> bool:
+        generator.cancel(requests[1])
+        return False
+
+    wanted = [vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(runs,)), GREEDY, GREEDY]
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["failed", "finished", "finished"]
+    assert "a step inside of another" in str(requests[0].error)
+    assert [request.output for request in requests[1:]] == expected[1:3]
+    wanted[0] = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(cancels,))
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["finished", "cancelled", "finished"]
+    assert [request.output for request in requests] == [
+        expected[0],
+        expected[1][: len(requests[1].output)],
+        expected[2],
+    ]
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_an_interrupted_step_is_computed_again(
+    packed: PackedModel, expected: list[list[int]], seed: int | None
+) -> None:
+    """Whatever a step was interrupted in, the tokens are those of an undisturbed run."""
+    generator = make_generator(packed)
+    count = [0]
+
+    def interrupted(ids: Any, scores: Any) -> bool:
+        count[0] += 1
+        if count[0] in (3, 4, 11, 12):
+            raise KeyboardInterrupt
+        return False
+
+    sampling: dict[str, Any] = {} if seed is None else {"temperature": 1.3, "seed": seed}
+    plain = vattn.Sampling(12, stop_token_ids=(), **sampling)
+    watched = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(interrupted,), **sampling)
+    wanted = [request.output for request in generator.generate(PROMPTS[:4], plain)]
+    requests = [
+        generator.add(prompt, one) for prompt, one in zip(PROMPTS, [plain, watched, plain, watched], strict=False)
+    ]
+    raised = 0
+    while generator.busy:
+        try:
+            generator.step()
+        except KeyboardInterrupt:
+            raised += 1
+    assert raised == 4 and [request.output for request in requests] == wanted
+    assert seed is not None or wanted == expected[:4]
+    check_empty(generator)
+
+
+def test_streams_that_take_turns_each_get_their_own(packed: PackedModel, expected: list[list[int]]) -> None:
+    generator = make_generator(packed)
+    streams = [generator.stream([prompt], GREEDY) for prompt in PROMPTS[:2]]
+    dropped = generator.stream([PROMPTS[2]], GREEDY)
+    came: list[list[int]] = [[], []]
+    next(dropped)
+    del dropped
+    for index in [0, 1, 1, 1, 0] * 20:
+        one = next(streams[index], None)
+        came[index] += one.tokens if one is not None else ()
+    assert came == expected[:2]
+    check_empty(generator)
+
+
+def test_cancelling_from_another_thread(packed: PackedModel) -> None:
+    """A cancel during a step ends the request when the step does; a second step at the same time is refused."""
+    generator = make_generator(packed)
+    problems: list[BaseException] = []
+
+    def elsewhere(ids: Any, scores: Any) -> bool:
+        def work() -> None:
+            generator.cancel(requests[0])
+            try:
+                generator.step()
+            except errors.RequestError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return False
+
+    sampling = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(elsewhere,))
+    requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, [GREEDY, sampling], strict=False)]
+    while generator.busy:
+        generator.step()
+    assert [request.state for request in requests] == ["cancelled", "finished"] and len(problems) == 12
+    check_empty(generator)
+
+
+def test_cancelling_what_another_generator_has(packed: PackedModel) -> None:
+    """Refused whether it waits or has ended; its own, of every way to end, may be cancelled again."""
+    generator = make_generator(packed)
+    ended = [*generator.generate([PROMPTS[1], []], GREEDY), generator.add(PROMPTS[1], GREEDY)]
+    generator.cancel(ended[2])
+    assert [request.state for request in ended] == ["finished", "failed", "cancelled"]
+    waiting, other = generator.add(PROMPTS[1], GREEDY), make_generator(packed)
+    for request in (*ended, waiting):
+        with pytest.raises(errors.RequestError, match="not in this generator"):
+            other.cancel(request)
+        generator.cancel(request)
+    assert waiting.state == "cancelled" and ended[0].state == "finished"
+
+
+def test_caches_and_models_that_changed_are_refused() -> None:
+    packed = enable(make_model("llama"), num_blocks=64)
+    generator = make_generator(packed)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(errors.ConfigError, match="a copy of a generator"):
+            copied(generator)
+    packed.allocate(num_blocks=8)
+    with pytest.raises(errors.CacheError, match="has another cache now"):
+        generator.generate([PROMPTS[1]], GREEDY)
+    packed.model.train()
+    with pytest.raises(errors.ConfigError, match="training mode"):
+        make_generator(packed)
+    packed.model.eval()
+    disable(packed)
+    with pytest.raises(errors.ConfigError, match="took off vattn"):
+        vattn.Generator(packed)
+
+
+def test_training_mode_is_refused_whenever_it_came_and_eval_goes_on(expected: list[list[int]]) -> None:
+    """Dropout between steps, or in one module alone, would change tokens without a word."""
+    packed = enable(make_model("llama"), num_blocks=64)
+    generator, whole = make_generator(packed), packed.model
+    request = generator.add(PROMPTS[0], GREEDY)
+    generator.step()
+    so_far = list(request.output)
+    part = whole.model.layers[1].mlp
+    for one, words in ((whole, "a model in training mode"), (packed, "in training mode"), (part, "layers.1.mlp' in")):
+        one.train()
+        calls: list[Any] = [
+            lambda: generator.generate([PROMPTS[1]], GREEDY),
+            lambda: generator.stream([PROMPTS[1]], GREEDY),
+            lambda: generator.add(PROMPTS[1], GREEDY),
+            lambda: vattn.calibrate(packed, [[[1, 2]]]),
+            lambda: vattn.audit(packed, [[1, 2]]),
+            lambda: make_generator(packed),
+        ]
+        for call in [*calls, *([generator.step] if one is not part else [])]:
+            with pytest.raises(errors.ConfigError, match=words):
+                call()
+        whole.eval()
+        packed.eval()
+    assert request.output == so_far and request.state == "running" and generator.statistics().waiting == 0
+    stream = generator.stream([PROMPTS[1]], GREEDY)
+    part.train()
+    with pytest.raises(errors.ConfigError, match=r"layers\.1\.mlp' in"):
+        next(stream)
+    part.eval()
+    while generator.busy:
+        generator.step()
+    assert request.output == expected[0]
+    assert generator.generate([PROMPTS[1]], GREEDY)[0].output == expected[1]
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("prompt", [[True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5])])
+def test_what_has_no_order_or_no_ids_is_no_prompt(packed: PackedModel, prompt: Any) -> None:
+    with pytest.raises(errors.RequestError, match="flat sequence of token ids"):
+        make_generator(packed).add(prompt)
+
+
+def test_what_a_tokenizer_returned_says_what_to_pass(packed: PackedModel) -> None:
+    generator, encoded = make_generator(packed), {"input_ids": [3, 4], "attention_mask": [1, 1]}
+    with pytest.raises(errors.RequestError, match="pass its input_ids"):
+        generator.add(encoded)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="input_ids"):
+        generator.generate(encoded, GREEDY)
+
+
+def test_failed_requests_keep_their_prompts(packed: PackedModel) -> None:
+    generator, long = make_generator(packed), list(range(5, 90)) * 2
+    done = generator.generate([long, PROMPTS[1], [5, 10**6], [], [2.5]], GREEDY)  # type: ignore[list-item]
+    assert [request.state for request in done] == ["failed", "finished", "failed", "failed", "failed"]
+    assert [request.prompt for request in done] == [long, PROMPTS[1], [5, 10**6], [], []]
+    assert "a prompt of 170 tokens" in str(done[0].error) and "170 + 0 tokens" in repr(done[0])
+    check_empty(generator)

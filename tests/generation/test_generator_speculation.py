@@ -1,0 +1,178 @@
+"""Prompt lookup in the generator: the tokens of plain generation in fewer steps, greedy and sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from vattn import errors
+from vattn.generation.prompt_lookup import LookupIndex
+
+pytest.importorskip("transformers")
+
+from tests.generation.generator_support import PROMPTS, Characters, Faulty, check_empty, make_generator, one_by_one
+from tests.integrations.hf_families import make_model
+from vattn.integrations.transformers import PackedModel, enable
+
+LONG = vattn.Sampling(max_new_tokens=40, stop_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    return enable(make_model("llama"), num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    model = make_model("llama")
+    return [one_by_one(model, prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("graphs", [(), (2, 4)])
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_the_tokens_are_those_of_plain_greedy(
+    packed: PackedModel, expected: list[list[int]], drafts: int, graphs: Any
+) -> None:
+    """This model soon repeats itself, so that guesses are right."""
+    lookup = vattn.PromptLookup(num_drafts=drafts, shortest=1)
+    generator = make_generator(packed, speculation=lookup, graph_sizes=graphs)
+    plain = make_generator(packed)
+    plain.generate(PROMPTS, LONG)
+    generator = make_generator(packed, speculation=lookup, graph_sizes=graphs)
+    done = generator.generate(PROMPTS, LONG)
+    assert [request.output for request in done] == expected
+    now = generator.statistics()
+    assert now.generated_tokens == 40 * len(PROMPTS) and now.steps < plain.statistics().steps
+    assert 0 < now.accepted_tokens < now.drafted_tokens and 0 < now.accepted_per_step <= drafts
+    assert sum(request.accepted for request in done) == now.accepted_tokens
+    assert sum(request.drafted for request in done) == now.drafted_tokens
+    check_empty(generator)
+
+
+def test_steps_with_guesses_replay_their_own_graphs(packed: PackedModel, expected: list[list[int]]) -> None:
+    generator = make_generator(packed, speculation=vattn.PromptLookup(shortest=1), graph_sizes=[2, 4])
+    assert generator.draft_graphs is not None
+    shapes = {(key.num_reqs, key.num_tokens) for key in generator.draft_graphs._entries}
+    assert shapes == {(2, 10), (4, 20)}
+    seen: list[tuple[int, ...]] = []
+    run = generator.draft_graphs.function
+    generator.draft_graphs.function = lambda *inputs: seen.append(tuple(map(len, inputs))) or run(*inputs)
+    done = generator.generate(PROMPTS, LONG)
+    assert [request.output for request in done] == expected
+    assert {shape for shape in seen if shape[0] in (10, 20)} == {(10, 10, 10), (20, 20, 20)}
+
+
+def test_preemption_and_prefixes_with_guesses(expected: list[list[int]]) -> None:
+    packed = enable(make_model("llama"), num_blocks=9)
+    for reuse in (False, True):
+        generator = make_generator(
+            packed, token_budget=21, reuse_prefixes=reuse, speculation=vattn.PromptLookup(shortest=1)
+        )
+        done = generator.generate(PROMPTS, LONG) + generator.generate(PROMPTS[:2], LONG)
+        assert [request.output for request in done] == expected + expected[:2]
+        assert generator.statistics().preemptions > 0
+        assert (sum(request.reused for request in done) > 0) == reuse
+        check_empty(generator)
+
+
+def test_blocks_of_wrong_guesses_are_not_found(packed: PackedModel, expected: list[list[int]]) -> None:
+    """Every published block holds tokens that the request has; others find the right values."""
+    generator = make_generator(packed, speculation=vattn.PromptLookup(num_drafts=16, shortest=1))
+    first = generator.generate(PROMPTS, LONG)
+    again = generator.generate(
+        [request.prompt + request.output[:30] for request in first], vattn.Sampling(10, stop_token_ids=())
+    )
+    assert all(request.reused >= 16 for request in again if len(request.prompt) > 17)
+    assert [request.output for request in again] == [tokens[30:] for tokens in expected]
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.2}])
+def test_sampled_tokens_are_those_without_guesses(packed: PackedModel, changes: dict[str, Any]) -> None:
+    """A draw depends on seed and place alone; the guess is kept where it is what would have been drawn."""
+    samplings = [vattn.Sampling(30, 0.7, seed=seed, stop_token_ids=(), **changes) for seed in range(len(PROMPTS))]
+    plain = make_generator(packed).generate(PROMPTS, samplings)
+    generator = make_generator(packed, speculation=vattn.PromptLookup(shortest=1))
+    done = generator.generate(PROMPTS, samplings)
+    assert [request.output for request in done] == [request.output for request in plain]
+    drafted = generator.statistics().drafted_tokens
+    assert (drafted == 0) == ("repetition_penalty" in changes), "a penalty needs the tokens before each token"
+
+
+def test_what_follows_the_end_is_dropped(packed: PackedModel, expected: list[list[int]]) -> None:
+    tokenizer = Characters()
+    lookup = vattn.PromptLookup(num_drafts=8, shortest=1)
+    stop = expected[0][25]
+    generator = make_generator(packed, tokenizer=tokenizer, speculation=lookup)
+    sampling = vattn.Sampling(40, stop_token_ids=(stop,))
+    assert generator.generate([PROMPTS[0]], sampling)[0].output == expected[0][: expected[0].index(stop)]
+    text = tokenizer.decode(expected[0])
+    cut = text[20:23]
+    came = list(generator.stream([PROMPTS[0]], vattn.Sampling(40, stop_token_ids=(), stop_strings=(cut,))))
+    assert "".join(part.text for part in came) == text[: text.index(cut)] == came[-1].request.text
+    assert came[-1].request.reason == "stop string"
+    check_empty(generator)
+
+
+def test_a_failure_among_guesses_ends_its_request_alone(packed: PackedModel, expected: list[list[int]]) -> None:
+    faulty = Faulty(packed)
+    faulty.bad = expected[0][20]
+    generator = make_generator(faulty, speculation=vattn.PromptLookup(shortest=1))
+    done = generator.generate([PROMPTS[0], PROMPTS[5]], LONG)
+    at = expected[0].index(faulty.bad)
+    assert done[0].state == "failed" and done[0].output == expected[0][: at + 1]
+    assert done[1].state == ("failed" if faulty.bad in PROMPTS[5][-1:] + expected[5][:-1] else "finished")
+    check_empty(generator)
+
+
+def test_no_guesses_without_room() -> None:
+    """The budget is one token: a request of guesses would take that of the others."""
+    packed = enable(make_model("llama"), num_blocks=8)
+    generator = make_generator(packed, token_budget=1, speculation=vattn.PromptLookup(shortest=1))
+    done = generator.generate([[5, 5, 5, 5]], vattn.Sampling(20, stop_token_ids=()))
+    assert generator.statistics().drafted_tokens == 0
+    assert done[0].output == one_by_one(make_model("llama"), [5, 5, 5, 5], 20)
+
+
+def test_lookups() -> None:
+    def drafts(tokens: list[int], count: int, **settings: int) -> list[int]:
+        index = LookupIndex(vattn.PromptLookup(**settings), tokens[:3])
+        index.extend(tokens[3:])
+        assert index.drafts(count) == LookupIndex(vattn.PromptLookup(**settings), tokens).drafts(count)
+        return index.drafts(count)
+
+    assert drafts([1, 2, 3, 4, 1, 2], 2) == [3, 4]
+    assert drafts([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the latest of equally long matches"
+    assert drafts([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], 1) == [3], "the longest match"
+    assert drafts([1, 2, 9, 2], 3) == [] and drafts([1, 2, 9, 2], 3, shortest=1) == [9, 2, 9]
+    assert drafts([6, 6, 6], 5) == [6] * 5 and drafts([1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert drafts([1], 3) == [] and drafts([], 3) == []
+
+
+def test_random_lookups_against_a_search() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        tokens = torch.randint(3, (int(torch.randint(2, 30, (), generator=rng)),), generator=rng).tolist()
+        want: list[int] = []
+        for size in (3, 2):
+            ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
+            if ends and len(tokens) >= size:
+                copy = list(tokens)
+                for step in range(4):
+                    copy.append(copy[ends[-1] + step])
+                want = copy[len(tokens) :]
+                break
+        assert LookupIndex(vattn.PromptLookup(longest=3), tokens).drafts(4) == want
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_drafts": 0}, {"num_drafts": 2.0}, {"longest": 1}, {"shortest": 0}, {"drafts": 3}]
+)
+def test_wrong_lookups(changes: dict[str, Any]) -> None:
+    with pytest.raises((errors.ConfigError, errors.UnknownOptionError)):
+        vattn.PromptLookup(**changes)
+    with pytest.raises(errors.ConfigError, match="PromptLookup"):
+        vattn.Generator(enable(make_model("llama"), num_blocks=4), speculation=4)  # type: ignore[arg-type]

@@ -1,0 +1,582 @@
+"""FP8 checkpoints that libraries wrote: their codes and scales arrive in vattn's linears and caches, or are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vattn
+from tests.support import relative_l2
+from vattn import errors
+from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
+
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.calibration.test_fp8_linears import calibrated, make_llama
+from tests.integrations.fp8_checkpoints import (
+    INPUT_SCALE,
+    edit_config,
+    edit_tensors,
+    write_compressed_tensors,
+    write_transformers_fp8,
+)
+from tests.integrations.test_transformers import PROMPTS, Runner, eager_logits
+from vattn.integrations.transformers import disable, enable, load_fp8_linears
+from vattn.integrations.transformers.fp8_checkpoint_config import input_format, refuse_converted, refuse_ignored
+
+FP8 = vattn.CacheConfig(cache_dtype="fp8")
+LINEARS = 14
+
+
+def load(folder: Path) -> Any:
+    """Load a checkpoint as transformers does."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def plain(folder: Path) -> Any:
+    """A model of the checkpoint's shape that says where it is from, without transformers' quantisers."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    vars(config).pop("quantization_config", None)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: x for name, x in stored.items() if x.element_size() > 1}, strict=False)
+    model.name_or_path = str(folder)
+    return model.requires_grad_(False)
+
+
+def scales_of(packed: Any) -> list[float]:
+    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
+    return [scale.item() for layer in layers for scale in (layer.k_scale, layer.v_scale)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "fmt"),
+    [("tensor", "tensor", "fp8_static"), ("channel", "tensor", "fp8_static"), ("channel", "token", "fp8_per_token"),
+     ("block", "group", "fp8_group128")],
+)  # fmt: skip
+def test_compressed_tensors(weights: str, inputs: str, fmt: str, tmp_path: Path) -> None:
+    """Codes are those of the file; the logits are those of compressed-tensors, which rounds in the same way."""
+    write_compressed_tensors(tmp_path, make_llama(), weights, inputs)
+    model = load(tmp_path)
+    theirs = eager_logits(model, PROMPTS[1])
+    report = load_fp8_linears(model)
+    assert report.pop("lm_head").startswith("left") and list(report.values()) == [fmt] * LINEARS
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            assert torch.equal(module.weight.view(torch.uint8), stored[f"{name}.weight"].view(torch.uint8))
+            assert module.input_scale is None or module.input_scale.item() == pytest.approx(INPUT_SCALE)
+    packed = enable(model, cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+    got = Runner(packed).step([(PROMPTS[1], 0)])[0]
+    # Both round inputs, keys and values; a code at a border moves by a step where sums come in another order.
+    assert relative_l2(got, theirs) < 0.03
+    disable(model)
+    assert any(module._forward_pre_hooks for module in model.modules()), "their own cache hooks are back"
+
+
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
+def test_a_quantised_model_saves_and_loads(fmt: str, tmp_path: Path) -> None:
+    """By `save_pretrained` and `from_pretrained`, twice, to the bit; merged the second time."""
+    model = make_llama()
+    seen = calibrated(model) if fmt == "fp8_static" else None
+    report = vattn.quantise_linears(model, fmt, calibration=seen, skip="*.0.mlp.up_proj")
+    expected = eager_logits(model, PROMPTS[1])
+    for number in range(2):
+        folder = tmp_path / str(number)
+        if number:
+            enable(model, merge_projections=True, num_blocks=17)
+        model.save_pretrained(folder)
+        model = load(folder)
+        again = load_fp8_linears(model)
+        assert {k: v for k, v in again.items() if v == fmt} == {k: v for k, v in report.items() if v == fmt}
+        assert torch.equal(eager_logits(model, PROMPTS[1]), expected)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_per_token", "fp8_group128"])
+def test_a_saved_model_without_load_fp8_linears(fmt: str, tmp_path: Path) -> None:
+    """transformers reads scales as well; inputs are rounded by compressed-tensors."""
+    model = make_llama()
+    vattn.quantise_linears(model, fmt)
+    model.save_pretrained(tmp_path)
+    assert relative_l2(eager_logits(load(tmp_path), PROMPTS[1]), eager_logits(model, PROMPTS[1])) < 0.03
+
+
+def test_two_formats_in_one_checkpoint_and_a_shared_config(tmp_path: Path) -> None:
+    model = make_llama()
+    other = type(model)(model.config)
+    vattn.quantise_linears(model, "fp8_per_token", skip="*.mlp.*")
+    vattn.quantise_linears(model, "fp8_group128", skip="*.self_attn.*")
+    assert not hasattr(other.config, "quantization_config")
+    expected = eager_logits(model, PROMPTS[1])
+    model.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert set(load_fp8_linears(model).values()) >= {"fp8_per_token", "fp8_group128"}
+    assert torch.equal(eager_logits(model, PROMPTS[1]), expected)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_transformers_fp8(blocks: bool, tmp_path: Path) -> None:
+    """transformers dequantises on a CPU and drops scales of the cache; the folder still has them."""
+    name = "model.layers.{}.self_attn.{}_proj.{}_scale"
+    scales = {name.format(i, kind, kind): torch.tensor(0.01 * (i + 1)) for i in (0, 1) for kind in "kv"}
+    write_transformers_fp8(tmp_path, make_llama(), blocks, **scales)
+    model = plain(tmp_path)
+    report = load_fp8_linears(model)
+    assert set(report.values()) == {"fp8_group128" if blocks else "fp8_static", "left: not FP8 in the checkpoint"}
+    assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(make_llama(), PROMPTS[1])) < 0.2
+    packed = enable(model, cache_config=FP8, num_blocks=17, merge_projections=True)
+    assert scales_of(packed) == pytest.approx([0.01, 0.01, 0.02, 0.02])
+    assert Runner(packed).step([(PROMPTS[1], 0)])[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_fp8_as_transformers_loads_it(tmp_path: Path) -> None:
+    write_transformers_fp8(tmp_path, make_llama())
+    model = load(tmp_path)
+    dequantised = eager_logits(model, PROMPTS[1]).float()
+    load_fp8_linears(model)
+    # transformers leaves what is no whole number of blocks: key and value of 64 rows.
+    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == LINEARS - 4
+    assert relative_l2(eager_logits(model, PROMPTS[1]).float(), dequantised) < 0.2
+    with pytest.raises(errors.ScaleError, match="k_scale"):
+        enable(model, cache_config=FP8)
+
+
+def test_a_checkpoint_without_load_fp8_linears(tmp_path: Path) -> None:
+    """Scales of the cache come along without any other step, and a cache that has no use for them says so."""
+    write_compressed_tensors(tmp_path, make_llama())
+    model = load(tmp_path)
+    packed = enable(model, cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+    disable(model)
+    with pytest.warns(UserWarning, match=r"2 layers, which a cache in 'auto'.*cache_dtype='fp8'"):
+        enable(model, num_blocks=17)
+    disable(model)
+    own = vattn.CacheConfig(cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.warns(UserWarning, match="calculate_kv_scales=False"):
+        enable(model, cache_config=own, num_blocks=17)
+    disable(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.5, 0.25), num_blocks=17)
+    assert scales_of(given) == [0.5, 0.25] * 2
+
+
+def without_scales(folder: Path) -> None:
+    edit_tensors(folder, "k_scale")
+    edit_tensors(folder, "v_scale")
+
+
+def without_a_layer(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.self_attn.k_scale")
+
+
+def of_another(folder: Path) -> None:
+    edit_tensors(folder, **{"model.vision.self_attn.k_scale": torch.ones(1)})
+
+
+def of_queries(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.q_scale": torch.ones(1)})
+
+
+def of_weights_of_values(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.prob_output_scale": torch.ones(1)})
+
+
+def zero_points(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.v_zero_point": torch.ones(1)})
+
+
+def of_a_cache(scheme: Any) -> Any:
+    """A change of what the configuration says about the cache."""
+    return lambda folder: edit_config(
+        folder, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    )
+
+
+def of_modelopt(folder: Path) -> None:
+    edit_config(folder, quantization_config=None)
+    described = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(described))
+
+
+def negative(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.k_scale": torch.tensor([-1.0])})
+
+
+CACHE_FAULTS: dict[str, tuple[Any, str]] = {
+    "promised": (without_scales, "kv_cache_scheme.*calibrat"),
+    "one layer": (without_a_layer, r"no model\.layers\.1\.self_attn\.k_scale.*calibrat"),
+    "unknown": (of_another, "model.vision.self_attn.k_scale"),
+    "query": (of_queries, "q_scale in .*which the cache has no use for"),
+    "softmax": (of_weights_of_values, "prob_output_scale in .*, which the cache has no use for"),
+    "zero points": (zero_points, "v_zero_point in .*, which the cache has no use for"),
+    "4 bits": (of_a_cache({"type": "float", "num_bits": 4}), "'num_bits': 4.*calibrat"),
+    "integers": (of_a_cache({"type": "int", "num_bits": 8}), "'int'.*calibrat"),
+    "asymmetric": (of_a_cache({"symmetric": False}), "'symmetric': False.*zero points"),
+    "a word": (of_a_cache("int8"), "kv_cache_scheme='int8'"),
+    "ModelOpt": (of_modelopt, "kv_cache_quant_algo='NVFP4'"),
+    "negative": (negative, "positive"),
+}
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS)
+def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, tmp_path: Path) -> None:
+    change, text = CACHE_FAULTS[fault]
+    write_compressed_tensors(tmp_path, make_llama())
+    change(tmp_path)
+    model = plain(tmp_path)
+    with pytest.raises(errors.ScaleError, match=text):
+        enable(model, cache_config=FP8)
+    assert not any("vattn" in name for name, _ in model.named_modules())
+    enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.1, 0.1), num_blocks=17)
+
+
+@pytest.mark.parametrize("scheme", ["static", {"type": "float", "num_bits": 8, "dynamic": False}, {}, None])
+def test_scales_of_an_fp8_cache(scheme: Any, tmp_path: Path) -> None:
+    """However the configuration says so, with zero points that are zeros."""
+    write_compressed_tensors(tmp_path, make_llama())
+    of_a_cache(scheme)(tmp_path)
+    edit_tensors(tmp_path, **{"model.layers.0.self_attn.v_zero_point": torch.zeros(1)})
+    packed = enable(plain(tmp_path), cache_config=FP8, num_blocks=17)
+    assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
+
+
+def expert(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
+
+
+def embeddings(folder: Path) -> None:
+    edit_tensors(folder, **{"model.embed_tokens.weight": torch.ones(256, 128).to(torch.float8_e4m3fn)})
+
+
+def no_weight_scale(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.mlp.up_proj.weight_scale")
+
+
+def no_input_scale(folder: Path) -> None:
+    edit_tensors(folder, "layers.1.mlp.up_proj.input_scale")
+
+
+def negative_weight_scale(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight_scale": torch.tensor([-1.0])})
+
+
+def stray(folder: Path) -> None:
+    edit_tensors(folder, **{"lm_head.weight_scale": torch.ones(1)})
+
+
+def other_method(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "quark"})
+
+
+def weights_alone(folder: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {"strategy": "tensor"}, "input_activations": None}
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+
+
+def other_layers(folder: Path) -> None:
+    group = {"targets": ["re:.*self_attn.*"], "weights": {}, "input_activations": None}
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def beside(name: str, tensor: Tensor) -> Any:
+    """A change that puts a tensor beside one weight."""
+    return lambda folder: edit_tensors(folder, **{f"{UP}.{name}": tensor})
+
+
+def described(**changes: Any) -> Any:
+    """A change of the configuration of quantisation; those of its group under `group`."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text())["quantization_config"]
+        found["config_groups"]["group_0"] |= changes.get("group", {})
+        found |= {name: value for name, value in changes.items() if name != "group"}
+        edit_config(folder, quantization_config=found)
+
+    return change
+
+
+def twice(folder: Path) -> None:
+    save_file({f"{UP}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn)}, folder / "old.safetensors")
+
+
+def another_tower(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit_tensors(folder, **{f"vision.{UP}.weight": tensors[f"{UP}.weight"]})
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+NAN = torch.full((256, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+INPUTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+
+LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "too many scales": (beside("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
+    "a row of scales": (beside("weight_scale", torch.ones(1, 256)), errors.ScaleError, r"\(1, 256\).*\[256, 1\]"),
+    "whole scales": (beside("weight_scale", torch.ones(256).int()), errors.ScaleError, "weight_scale in torch.int32"),
+    "e4m3 of an input": (
+        beside("input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        errors.ScaleError,
+        "input_scale in torch.float8_e4m3fn",
+    ),
+    "left out": (described(ignore=["lm_head", UP]), errors.ConfigError, f"{UP}.weight in FP8, which ignore"),
+    "embeddings": (described(modules_to_convert=["embed_tokens"]), errors.UnsupportedRequestError, "embedding table"),
+    "made FP8": (described(modules_to_convert=["lm_head"]), errors.ConfigError, "lm_head, which modules_to_convert"),
+    "unread": (described(modules_to_convert="lm_head"), errors.ConfigError, "modules_to_convert='lm_head'.* a list"),
+    "an FP8 table": (embeddings, errors.UnsupportedRequestError, "embeddings and merged experts"),
+    "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
+    "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
+    "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
+    "zero point": (beside("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
+    "smoothing": (beside("pre_quant_scale", torch.ones(64)), errors.ScaleError, "no use for"),
+    "output scale": (beside("output_scale", torch.ones(1)), errors.ScaleError, "no use for"),
+    "NaN": (beside("weight", NAN), errors.ScaleError, "codes of NaN"),
+    "e5m2": (beside("weight", NAN.view(torch.float8_e5m2)), errors.UnsupportedRequestError, "float8_e5m2"),
+    "shape": (beside("weight", NAN[:, :32].contiguous()), errors.ConfigError, r"\(256, 32\)"),
+    "twice": (twice, errors.ConfigError, "two files .* old.safetensors"),
+    "another tower": (another_tower, errors.UnsupportedRequestError, "one of several weights"),
+    "rotations": (described(transform_config=HADAMARD), errors.UnsupportedRequestError, "rotations"),
+    "sparse": (
+        described(sparsity_config={"format": "sparse-24-bitmask"}),
+        errors.UnsupportedRequestError,
+        "sparse weights",
+    ),
+    "outputs": (described(group={"output_activations": INPUTS}), errors.UnsupportedRequestError, "quantised outputs"),
+    "asymmetric": (
+        described(group={"input_activations": {**INPUTS, "symmetric": False}}),
+        errors.UnsupportedRequestError,
+        "zero points",
+    ),
+    "no targets": (described(group={"targets": None}), errors.ConfigError, "cannot be read"),
+    "pattern": (described(group={"targets": ["re:("]}), errors.ConfigError, "cannot be read"),
+    "a list of groups": (described(config_groups=[1]), errors.ConfigError, "cannot be read"),
+    "a word": (lambda folder: edit_config(folder, quantization_config="fp8"), errors.ConfigError, "a dictionary"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), errors.ConfigError, "config.json"),
+    "cut short": (cut_short, errors.ConfigError, "model.safetensors"),
+    "experts": (expert, errors.UnsupportedRequestError, "experts"),
+    "weight scale": (no_weight_scale, errors.ScaleError, "without a scale"),
+    "input scale": (no_input_scale, errors.ScaleError, "without a scale of its input"),
+    "negative": (negative_weight_scale, errors.ScaleError, "positive and finite"),
+    "stray": (stray, errors.ScaleError, "lm_head.weight_scale"),
+    "method": (other_method, errors.UnsupportedRequestError, "quark"),
+    "weights alone": (weights_alone, errors.UnsupportedRequestError, "inputs that are not FP8"),
+    "no group": (other_layers, errors.UnsupportedRequestError, "inputs that are not FP8|no group"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a fault, and without scales of the cache."""
+    folder: Path = tmp_path_factory.mktemp("whole")
+    write_compressed_tensors(folder, make_llama(), cache=False)
+    return folder
+
+
+@pytest.mark.parametrize("fault", LINEAR_FAULTS)
+def test_linears_that_cannot_be_loaded(fault: str, whole: Path, tmp_path: Path) -> None:
+    change, kind, text = LINEAR_FAULTS[fault]
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    model = plain(tmp_path)
+    change(tmp_path)
+    with pytest.raises(kind, match=text):
+        load_fp8_linears(model)
+    assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_layers_that_are_no_longer_plain(whole: Path) -> None:
+    """Merged, taken by `own_linears`, hooked, or with a forward of its own: nothing of it would be left."""
+
+    def hooked(model: Any) -> None:
+        model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: None)
+
+    def offloaded(model: Any) -> None:
+        model.model.layers[1].mlp.up_proj.forward = lambda x: x
+
+    for prepare, text in (
+        (lambda model: enable(model, num_blocks=8, merge_projections=True), "merged projections"),
+        (lambda model: enable(model, num_blocks=8, own_linears=True), "own_linears"),
+        (hooked, "up_proj, which has hooks"),
+        (offloaded, "up_proj, which has hooks or a forward"),
+    ):
+        model = plain(whole)
+        prepare(model)
+        with pytest.raises(errors.ConfigError, match=text):
+            load_fp8_linears(model)
+        assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_the_group_of_a_layer() -> None:
+    """Names go before patterns, and those before the class, whatever the order of the groups."""
+
+    def group(targets: list[str], strategy: str) -> dict[str, Any]:
+        inputs = {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
+        return {"targets": targets, "weights": {"strategy": "channel"}, "input_activations": inputs}
+
+    groups = {
+        "a": group(["Linear"], "tensor"),
+        "b": group(["re:.*down_proj"], "token"),
+        "c": group(["layers.0.down_proj"], "tensor"),
+    }
+    asked = {"quant_method": "compressed-tensors", "config_groups": groups}
+    names = ("layers.0.down_proj", "layers.1.down_proj", "layers.1.up_proj")
+    assert [input_format(asked, name) for name in names] == ["fp8_dynamic", "fp8_per_token", "fp8_dynamic"]
+
+
+FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+NO_DICTIONARY = (errors.ConfigError, "a dictionary")
+
+GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({part: "x"}, *NO_DICTIONARY) for part in ("weights", "input_activations", "output_activations")),
+    *(({part: [1]}, *NO_DICTIONARY) for part in ("weights", "input_activations")),
+    ({"weights": {**FP8_ARGS, "strategy": ["tensor"]}}, errors.ConfigError, r"strategy=\['tensor'\]"),
+    ({"input_activations": {**FP8_ARGS, "strategy": {}}}, errors.ConfigError, r"strategy=\{\}"),
+    ({"weights": {**FP8_ARGS, "symmetric": "no"}}, errors.ConfigError, "symmetric='no'.*true or false"),
+    ({"input_activations": {**FP8_ARGS, "dynamic": "false"}}, errors.ConfigError, "dynamic='false'"),
+    ({"weights": {**FP8_ARGS, "num_bits": 4}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    ({"weights": {**FP8_ARGS, "type": "int"}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    (
+        {"input_activations": {**FP8_ARGS, "scale_dtype": "torch.float8_e4m3fn"}},
+        errors.UnsupportedRequestError,
+        "scales of inputs in 'torch.float8_e4m3fn'",
+    ),
+    (
+        {
+            "weights": {**FP8_ARGS, "strategy": "block", "block_structure": [64, 64]},
+            "input_activations": {**FP8_ARGS, "strategy": "group", "group_size": 64, "dynamic": True},
+        },
+        errors.UnsupportedRequestError,
+        r"blocks of \[64, 64\], inputs in groups of 64",
+    ),
+    ({"format": "int-quantized"}, errors.UnsupportedRequestError, "format='int-quantized'"),
+]
+
+
+@pytest.mark.parametrize("fault", range(len(GROUP_FAULTS)))
+def test_groups_that_mean_something_else(fault: int) -> None:
+    change, kind, text = GROUP_FAULTS[fault]
+    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
+    asked = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    assert input_format(asked, UP) == "fp8_static"
+    with pytest.raises(kind, match=text):
+        input_format({**asked, "config_groups": {"g": group | change}}, UP)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, *NO_DICTIONARY),
+        ({"quant_method": "compressed-tensors", "transform_config": "x"}, *NO_DICTIONARY),
+        ({"quant_method": "fp8", "weight_block_size": 128}, errors.ConfigError, "weight_block_size=128"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, errors.UnsupportedRequestError, r"\[64, 64\]"),
+        ({"quant_method": "fp8", "activation_scheme": "foo"}, errors.ConfigError, "'foo'.*dynamic or static"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, errors.UnsupportedRequestError, "powers of two.*'ue8m0'"),
+        (
+            {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+            errors.UnsupportedRequestError,
+            "'ue8m0'",
+        ),
+        ({"quant_method": "fp8", "scale_fmt": 8}, errors.ConfigError, "scale_fmt=8.*float or ue8m0"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, errors.UnsupportedRequestError, "fmt='e5m2'"),
+    ],
+)
+def test_configurations_that_mean_something_else(asked: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        input_format(asked, UP)
+
+
+@pytest.mark.parametrize("fmt", ["float-quantized", "naive-quantized", None])
+def test_formats_of_codes_as_they_are(fmt: str | None) -> None:
+    """Groups have one of their own where the whole is of several."""
+    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
+    asked = {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"g": group}}
+    assert input_format(asked, UP) == "fp8_static"
+    mixed = {**asked, "format": "mixed-precision", "config_groups": {"g": {**group, "format": fmt}}}
+    assert input_format(mixed, UP) == "fp8_static"
+
+
+def test_what_a_configuration_leaves_out() -> None:
+    """Entries that leave other layers out are fine, those that name an FP8 layer or cannot be read are not."""
+    names = (UP, f"language.{UP}")
+    for key, fine, contradicting in (
+        ("ignore", ["lm_head", "up_proj", "re:.*lm_head", UP + "x"], [UP, names[1], "re:.*up_proj", "Linear"]),
+        ("ignored_layers", ["lm_head"], [UP]),
+        (
+            "modules_to_not_convert",
+            ["lm_head", "up", "mlp.up", "model.layers.1.mlp.u", "visual", ""],
+            ["up_proj", "mlp.up_proj", "model.layers.1", r"model\.layers\.\d+\.mlp", UP],
+        ),
+    ):
+        refuse_ignored({key: fine}, names)
+        refuse_ignored({key: None}, names)
+        for entry in contradicting:
+            with pytest.raises(errors.ConfigError, match=f"which {key} leaves out by"):
+                refuse_ignored({key: [entry]}, names)
+        for entries in (3, "lm_head", [3], {}):
+            with pytest.raises(errors.ConfigError, match=f"{key}=.* a list of names"):
+                refuse_ignored({key: entries}, names)
+    for key in ("ignore", "modules_to_not_convert"):
+        with pytest.raises(errors.ConfigError, match=f"{key} with 're:\\('.*regular expressions"):
+            refuse_ignored({key: ["re:("]}, names)
+
+
+def test_what_a_configuration_converts() -> None:
+    """Ends of names, as transformers reads them, less what is left out; entries for other models mean nothing here."""
+    tables, plain_ones = ["model.embed_tokens"], ["lm_head"]
+    for fine in (None, [], ["ngram_table"], ["up_proj"]):
+        refuse_converted({"modules_to_convert": fine}, tables, plain_ones)
+    refuse_converted(
+        {"modules_to_convert": ["embed_tokens"], "modules_to_not_convert": ["embed_tokens"]}, tables, plain_ones
+    )
+    for entry in ("embed_tokens", "model.embed_tokens", "tokens"):
+        with pytest.raises(errors.UnsupportedRequestError, match="embedding table"):
+            refuse_converted({"modules_to_convert": [entry]}, tables, plain_ones)
+    with pytest.raises(errors.ConfigError, match=r"lm_head.*not in FP8"):
+        refuse_converted({"modules_to_convert": ["head"]}, tables, plain_ones)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    model = make_llama()
+    with pytest.raises(errors.ConfigError, match=r"that was loaded from nowhere.*folder="):
+        load_fp8_linears(model)
+    with pytest.raises(errors.ConfigError, match=r"\*\.safetensors"):
+        load_fp8_linears(model, tmp_path)
+    with pytest.raises(errors.ConfigError, match="folder=5"):
+        load_fp8_linears(model, 5)
+    with pytest.raises(errors.ConfigError, match="a model of type str"):
+        load_fp8_linears("model", tmp_path)
+    with pytest.raises(errors.ArgumentsError, match="load_fp8_linears without model"):
+        load_fp8_linears()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(errors.ConfigError, match="quantise_linears"):
+        load_fp8_linears(model, tmp_path)
+
+
+def test_scales_on_the_modules_alone() -> None:
+    model = make_llama()
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.register_buffer("k_scale", torch.tensor([0.03]))
+    with pytest.raises(errors.ScaleError, match=r"v_scale.*calibrat"):
+        enable(model, cache_config=FP8)
+    assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
+    assert isinstance(model.model.layers[0].self_attn.k_scale, Tensor)

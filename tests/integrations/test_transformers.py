@@ -1,0 +1,398 @@
+"""The transformers integration: every family equals its own eager attention, everything else is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import relative_l2
+
+pytest.importorskip("transformers")
+
+from tests.integrations.hf_families import FAMILIES, make_model, table
+from vattn.integrations.transformers import PackedModel, disable, enable
+
+BLOCK = 16
+TOLERANCE = 1e-4
+"""Relative L2 of fp32 logits: sums in another order, through two layers."""
+
+PROMPTS = [list(range(3, 44)), [7, 5, 90, 11, 13, 2, 64]]
+
+
+def eager_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens])).logits[0]
+
+
+class Runner:
+    """Steps over requests that own fixed blocks."""
+
+    def __init__(self, packed: PackedModel, forward: Any = None) -> None:
+        self.forward = packed if forward is None else forward
+        self.builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=128, block_size=BLOCK, layers=packed)
+        self.tables = [list(range(1, 9)), list(range(9, 17))]
+
+    def step(self, parts: list[tuple[list[int], int]]) -> list[torch.Tensor]:
+        """Run new tokens of each request behind what it has cached; return the logits of all of them."""
+        query_lens = [len(tokens) for tokens, _ in parts]
+        metadata = self.builder.build(
+            query_lens, [n + c for n, (_, c) in zip(query_lens, parts, strict=True)], self.tables[: len(parts)]
+        )
+        ids = torch.tensor([token for tokens, _ in parts for token in tokens])
+        with torch.no_grad(), vattn.forward_context(metadata):
+            return list(self.forward(ids, metadata.positions).split(query_lens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_equals_its_eager_attention(name: str) -> None:
+    """Prefill, chunked prefill, decode and mixed steps, of two requests packed behind each other."""
+    model = make_model(name)
+    expected = [eager_logits(model, tokens) for tokens in PROMPTS]
+    runner = Runner(enable(model, num_blocks=17))
+    long, short = PROMPTS
+    got: list[list[torch.Tensor]] = [[], []]
+    for parts in (
+        [(long[:20], 0), (short[:3], 0)],
+        [(long[20:33], 20), (short[3:4], 3)],
+        [(long[33:34], 33), (short[4:5], 4)],
+        [(long[34:], 34), (short[5:], 5)],
+    ):
+        for request, rows in enumerate(runner.step(parts)):
+            got[request].append(rows)
+    for rows, want in zip(got, expected, strict=True):
+        assert relative_l2(torch.cat(rows), want) < TOLERANCE
+    disable(model)
+    assert relative_l2(eager_logits(model, long), expected[0]) == 0
+
+
+def test_a_model_whose_layers_were_compiled_comes_back() -> None:
+    """What `enable` finds out runs as it is written, whatever was compiled while the model was on vattn before."""
+    model = make_model("llama")
+    expected = eager_logits(model, PROMPTS[0])
+    torch._dynamo.reset()
+    for _ in range(2):
+        packed = enable(model, num_blocks=17)
+        vattn.compile_regions(packed, backend="eager")
+        assert relative_l2(Runner(packed).step([(PROMPTS[0], 0)])[0], expected) < TOLERANCE
+        disable(model)
+
+
+def test_the_documented_families_are_those_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    assert table() in page, "put what tests.integrations.hf_families.table() returns between the marks"
+
+
+COMPILED = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")),
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_whole_models_compile_into_one_graph(name: str) -> None:
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[0])
+    packed = enable(model, num_blocks=17)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    runner = Runner(packed, vattn.compile(packed))
+    long, short = PROMPTS
+    steps = ([(long[:20], 0), (short[:3], 0)], [(long[20:33], 20), (short[3:4], 3)], [(long[33:], 33)])
+    got = [runner.step(parts)[0] for parts in steps]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert relative_l2(torch.cat(got), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "bloom"])
+def test_fp8_caches(name: str) -> None:
+    """Dequantised keys and values differ by up to 2**-4 each; a layer left unquantised would be equal."""
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[0])
+    config = vattn.CacheConfig(cache_dtype="fp8")
+    packed = enable(model, cache_config=config, quant_config=vattn.QuantConfig(0.02, 0.02), num_blocks=17)
+    runner = Runner(packed)
+    got = torch.cat([runner.step([(PROMPTS[0][:30], 0)])[0], runner.step([(PROMPTS[0][30:], 30)])[0]])
+    assert 1e-3 < relative_l2(got, expected) < 0.15
+
+
+def test_scales_of_a_checkpoint_are_used() -> None:
+    model = make_model("llama")
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.register_buffer("k_scale", torch.tensor([0.03]))
+            module.register_buffer("v_scale", torch.tensor(0.05))
+    packed = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), num_blocks=17)
+    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
+    assert len(layers) == 2 and all(layer.k_scale.item() == pytest.approx(0.03) for layer in layers)
+    assert layers[0].v_scale.item() == pytest.approx(0.05)
+    plain = make_model("llama")
+    with pytest.raises(vattn.errors.ScaleError):
+        enable(plain, cache_config=vattn.CacheConfig(cache_dtype="fp8"))
+    assert "vattn" not in dict(plain.named_modules()) and plain.config._attn_implementation == "eager"
+
+
+def test_calls_outside_of_a_step_say_what_to_call() -> None:
+    model = make_model("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    packed = enable(model, num_blocks=17)
+    for call in (lambda: model.generate(ids, max_new_tokens=4), lambda: model(ids)):
+        with pytest.raises(vattn.errors.MetadataError, match=r"vattn\.Generator.*disable\(model\)"):
+            call()
+    disable(packed)
+    disable(packed)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert not any("vattn" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [{"own_linears": "yes"}, {"merge_projections": 3}, {"scales_per_head": 1}, {"batch_invariant": None}],
+    ids=str,
+)
+def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
+    model = make_model("llama")
+    with pytest.raises(vattn.errors.ConfigError, match=next(iter(switch))):
+        enable(model, **switch)
+    enable(model)  # nothing of the refused call is left
+
+
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "memory": {"memory": "lots"},
+    "too little memory": {"memory": "10B", "merge_projections": True, "own_linears": True},
+    "both sizes": {"memory": "1MiB", "num_blocks": 8},
+    "no blocks": {"num_blocks": 0},
+    "backend": {"attn_backend": "FLASH_ATTN", "num_blocks": 8},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_OPTIONS)
+def test_a_refused_model_stays_as_it_was(kind: str) -> None:
+    model = make_model("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        expected = model(ids).logits
+    names, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    with pytest.raises(vattn.errors.VattnError):
+        enable(model, **REFUSED_OPTIONS[kind])
+    assert model.config._attn_implementation == "eager" and "_vattn_before" not in model.__dict__
+    assert list(model.state_dict()) == names and [type(module) for module in model.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    assert enable(model, num_blocks=8).enabled
+
+
+def test_what_fails_midway_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors that are not ours, too."""
+    model = make_model("llama")
+
+    def fail(model: Any) -> int:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("vattn.integrations.transformers.take_linears", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        enable(model, merge_projections=True, own_linears=True)
+    assert not any("vattn" in type(module).__module__ for module in model.modules())
+    enable(model, merge_projections=True)
+
+
+def test_models_without_values_are_refused() -> None:
+    model = make_model("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(vattn.errors.ConfigError, match=r"'lm_head\.weight' has no values"):
+        enable(model)
+
+
+def test_disable_takes_models_alone() -> None:
+    with pytest.raises(vattn.errors.ConfigError, match="disable with int"):
+        disable(3)  # type: ignore[arg-type]
+    model = make_model("llama")
+    enable(model)
+    for part in (torch.nn.Linear(2, 2), model.model):
+        with pytest.raises(vattn.errors.ConfigError, match="a model that is not on vattn"):
+            disable(part)
+    disable(model)
+    disable(model)  # one that is off stays so
+
+
+def test_padded_batches_are_refused() -> None:
+    model = make_model("llama")
+    runner = Runner(enable(model, num_blocks=17))
+    step = runner.builder.build([3, 3], [3, 3], runner.tables)
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
+    with torch.no_grad(), vattn.forward_context(step):
+        with pytest.raises(vattn.errors.ShapeError, match="packed"):
+            model(ids)
+        with pytest.raises(vattn.errors.MetadataError, match="attention_mask"):
+            model(ids[:1], attention_mask=mask[:1])
+    model.model.layers[0].self_attn.scaling = 0.3
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match=r"scaling=0\.3"):
+        runner.step([([1, 2, 3], 0)])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "starcoder2", "phi3", "bloom"])
+def test_merged_projections(name: str) -> None:
+    """The same logits, state dict and loading; phi3 and bloom have nothing to merge but run on."""
+    model = make_model(name)
+    expected = eager_logits(model, PROMPTS[1])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    runner = Runner(enable(model, merge_projections=True, num_blocks=17))
+    assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], expected) < TOLERANCE
+    own = {key: value for key, value in model.state_dict().items() if ".vattn." not in key}
+    assert own.keys() == before.keys() and all(torch.equal(own[key], value) for key, value in before.items())
+    other = make_model(name, seed=1)
+    model.load_state_dict(other.state_dict(), strict=False)
+    assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], eager_logits(other, PROMPTS[1])) < TOLERANCE
+    disable(model)
+    assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(other, PROMPTS[1])) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_merged_projections_compile_into_one_product() -> None:
+    packed = enable(make_model("llama"), merge_projections=True, num_blocks=17)
+    torch._dynamo.reset()
+    code: list[str] = []
+    step = Runner(packed, vattn.compile(packed))
+    _, code = torch._inductor.utils.run_and_get_code(lambda: step.step([(PROMPTS[1], 0), (PROMPTS[0], 0)]))
+    # Two layers of four products (merged, out, merged, down), and the head.
+    assert sum(text.count("extern_kernels.mm(") + text.count("extern_kernels.addmm(") for text in code) == 9
+
+
+def test_merged_projections_share_one_graph_over_layers_and_lengths() -> None:
+    packed = enable(make_model("llama", num_hidden_layers=3), merge_projections=True, num_blocks=17)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    vattn.compile_regions(packed, backend="eager")
+    for parts in ([(PROMPTS[1], 0), (PROMPTS[0], 0)], [(PROMPTS[0], 0)], [(PROMPTS[1][:2], 0)]):
+        Runner(packed).step(parts)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_merged_weights_that_moved_are_refused() -> None:
+    model = make_model("llama")
+    packed = enable(model, merge_projections=True)
+    model.double()
+    with pytest.raises(vattn.errors.ConfigError, match="moved or replaced"):
+        packed.allocate(num_blocks=8)
+
+
+REFUSED = {
+    "mamba": ({}, "takes no position_ids"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "a state beside keys and values"),
+    "llama4_text": (
+        {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16},
+        "a mask by",
+    ),
+    "gemma3_text": ({"use_bidirectional_attention": True, "head_dim": 16}, "a mask by"),
+    "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
+    "recurrent_gemma": (
+        {},
+        "layers of RecurrentGemmaForCausalLM call attention|a state beside keys|fails on packed tokens",
+    ),
+    "biogpt": ({}, "padding mask"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_expressed_is_refused_and_left_alone(model_type: str) -> None:
+    import transformers
+
+    from tests.integrations.hf_families import BASE
+
+    changes, reason = REFUSED[model_type]
+    config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    before = model.config._attn_implementation, set(dict(model.named_modules()))
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match=reason):
+        enable(model)
+    assert before == (model.config._attn_implementation, set(dict(model.named_modules())))
+
+
+class Mixing(torch.nn.Module):
+    """Adds to every token a little of the one before it, as a convolution would."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.3 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_tokens_that_meet_outside_of_attention_are_found() -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match="outside of attention"):
+        enable(model)
+
+
+def test_wrong_arguments() -> None:
+    model = make_model("llama")
+    with pytest.raises(vattn.errors.ConfigError, match="a model of transformers"):
+        enable(torch.nn.Linear(2, 2))
+    with pytest.raises(vattn.errors.ConfigError, match="eval"):
+        enable(model.train())
+    with pytest.raises(vattn.errors.ConfigError, match="with its head"):
+        enable(model.eval().model)
+    for config, text in (("fp8", "CacheConfig"), (vattn.CacheConfig(sliding_window=8), "comes from the model")):
+        with pytest.raises(vattn.errors.ConfigError, match=text):
+            enable(model, cache_config=config)  # type: ignore[arg-type]
+    for option, text in (
+        ({"calibration": 5}, "calibration=5"),
+        ({"quant_config": 0.5}, "QuantConfig"),
+        ({"query_format": "fp8_e4m3"}, "without calibration"),
+        ({"quant_config": vattn.QuantConfig(output_format="fp8_per_token")}, "quantise_linears"),
+    ):
+        with pytest.raises(vattn.errors.ConfigError, match=text):
+            enable(model, **option)
+    with pytest.raises(vattn.errors.UnknownOptionError, match="Try: memory"):
+        enable(model, memmory="1GiB")
+    enable(model)
+    with pytest.raises(vattn.errors.ConfigError, match="disable"):
+        enable(model)
+    with pytest.raises(vattn.errors.CacheNotBoundError, match="no KV cache"):
+        Runner(PackedModel(model))
+
+
+def test_a_projection_that_divides_by_the_largest_value_of_a_row_is_enabled() -> None:
+    """Quantisers without a floor give NaN for a row of zeros; attention gives none while notes are taken."""
+
+    class Divided(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            largest = x.abs().amax(-1, keepdim=True)
+            return super().forward(x / largest) * largest
+
+    model, plain = make_model("llama"), make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.__class__ = Divided
+    packed, ids = enable(model, num_blocks=5), torch.tensor([5, 6, 7])
+    builder = vattn.AttentionMetadataBuilder(2, 4, max_seq_len=16, layers=packed)
+    step = builder.build([3], [3], [[1]])
+    with torch.no_grad(), vattn.forward_context(step):
+        got = packed(ids, step.positions)
+        assert relative_l2(got, plain(ids[None]).logits[0]) < 1e-5
+
+
+def test_models_of_one_config_object_are_enabled_apart() -> None:
+    """Which attention runs is written in a config; another model's must not change with it."""
+    first, second, plain = (make_model("llama") for _ in range(3))
+    for model in (second, plain):
+        for module in model.modules():
+            if "config" in module.__dict__:
+                module.config = first.config
+    ids = torch.tensor([[5, 6, 7]])
+    packed = enable(first, num_blocks=5), enable(second, num_blocks=5)
+    with torch.no_grad():
+        expected = plain(ids).logits
+        disable(packed[0])
+        assert torch.equal(first(ids).logits, first(ids).logits) and torch.equal(plain(ids).logits, expected)
+        builder = vattn.AttentionMetadataBuilder(2, 4, max_seq_len=16, layers=packed[1])
+        step = builder.build([3], [3], [[1]])
+        with vattn.forward_context(step):
+            got = packed[1](ids[0], step.positions)
+        disable(packed[1])
+        assert relative_l2(got, second(ids).logits[0]) < 1e-5

@@ -1,0 +1,219 @@
+"""How the attention launch is cut must not show: splits, tiles, full loops, head chunks and column steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.compare import compare
+from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch
+from vattn.cache.layout import key_value_views
+from vattn.kernels.triton.attention import launch
+from vattn.kernels.triton.attention.kernel import attention_kernel
+from vattn.kernels.triton.attention.reduce import finish_kernel
+from vattn.kernels.triton.common.tiles import Limits, Tiles, choose_tiles, compute_dtype
+from vattn.quantization.codecs import quantise_output
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+PLAIN = Tiles(block_m=16, group_tile=2, tile=16, d_step=16, num_splits=1, full_loop=False, num_warps=4, num_stages=1)
+
+CUTS: dict[str, Tiles] = {
+    "plain": PLAIN,
+    "splits": replace(PLAIN, num_splits=3),
+    "more-splits-than-tiles": replace(PLAIN, num_splits=9),
+    "full-loop": replace(PLAIN, block_m=32, full_loop=True),
+    "wide-tiles": replace(PLAIN, block_m=64, tile=64, full_loop=True),
+    "one-head-of-a-group": replace(PLAIN, group_tile=1),
+    "column-steps": replace(PLAIN, d_step=8),
+}
+
+STRIPE: dict[str, Any] = {
+    "context_parallel": True, "context_rank": 1, "context_world": 3, "context_interleave": 4,
+}  # fmt: skip
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window-sinks": {"sliding_window": 21, "sinks": True},
+    "bidirectional-window": {"causality": "bidirectional", "sliding_window": 19, "alibi": "linear"},
+    "chunks-flags": {"sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
+    "context": {"context_only": True, "sliding_window": 21, "sinks": True},
+    "ranges": {"mm_prefix": "full", "sliding_window": 4},
+    "stripe": STRIPE,
+    "stripe-window-alibi": {**STRIPE, "sliding_window": 21, "alibi": "linear", "logits_soft_cap": 2.5},
+    "stripe-bidirectional-ranges": {**STRIPE, "causality": "bidirectional", "sliding_window": 9, "mm_prefix": "full"},
+    "stripe-chunks-flags": {**STRIPE, "sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
+}
+
+
+def run(batch: Batch, tiles: Tiles) -> None:
+    """Run a batch cut in a given way and compare it with the reference."""
+    launch.paged_attention(batch.args, batch.config, tiles)
+    compare(batch, *batch.expected())
+
+
+PAIRS = [(cut, "causal") for cut in CUTS] + [
+    (cut, features) for features in FEATURES if features != "causal" for cut in ("splits", "full-loop")
+]
+
+
+@pytest.mark.parametrize(("cut", "features"), PAIRS)
+def test_every_cut_gives_the_reference(cut: str, features: str) -> None:
+    config = make_config(lse=True, block_size=8, **FEATURES[features])
+    batch = random_paged_batch(config, [13, 1, 0, 4], [45, 50, 3, 2], num_padding_tokens=2, num_padding_reqs=1)
+    run(batch, CUTS[cut])
+
+
+@pytest.mark.parametrize("cut", ["splits", "full-loop"])
+def test_a_key_that_is_nan_is_not_lost(cut: str) -> None:
+    """Its split is not taken for an empty one: rows that see it are NaN, their log-sum-exp too, and others are not."""
+    config = make_config(lse=True, block_size=8)
+    batch = random_paged_batch(config, [2, 1], [45, 50])
+    key_value_views(batch.args.kv_cache, config)[0][int(batch.args.block_table[1, 0]), 3] = torch.nan
+    launch.paged_attention(batch.args, config, CUTS[cut])
+    assert bool(batch.args.output[2:].isnan().all()) and bool(batch.args.lse[2:].isnan().all())
+    assert bool(batch.args.output[:2].isfinite().all()) and bool(batch.args.lse[:2].isfinite().all())
+
+
+def test_invalid_blocks_in_tiles_that_need_no_mask() -> None:
+    batch = random_paged_batch(make_config(block_size=8, lse=True), [20, 17], [80, 60])
+    batch.args.block_table[0, 2] = 2**31 - 1
+    batch.args.block_table[1, 3] = -1
+    run(batch, CUTS["full-loop"])
+
+
+def test_groups_wider_than_a_tile() -> None:
+    batch = random_paged_batch(make_config(num_heads=38, num_kv_heads=2, head_size=8, lse=True), [2, 1], [9, 20])
+    run(batch, replace(PLAIN, group_tile=16))
+
+
+def test_packed_keys_with_strides_of_their_own() -> None:
+    batch = random_packed_batch(make_config(block_size=0, lse=True), [5, 1, 0], [9, 33, 4], num_padding_tokens=2)
+    tokens, heads, width = batch.args.key.shape
+    fused = torch.full((tokens, 2 * heads + 3, width), torch.nan)
+    fused[:, :heads], fused[:, heads : 2 * heads] = batch.args.key, batch.args.value
+    batch.args = batch.args._replace(key=fused[:, :heads], value=fused[:, heads : 2 * heads])
+    launch.packed_attention(batch.args, batch.config)
+    compare(batch, *batch.expected())
+
+
+def test_bf16_queries_beyond_the_range_of_fp16() -> None:
+    config = make_config(dtype="bfloat16", kv_cache_dtype="fp8_e4m3", scale=1e-32, lse=True)
+    batch = random_paged_batch(config, [3, 1], [9, 20])
+    assert compute_dtype(config) is torch.float16
+    batch.args.query.mul_(1e32)
+    run(batch, PLAIN)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"output_format": name} for name in OUTPUT_FORMATS},
+    "static-multiply": {"output_format": "fp8_static", "output_arithmetic": "multiply"},
+    "token-multiply": {"output_format": "fp8_per_token", "output_arithmetic": "multiply", "output_min_scale": 1e-5},
+    "group-multiply": {"output_format": "fp8_group64_col", "output_arithmetic": "multiply"},
+    # Rows of zeros, such as padding, become NaN.
+    "token-no-minimum": {"output_format": "fp8_per_token", "output_min_scale": 0.0},
+    "group-minimum": {"output_format": "fp8_group128_pow2", "output_min_scale": 0.003},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits: int) -> None:
+    """The same kernel without quantisation, quantised by `vattn.quantization.codecs`, gives the same bytes."""
+    config = make_config(num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", **VARIANTS[variant])
+    fmt = config.output_format
+    cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
+    batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1], num_padding_tokens=2)
+    launch.paged_attention(batch.args, config, cut)
+    plain = batch.args._replace(output=torch.empty(7, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
+    unquantised = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
+    expected = [poisoned_like(t) for t in (batch.args.output, batch.args.output_block_scale)]
+    variant_of = config.output_arithmetic, config.output_min_scale
+    quantise_output(plain.output, fmt, expected[0], expected[1], batch.args.output_scale, *variant_of)
+    for got, want in zip((batch.args.output, batch.args.output_block_scale), expected, strict=True):
+        if want is not None and got is not None:
+            assert got.stride() == want.stride()
+            torch.testing.assert_close(
+                got.float(), want.float(), rtol=0, atol=0, equal_nan=variant == "token-no-minimum"
+            )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("arithmetic", ["approximate_divide", "approximate_multiply"])
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col"])
+def test_approximate_arithmetic_is_that_of_inductor_s_code(name: str, arithmetic: str, splits: int) -> None:
+    """Constant divisors become factors; what the interpreter divides is exact. The GPU tests compare with real code."""
+    config = make_config(
+        num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", output_format=name, output_arithmetic=arithmetic
+    )
+    cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
+    batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1])
+    launch.paged_attention(batch.args, config, cut)
+    plain = batch.args._replace(output=torch.empty(5, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
+    unquantised = config.replace(output_format="none", output_arithmetic="divide")
+    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
+    scale = batch.args.output_scale
+    rows = plain.output.flatten(1).float().view(5, -1, 64 if name == "fp8_group64_col" else 256)
+    if scale is None:
+        scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / 448)
+        assert torch.equal(batch.args.output_block_scale, scale.squeeze(-1))
+        codes = rows * (1 / scale) if arithmetic == "approximate_multiply" else rows / scale
+    else:
+        codes = rows * scale if arithmetic == "approximate_multiply" else rows / scale
+    expected = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(batch.args.output.view(torch.uint8).flatten(), expected.flatten())
+
+
+def poisoned_like(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.ndim == 2 and not tensor.is_contiguous():
+        return poisoned_empty(tensor.shape[::-1], tensor.dtype).t()
+    return poisoned_empty(tensor.shape, tensor.dtype)
+
+
+def test_a_given_workspace_is_used_and_one_too_small_is_not() -> None:
+    for size in (1 << 16, 4):
+        batch = random_paged_batch(make_config(lse=True), [1, 1], [40, 33])
+        workspace = torch.full((size,), 255, dtype=torch.uint8)
+        batch.args = batch.args._replace(workspace=workspace)
+        run(batch, CUTS["splits"])
+        assert bool((workspace != 255).any()) == (size == 1 << 16)
+
+
+def test_no_tokens_at_all() -> None:
+    config = make_config(num_heads=4, head_size=32, dtype="bfloat16", output_format="nvfp4_swizzled")
+    batch = random_paged_batch(config, [0, 0], [5, 0])
+    launch.paged_attention(batch.args, config)
+    assert not batch.args.output_block_scale.view(torch.uint8).any()
+
+
+def test_what_changes_from_step_to_step_specialises_nothing() -> None:
+    steps = {"num_tokens", "num_reqs", "num_splits"}
+    for kernel in (attention_kernel, finish_kernel):
+        parameters = {p.name: p for p in kernel_parameters(kernel)}
+        assert all(parameters[name].do_not_specialize for name in steps)
+
+
+def kernel_parameters(kernel: Any) -> list[Any]:
+    from triton.runtime.jit import JITFunction
+
+    return kernel.params if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs).params
+
+
+def test_splits_fill_the_card_and_stay_within_the_keys() -> None:
+    limits = Limits(132, 227 << 10, True)
+    config = make_config(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    assert choose_tiles(config, 1, 1, 1 << 17, limits).num_splits == 33
+    assert choose_tiles(config, 1, 1, 100, limits).num_splits == 1
+    assert choose_tiles(config, 256, 256, 1 << 17, limits).num_splits == 1
+    windowed = config.replace(sliding_window=100)
+    assert choose_tiles(windowed, 1, 1, 1 << 17, limits).num_splits == 1
+    for block_size, rows in ((16, 64), (0, 128)):
+        prefill = choose_tiles(config.replace(block_size=block_size), 8192, 1, 8192, limits)
+        assert (prefill.block_m, prefill.num_splits, prefill.full_loop) == (rows, 1, True)

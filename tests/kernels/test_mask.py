@@ -1,0 +1,78 @@
+"""Visibility on the device equals the reference's, and the tile bounds leave out nothing and include no doubt."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import make_config
+from vattn.config.attention import AttentionConfig
+from vattn.kernels.triton.common.mask import full_range, key_range, visible
+from vattn.ops.reference.mask import visible_mask
+
+
+@triton.jit
+def _mask_kernel(
+    out, bounds, ranges, num_ranges, q_first, q_last, seq_len, causal, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
+):  # fmt: skip
+    q = q_first + tl.arange(0, ROWS)[:, None]
+    k = tl.arange(0, KEYS)[None, :]
+    sees = visible(q, k, seq_len, causal, ranges, num_ranges, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
+    tl.store(out + tl.arange(0, ROWS)[:, None] * KEYS + k, sees.to(tl.int32))
+    low, high = key_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
+    full_low, full_high = full_range(q_first, q_last, seq_len, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
+    tl.store(bounds, low)
+    tl.store(bounds + 1, high)
+    tl.store(bounds + 2, full_low)
+    tl.store(bounds + 3, full_high)
+
+
+def configs() -> st.SearchStrategy[AttentionConfig]:
+    def build(causality: str, window: int | None, lookback: int | None, mm: str) -> AttentionConfig:
+        if window is None or lookback is None or lookback >= window:
+            lookback = None
+        return make_config(causality=causality, sliding_window=window, chunk_lookback=lookback, mm_prefix=mm)
+
+    return st.builds(
+        build,
+        st.sampled_from(["causal", "bidirectional", "per_request"]),
+        st.none() | st.integers(1, 20),
+        st.none() | st.integers(0, 2),
+        st.sampled_from(["none", "none", "full", "clamped"]),
+    )
+
+
+@given(
+    configs(),
+    st.integers(0, 30),
+    st.integers(1, 16),
+    st.booleans(),
+    st.lists(st.integers(0, 33), min_size=4, max_size=4),
+)
+def test_visibility_and_bounds(
+    config: AttentionConfig, seq_len: int, query_len: int, causal: bool, ends: list[int]
+) -> None:
+    ranges = torch.tensor([ends[:2], ends[2:]], dtype=torch.int32)
+    expected = visible_mask(config, query_len, seq_len, causal=causal, mm_ranges=ranges)
+    out, bounds = torch.full((16, 32), -1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    q_first = seq_len - query_len
+    _mask_kernel[(1,)](
+        out, bounds, ranges, 2, q_first, seq_len - 1, seq_len, int(causal), 16, 32, config.causality,
+        config.sliding_window or 0, config.chunk_size or 0, config.chunk_lookback or 0, config.mm_prefix,
+    )  # fmt: skip
+    got = out[:query_len].bool()
+    assert torch.equal(got[:, :seq_len], expected)
+    assert not got[:, seq_len:].any()
+    low, high, full_low, full_high = bounds.tolist()
+    seen = expected.any(dim=0).nonzero().flatten().tolist()
+    assert all(low <= key < high for key in seen)
+    assert low >= 0 and high <= seq_len
+    if config.mm_prefix == "none":
+        assert bool(expected[:, full_low : max(full_low, full_high)].all())
+        if seen and q_first >= 0:
+            # Windows and chunks skip tiles: nothing outside of what is seen is loaded.
+            assert (low, high) == (seen[0], seen[-1] + 1)

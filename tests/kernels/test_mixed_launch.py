@@ -1,0 +1,266 @@
+"""Steps between decode and prefill: which way shapes choose, and that the two kernels' schedules share out every row.
+
+The prefill kernel is Gluon, which no interpreter knows; here a stand-in computes the row tiles of its schedule. The
+schedules, the decode kernel and the launches are real.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import Batch, make_config, random_paged_batch, relative_l2
+from vattn.config.device import DeviceInfo
+from vattn.kernels import variants
+
+pytest.importorskip("triton")
+
+LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    for module in (mixed_launch, prefill_launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+
+
+WAYS = {
+    "decode": (64, 64, ""),
+    "four drafts": (256, 64, ""),
+    "eight drafts": (512, 64, "packed"),
+    "seven drafts": (448, 64, "packed"),
+    "eight drafts of few requests": (64, 8, ""),
+    "many drafts": (64 * 17, 64, "two"),
+    "prompts and decodes": (8 * 512 + 128, 136, "two"),
+    "extends": (700, 100, "packed"),
+    "short extends of few requests": (30, 2, ""),
+    "a prompt and a decode": (1025, 17, "two"),
+    "prompts": (8192, 128, ""),
+    "nothing": (0, 4, ""),
+}
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_shapes_choose_the_way(case: str) -> None:
+    from vattn.kernels.hopper import mixed_launch
+
+    tokens, reqs, way = WAYS[case]
+    config, device = make_config(**LLAMA), torch.device("cpu")
+    overlapped = "overlapped" if case == "prompts" or way == "two" else way
+    assert mixed_launch.way_of(config, tokens, reqs, device) == overlapped
+    with variants.using(mixed="two", mixed_below=64):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == way
+    with variants.using(speculative="general"):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == ("" if way == "packed" else overlapped)
+    with variants.using(speculative="general", mixed="general"):
+        assert mixed_launch.way_of(config, tokens, reqs, device) == ""
+
+
+def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    for heads, pack in ((8, 1), (16, 2), (32, 4), (40, 1), (64, 8), (128, 16)):
+        config = make_config(**{**LLAMA, "num_heads": heads})
+        assert prefill_launch.packs(config) == pack
+        cut = mixed_launch.cut_of(config, 4224, 136)
+        assert (cut.groups, cut.pack, cut.tokens) == (2, pack, 128 // pack)
+    assert mixed_launch.cut_of(make_config(**LLAMA), 512, 64).tokens == 16
+    for heads, rows in ((8, 16), (32, 4), (40, 3), (128, 1)):
+        assert mixed_launch.short_rows(make_config(**{**LLAMA, "num_heads": heads})) == rows
+    assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
+
+
+def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    device = torch.device("cpu")
+    for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
+        config = make_config(**{**LLAMA, "num_heads": heads})
+        cut = mixed_launch.cut_of(config, 64 * tokens, 64)
+        assert (cut.groups, cut.pack) == (1, pack)
+        assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
+        room = prefill_launch.plan_rows(64 * tokens, 64, cut)
+        assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
+        # Prompts and requests of other lengths have a tile for each head.
+        assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
+
+
+def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
+    from vattn.kernels.hopper import mixed_launch
+
+    device = torch.device("cpu")
+    for heads, reqs, few in (
+        (8, 132, "packed"), (8, 66, "packed"), (8, 65, ""), (8, 8, ""), (16, 50, "packed"), (16, 49, ""),
+    ):  # fmt: skip
+        config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 1})
+        assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == few
+        assert mixed_launch.way_of(config, reqs, reqs, device) == ""
+        with variants.using(few_drafts="general"):
+            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ("packed" if reqs >= 132 else "")
+        with variants.using(speculative="general"):
+            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ""
+
+
+def test_variants_are_checked_and_put_back() -> None:
+    from vattn.errors import UnknownOptionError
+
+    for wrong in ({"mixed": "three"}, {"mixed_below": 1}, {"few_rows": "some"}, {"prefills": "two"}):
+        with pytest.raises(UnknownOptionError), variants.using(**wrong):
+            pass
+    with pytest.raises(KeyError), variants.using(mixed="two"):
+        assert variants.current().mixed == "two"
+        raise KeyError
+    assert variants.current() == variants.Variants()
+
+
+@pytest.mark.parametrize("heads", [8, 32, 40, 128])
+def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
+    fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    for reqs in (2, 3, 64, 257, 1000):
+        for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs, 300 * reqs):
+            rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
+            assert decode_fast.tokens_of_plan(torch.empty(rows, 8), config, reqs) == tokens
+            assert prefill_launch.plan_rows(tokens, reqs, prefill_launch.cut_of(config, tokens, reqs, 132)) <= rows
+            cut = mixed_launch.cut_of(config, tokens, reqs)
+            needed = prefill_launch.plan_rows(tokens, reqs, cut)
+            assert needed <= rows
+            if cut.groups == 2:
+                for products, mixed_rows in itertools.product((config, fp8), variants.ALLOWED["mixed_rows"]):
+                    with variants.using(mixed_rows=mixed_rows):
+                        at_once = mixed_launch.rows_at_once(products)
+                    chunks = decode_fast.chunks_of(reqs, at_once, longest=mixed_launch.short_rows(products))
+                    assert decode_fast.rows_of_short_requests(config, chunks, device) + needed <= rows
+
+
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
+QUERY_LENS = [1, 12, 0, 1, 20, 2, 1]
+SEQ_LENS = [200, 12, 9, 17, 150, 90, 47]
+
+
+def small_batch(padding: int, **changes: Any) -> Batch:
+    values = {"num_heads": 16, "num_kv_heads": 1, "head_size": 64, "dtype": "float16", "lse": True, **changes}
+    return random_paged_batch(
+        make_config(**values), QUERY_LENS, SEQ_LENS, num_padding_reqs=min(padding, 1), num_padding_tokens=padding
+    )
+
+
+def stand_in(batch: Batch, tiles: list[Any]) -> Any:
+    """Return a prefill kernel that copies the reference's rows for the row tiles of its schedule."""
+    expected, expected_lse = batch.expected()
+
+    def launched(**arguments: Any) -> None:
+        schedule = arguments["schedule"]
+        count = int(schedule[0, 0])
+        written = arguments["output"].view(expected.shape)
+        for _, first, rows, _, seq_len, begin, end in schedule[1 : 1 + count, :7].tolist():
+            tiles.append((first, rows, seq_len, begin, end))
+            written[first : first + rows] = expected[first : first + rows].to(written.dtype)
+            batch.args.lse[first : first + rows] = expected_lse[first : first + rows]
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return launched
+
+    return Kernel()
+
+
+@pytest.mark.parametrize(
+    ("way", "padding", "changes"),
+    [
+        ("two", 0, {}),
+        ("overlapped", 9, {"sliding_window": 33, "sinks": True, **FP8}),
+        ("two", 2, {"output_format": "fp8_group64"}),
+    ],
+    ids=["plain", "window, sinks, fp8, padding", "groups"],
+)
+def test_both_kernels_write_every_row_once(
+    way: str, padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    import triton.language as tl
+
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode import triton_kernel as decode_fast_kernels
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    for name, value in list(vars(decode_fast_kernels).items()):
+        if isinstance(value, tl.constexpr):
+            monkeypatch.setattr(decode_fast_kernels, name, value.value)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    constants = decode_fast.decode_constants
+    monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    overlap = "end" if way == "overlapped" else False
+    monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap=overlap))
+    batch = small_batch(padding, **changes)
+    assert mixed_launch.short_rows(batch.config) == 1
+    tiles: list[Any] = []
+    monkeypatch.setattr(prefill_launch, "prefill_kernel", stand_in(batch, tiles))
+    mixed_launch.attend(batch.args, batch.config, way)
+    own = [row for first, rows, *_ in tiles for row in range(first, first + rows)]
+    assert len(own) == len(set(own)) == sum(n for n in QUERY_LENS if n > 1) + padding
+    expected, lse = batch.expected()
+    assert relative_l2(batch.args.lse, lse) < 1e-4
+    # FP8 codes are off by 2**-4 of a value at most.
+    assert relative_l2(batch.output(), expected) < (1e-3 if batch.config.output_format == "none" else 2.0**-4)
+
+
+def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vattn.kernels.hopper import mixed_launch
+    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.prefill import launch as prefill_launch
+
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo("cuda", (9, 0), "a Hopper GPU"))
+    prefill_launch.runs.cache_clear()
+    decode_fast.runs.cache_clear()
+    call: Any = SimpleNamespace(
+        query=SimpleNamespace(shape=(4224, 32, 128), device="a GPU"), seq_lens=torch.zeros(136),
+        block_table=torch.zeros(136, 4), kv_cache=torch.zeros(2, 3, 16),
+    )  # fmt: skip
+    with variants.using(mixed="general"):
+        assert not mixed_launch.accepts(call, make_config(**LLAMA))
+    with variants.using(mixed="two"):
+        assert mixed_launch.accepts(call, make_config(**LLAMA))
+        for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 48}):
+            assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
+    prefill_launch.runs.cache_clear()
+    decode_fast.runs.cache_clear()
+
+
+def test_fp8_heads_of_256_are_rows_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until their decode kernel has been compared beside the prefill kernel."""
+    from vattn.kernels.hopper import mixed_launch
+
+    monkeypatch.setattr(mixed_launch, "multiprocessors", lambda device: 132)
+    step = (4224, 136, torch.device("cpu"))
+    for changes, way in (
+        ({}, "overlapped"),
+        (FP8, "overlapped"),
+        ({"head_size": 256}, "overlapped"),
+        ({"head_size": 256, **FP8}, "packed"),
+    ):
+        config = make_config(**{**LLAMA, **changes})
+        assert mixed_launch.way_of(config, *step) == way
+        with variants.using(mixed="general"):
+            assert mixed_launch.way_of(config, *step) == ""

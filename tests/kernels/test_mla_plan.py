@@ -1,0 +1,168 @@
+"""Plans of latent attention in the interpreter: made once a step, read by every layer; requests that are left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vattn
+from tests.layers.mla_support import make_mla_config, random_mla_batch
+from vattn.config.mla import MLAConfig
+from vattn.errors import ShapeError
+from vattn.kernels import variants
+from vattn.ops.arguments import PlanArgs
+
+pytest.importorskip("triton")
+
+from vattn.kernels.triton.common.tiles import Limits
+from vattn.kernels.triton.mla import launch as mla_launch
+from vattn.kernels.triton.mla import plan_layout as mla_plan
+from vattn.kernels.triton.mla import prefill as mla_prefill
+from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs the compiled kernels instead: tests/gpu", allow_module_level=True)
+
+N, P, R, V, L = 2, 12, 6, 10, 20
+TABLES = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
+
+
+def layers(count: int, **options: Any) -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = nn.ModuleList()
+    for _ in range(count):
+        proj = nn.Linear(L, N * (P + V), bias=False)
+        sizes = (N, (P + R) ** -0.5, P, R, V, None, L, proj)
+        made.append(vattn.MLAAttention(*sizes, attn_backend="TRITON_MLA", decode_threshold=2, **options))
+    vattn.allocate_kv_cache(made, num_blocks=64, dtype=torch.float32)
+    return made
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(tokens, N, P + R), torch.randn(tokens, L), torch.randn(tokens, 1, R)
+
+
+def test_one_plan_serves_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers(2)
+    planned, bare = (vattn.AttentionMetadataBuilder(4, 64, max_seq_len=80, layers=found) for found in (model, ()))
+    lens = [30, 1, 9], [61, 70, 9]
+    steps = [builder.build(*lens, TABLES) for builder in (planned, bare)]
+    (plan,) = steps[0].plans.values()
+    assert plan.shape[0] == mla_plan.MIXED and not steps[1].plans
+    # Requests of more than two rows lie on the line, from multiples of 32 on.
+    assert longest_absorbed(model[0].config) == 6
+    assert mla_plan.line_in(plan, 3).tolist() == [0, 64, 64, 96]
+    given = inputs(40)
+    with torch.no_grad():
+        expected = [layer(*given, metadata=steps[1]) for layer in model]
+        monkeypatch.setattr(mla_prefill, "lay_line", None)
+        got = [layer(*given, metadata=steps[0]) for layer in model]
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_plans_follow_the_step_and_fit_the_builder() -> None:
+    builder = vattn.AttentionMetadataBuilder(20, 64, max_seq_len=80, layers=layers(1))
+    (key,) = builder.build([30, 1], [61, 70], TABLES[:2]).plans
+    for queries, lengths in (([1, 1], [5, 7]), ([40, 2], [40, 9]), ([1] * 20, [1] * 20), ([7, 7], [7, 20])):
+        tables = [[1 + 3 * i, 2 + 3 * i, 3 + 3 * i] for i in range(len(queries))]
+        step = builder.build(queries, lengths, tables)
+        plan = step.plans[key]
+        prompts = sum(queries) > 6 * len(queries)
+        assert plan.shape[0] == (mla_plan.MIXED if prompts else 1)
+        if prompts:
+            rooms = [-(-n // 32) * 32 if q > 6 else 0 for q, n in zip(queries, lengths, strict=True)]
+            assert mla_plan.line_in(plan, len(queries)).tolist() == [0, rooms[0], sum(rooms)]
+
+
+def test_small_workspaces_lay_their_own_line() -> None:
+    small, plain = layers(1, workspace_tokens=16), layers(1)
+    given, results = inputs(40), []
+    for model in (small, plain):
+        builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=80, layers=model)
+        with torch.no_grad():
+            results.append(model[0](*given, metadata=builder.build([30, 1, 9], [30, 1, 9], TABLES)))
+    assert (results[0] - results[1]).abs().max() < 1e-5
+
+
+def test_plans_of_other_sizes_are_refused() -> None:
+    config = make_mla_config(backend="TRITON_MLA")
+    starts, lens = torch.tensor([0, 30, 31]).int(), torch.tensor([30, 5]).int()
+    for shape in ((mla_plan.MIXED, 2), (2, 16), (16,), ()):
+        with pytest.raises(ShapeError):
+            mla_plan.plan(PlanArgs(starts, lens, torch.zeros(shape, dtype=torch.int32), ""), config)
+    with pytest.raises(ShapeError):
+        plan = torch.zeros(mla_plan.MIXED, 1, dtype=torch.int32)
+        mla_plan.plan(PlanArgs(starts, lens, plan, ""), config.replace(sparse=True))
+
+
+@pytest.mark.parametrize("longest", [0, 9])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_requests_of_few_rows_are_left_out(longest: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = mla_launch.choose_tiles
+
+    def with_splits(config: MLAConfig, *sizes: Any) -> mla_launch.MLATiles:
+        tiles = choose(config, *sizes)
+        return mla_launch.MLATiles(tiles.block_m, tiles.block_n, splits, tiles.num_warps, tiles.num_stages)
+
+    monkeypatch.setattr(mla_launch, "choose_tiles", with_splits)
+    config, limits = make_mla_config(lse=True), Limits.of(torch.device("cpu"))
+    queries = [1, 5, 2, 0, 9, 3, 12]
+    args = random_mla_batch(config, queries, [60, 31, 2, 5, 40, 3, 50], padding_tokens=3)
+    absorbed = torch.randn(35, config.num_heads, config.head_size)
+    assert args.lse is not None
+    whole = mla_launch.attend_latents(absorbed, args, config, limits)
+    logs = args.lse.clone()
+    args.lse.fill_(7.0)
+    part = torch.full_like(whole, 7.0)
+    given = mla_launch.attend_latents(absorbed, args, config, limits, longest, shortest=2, output=part)
+    assert given is part
+    row = 0
+    for query in [*queries, 3]:
+        rows = slice(row, row + query)
+        attended = query > 2 and (not longest or query <= longest) and row < sum(queries)
+        assert torch.allclose(part[rows], whole[rows] if attended else torch.tensor(7.0), atol=1e-6)
+        assert torch.allclose(args.lse[rows], logs[rows] if attended else torch.tensor(7.0), atol=1e-6)
+        row += query
+
+
+def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone tell the tokens of a step; a smaller step never needs more room, and other shapes are refused."""
+    from vattn.config.device import DeviceInfo
+    from vattn.kernels.hopper.mla import launch as mla_launch
+    from vattn.kernels.hopper.mla import prefill_launch as mla_prefill_launch
+    from vattn.kernels.hopper.prefill.schedule import max_row_tiles
+
+    hopper, device = DeviceInfo("cuda", (9, 0)), torch.device("cuda")
+    monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, d: not mla_prefill_launch.refusals(c, hopper))
+    monkeypatch.setattr(mla_launch, "_can_run", lambda c, d: not mla_launch.refusals(c, hopper))
+    monkeypatch.setattr(mla_launch, "_multiprocessors", lambda d: 132)
+    deepseek = make_mla_config(
+        num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
+        block_size=64, backend="TRITON_MLA",
+    )  # fmt: skip
+    for config in (deepseek, deepseek.replace(num_heads=12)):
+        sizes = {}
+        for reqs in (2, 7):
+            for tokens in (reqs, reqs + 1, 8 * reqs + 1, 42 * reqs + 1, 5000):
+                shape = mla_plan.plan_shape(config, tokens, reqs, device)
+                sizes[tokens, reqs] = torch.Size(shape).numel()
+                room = mla_plan.tile_room(config, tokens, reqs, device)
+                assert room >= 8 * (1 + 2 * max_row_tiles(tokens, reqs, 128)) and room % 16 == 0
+                plan = torch.empty(shape, dtype=torch.int32)
+                assert mla_prefill_launch.tokens_of_room(room, reqs) == tokens
+                tiles, line = mla_plan.tiles_in(plan, reqs, room), mla_plan.line_in(plan, reqs)
+                assert tiles.data_ptr() + 4 * room == line.data_ptr()
+        for (tokens, reqs), size in sizes.items():
+            assert all(size <= other for (t, r), other in sizes.items() if t >= tokens and r >= reqs)
+        assert mla_plan.plan_key(config).endswith(" tiles")
+        assert mla_plan.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
+        with variants.using(latent_prefill="plain"):
+            assert not mla_plan.tile_room(config, 5000, 2, device)
+    starts = torch.tensor([0, 300, 301]).int()
+    for room in (8, 16, 16 * 4 + 8):
+        assert mla_prefill_launch.tokens_of_room(room, 3) < 0
+    with pytest.raises(ShapeError, match="elements"):
+        mla_launch.plan(starts, starts[1:], torch.zeros(mla_plan.MIXED, 700, dtype=torch.int32), deepseek)

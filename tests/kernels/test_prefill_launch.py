@@ -1,0 +1,220 @@
+"""Which calls go to the Hopper prefill kernel; the kernel itself is tested on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support import make_config
+from vattn.backends.triton_attn import run_fast_path
+from vattn.config.device import DeviceInfo
+from vattn.kernels.hopper import mixed_launch
+from vattn.kernels.hopper.prefill import launch as prefill_launch
+from vattn.kernels.hopper.prefill.launch import Cut
+
+HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
+LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": "float32"}, "dtype float32"),
+    "other fp8 cache": ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2"),
+    "fp8 query": ({"query_format": "fp8_e4m3"}, "query_format fp8_e4m3"),
+    "query quantised by the kernel": (
+        {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3", "query_load": "divide"},
+        "query_load divide",
+    ),
+    "head": ({"head_size": 80}, "head_size 80"),
+    "unequal heads": ({"head_size_v": 64}, "unequal_head_sizes"),
+    "block": ({"block_size": 24}, "block_size 24"),
+    "no cache": ({"block_size": 0}, "contiguous_kv"),
+    "encoder": ({"attn_type": "encoder", "causality": "bidirectional"}, "attn_type encoder"),
+    "scale": ({"scale": -1.0}, "scale -1.0"),
+    "large cap": ({"logits_soft_cap": 2e8}, "logits_soft_cap 200000000.0 (runs up to 1e+06)"),
+    "alibi": ({"alibi": "linear"}, "alibi"),
+    "chunks": ({"sliding_window": 64, "chunk_lookback": 1}, "chunk_lookback"),
+    "tree": ({"tree_bias": True}, "tree_bias"),
+    "ranges": ({"mm_prefix": "full"}, "mm_prefix"),
+    "flags": ({"causality": "per_request"}, "causal_flags"),
+    "invariant": ({"batch_invariant": True}, "batch_invariant"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    changes, named = REFUSED[case]
+    for taken in ({}, {"logits_soft_cap": 1e6}):
+        assert prefill_launch.refusals(make_config(**{**LLAMA, **taken}), HOPPER) == []
+    assert named in " ".join(prefill_launch.refusals(make_config(**{**LLAMA, **changes}), HOPPER))
+
+
+def test_other_devices_are_refused() -> None:
+    for device in (DeviceInfo("cpu"), DeviceInfo("cuda", (8, 0)), DeviceInfo("cuda", (10, 0))):
+        assert prefill_launch.refusals(make_config(**LLAMA), device)
+
+
+def prefill_call(rows: int = 640, reqs: int = 2, width: int = 4, blocks: int = 3) -> Any:
+    return SimpleNamespace(
+        query=SimpleNamespace(shape=(rows, 8, 128), device="a GPU"), seq_lens=torch.zeros(reqs),
+        block_table=torch.zeros(reqs, width), kv_cache=torch.zeros(2, blocks, 16),
+    )  # fmt: skip
+
+
+def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(**LLAMA)
+    calls: list[Any] = []
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: HOPPER)
+    monkeypatch.setattr(prefill_launch, "prefill", lambda *args: calls.append(args))
+    monkeypatch.setattr(mixed_launch, "accepts", lambda args, config: False)
+    prefill_launch.runs.cache_clear()
+    assert run_fast_path(prefill_call(), config) and len(calls) == 1
+    assert run_fast_path(prefill_call(128), config) and len(calls) == 2
+    for call in (prefill_call(127), prefill_call(width=0), prefill_call(blocks=0)):
+        assert not run_fast_path(call, config)
+    for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
+        assert run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+    del calls[2:]
+    strided = prefill_call()
+    strided.kv_cache = torch.zeros(2, 16, 3).transpose(1, 2)
+    assert not run_fast_path(strided, config)
+    for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 48}):
+        assert not run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+    prefill_launch.runs.cache_clear()
+    assert len(calls) == 2
+
+
+def test_tensor_maps_describe_the_cache() -> None:
+    for layout in ("NHD", "HND"):
+        config = make_config(**LLAMA, kv_cache_layout=layout, block_size=64)
+        rows = torch.arange(5 * 64 * 2).view(5, 64, 2, 1) if layout == "NHD" else torch.arange(640).view(5, 2, 64, 1)
+        storage = rows.expand(-1, -1, -1, 128).bfloat16().contiguous()
+        boxes = prefill_launch.cache_boxes(storage if layout == "NHD" else storage.transpose(1, 2), config, Cut())
+        assert boxes.block_shape == [1, 64, 64]
+        assert boxes.shape == ([5, 64, 256] if layout == "NHD" else [10, 64, 128])
+        seen = storage.as_strided(boxes.shape, boxes.strides)
+        block, token, head = 3, 17, 1
+        there = seen[block, token, head * 128] if layout == "NHD" else seen[block * 2 + head, token, 0]
+        logical = storage if layout == "NHD" else storage.transpose(1, 2)
+        assert there == logical[block, token, head, 0]
+
+
+def test_products() -> None:
+    quantised = {**LLAMA, "kv_cache_dtype": "fp8_e4m3"}
+    found = [
+        prefill_launch.products_of(make_config(**changes))
+        for changes in (LLAMA, quantised, {**quantised, "query_format": "fp8_e4m3"})
+    ]
+    assert found == ["plain", "widened", "native"]
+    wide = make_config(**{**quantised, "query_format": "fp8_e4m3", "head_size": 256})
+    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide, Cut()) == 64
+    narrow = make_config(**{**LLAMA, "head_size": 64})
+    assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
+
+
+def test_wide_heads_take_long_turns() -> None:
+    """Two warpgroups on 16-bit heads of 256 alone, for which they were timed."""
+    wide = {**LLAMA, "head_size": 256}
+    shape = prefill_launch.shape_of(make_config(**wide), Cut(2, 4), False)
+    assert (shape.LONG_TURNS, shape.HELD) == (True, 128)
+    fp8 = make_config(**wide, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3")
+    for config, cut in ((make_config(**wide), Cut(1)), (make_config(**LLAMA), Cut(2)), (fp8, Cut(2))):
+        shape = prefill_launch.shape_of(config, cut, False)
+        assert (shape.LONG_TURNS, shape.HELD) == (False, 0)
+    widened = make_config(**wide, kv_cache_dtype="fp8_e4m3")
+    assert prefill_launch.refusals(widened, HOPPER) == []
+    shape = prefill_launch.shape_of(widened, Cut(2, 4), False)
+    assert (shape.LONG_TURNS, shape.HELD, shape.CONVERTERS) == (True, 0, 2)
+
+
+def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
+    """Half as many rows where whole tiles would not fill the card; several short tiles where few keys are seen."""
+    one_head = make_config(**{**LLAMA, "num_heads": 4, "num_kv_heads": 1})
+    groups = [prefill_launch.cut_of(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4256, 8192)]
+    assert groups == [1, 1, 2, 2]
+    quantised = one_head.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    assert prefill_launch.cut_of(quantised, 2048, 1, 132).groups == 2
+    of_both = quantised.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert [prefill_launch.cut_of(of_both, tokens, 1, 132).groups for tokens in (4096, 4352)] == [1, 2]
+    window = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sliding_window": 128}
+    narrow = make_config(**{**LLAMA, **window})
+    assert prefill_launch.cut_of(narrow, 8192, 1, 132) == Cut(1, 8, keys=64, residents=3)
+    of_fp8 = narrow.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert prefill_launch.cut_of(of_both, 8192, 1, 132).residents == 2
+    assert prefill_launch.cut_of(of_fp8, 8192, 1, 132) == Cut(1, 8, converters=2, keys=64, residents=2)
+    for other in (narrow.replace(sliding_window=129), narrow.replace(num_heads=8)):
+        assert prefill_launch.cut_of(other, 8192, 1, 132).residents == 1
+
+
+def test_heads_of_long_prompts_run_side_by_side() -> None:
+    """Eight KV heads of requests of 4k to 8k rows, two of others; as many as divide their number."""
+    config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
+    steps = ((8192, 1), (8192, 2), (8192, 3), (32768, 4), (32768, 1))
+    assert [prefill_launch.cut_of(config, *step, 132).together for step in steps] == [8, 8, 2, 8, 2]
+    for other in ({"sliding_window": 1024}, {"head_size": 64}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}):
+        assert prefill_launch.cut_of(config.replace(**other), 8192, 1, 132).together == 2
+    shapes = [prefill_launch.shape_of(config.replace(num_kv_heads=n), Cut(together=8), False) for n in (8, 32, 4, 1)]
+    assert [shape.KV_GROUP for shape in shapes] == [8, 8, 4, 1]
+    assert mixed_launch.cut_of(config, 256, 64).together == 8 and mixed_launch.cut_of(config, 300, 64).together == 2
+
+
+def test_short_prompts_of_fp8_queries_multiply_values_by_halves() -> None:
+    config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
+    of_fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
+    of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
+    assert [prefill_launch.cut_of(of_both, tokens, 4, 132).halves for tokens in (2048, 8188, 8192)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not prefill_launch.cut_of(of_both, 512, 1, 132).halves, "one warpgroup was not timed so"
+    for other in (config, of_fp8, of_both.replace(head_size=64, head_size_v=64)):
+        assert not prefill_launch.cut_of(other, 2048, 4, 132).halves
+
+
+def test_row_tiles_are_taken_late_where_they_are_few() -> None:
+    config, takes = make_config(**LLAMA), prefill_launch.takes_late
+    assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)
+    assert not any(takes(config, cut, 1, 132) for cut in (Cut(3), Cut(2, 4, ahead=True)))
+
+
+def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
+    config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
+    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, Cut())
+    assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
+
+
+def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how many rows there are, holds the schedule of any kind of step, and never shrinks."""
+    from vattn.errors import ShapeError
+    from vattn.kernels.hopper.decode import launch as decode_fast
+
+    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    config, device = make_config(**LLAMA), torch.device("cpu")
+    narrow = config.replace(head_size=64, head_size_v=64, sliding_window=128)
+    steps = [
+        (tokens, reqs) for reqs in (1, 2, 3, 17, 256) for tokens in (1, 2, 5, 64, 192, 256, 300, 1024, 8192, 20000)
+    ]
+    for tokens, reqs in steps:
+        shape = decode_fast.plan_shape(config, tokens, reqs, device)
+        schedule = torch.empty(shape, dtype=torch.int32)
+        assert decode_fast.tokens_of_plan(schedule, config, reqs) == max(tokens, reqs)
+        if prefill_launch.is_prefill(tokens, reqs):
+            for layer in (config, narrow, narrow.replace(num_heads=32)):
+                room = decode_fast.plan_shape(layer, tokens, reqs, device)[0]
+                cut = prefill_launch.cut_of(layer, tokens, reqs, 132)
+                assert prefill_launch.plan_rows(tokens, reqs, cut) <= room
+        rows = decode_fast.rows_at_a_time(config, tokens, reqs, device)
+        if rows:
+            tuning = decode_fast.choose_tuning(config, reqs, rows)
+            items = decode_fast.sizing(config, reqs, tuning, device, rows, tokens).max_items
+            assert 1 + items + decode_fast.chunks_of(reqs, rows, tokens) <= shape[0]
+        larger = decode_fast.plan_shape(config, tokens + 1, reqs + 1, device)
+        assert larger[0] >= shape[0]
+    for shape in ((7, 8), (100000, 7), (5,), (decode_fast.plan_shape(config, 4, 4, device)[0] + 1, 8)):
+        with pytest.raises(ShapeError, match="schedule has shape"):
+            decode_fast.tokens_of_plan(torch.empty(shape), config, 4)

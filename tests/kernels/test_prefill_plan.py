@@ -1,0 +1,90 @@
+"""The prefill schedule: every row in one tile, the key tiles that it needs, longest first; in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vattn.kernels.hopper.prefill.schedule import max_row_tiles, prefill_plan_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+KEY_TILE, ROW_TILE = 128, 128
+
+
+def tiles_of(
+    query_lens: list[int], seq_lens: list[int], padding: int, window: int, row_tile: int = ROW_TILE, least: int = 1
+) -> list[list[int]]:
+    """Return the records that are expected, sorted; equal lengths stay in the order of the query."""
+    records, first = [], 0
+    for request, (rows, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for start in range(0, rows if rows >= least else 0, row_tile):
+            count = min(row_tile, rows - start)
+            position = seq_len - rows + start
+            end = -(-max(0, min(position + count, seq_len)) // KEY_TILE)
+            begin = min(max(position - window + 1, 0) // KEY_TILE, end) if window else 0
+            records.append([request, first + start, count, position, seq_len, begin, end])
+        first += rows
+    for start in range(0, padding, row_tile):
+        records.append([0, first + start, min(row_tile, padding - start), start - padding, -1, 0, 0])
+    return sorted(records, key=lambda r: r[5] - r[6])
+
+
+def schedule_of(
+    query_lens: list[int],
+    seq_lens: list[int],
+    padding: int,
+    window: int,
+    chunk: int,
+    reqs: int,
+    row_tile: int = ROW_TILE,
+    least: int = 1,
+) -> list[list[int]]:
+    starts = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    num_tokens = sum(query_lens) + padding
+    tiles = max_row_tiles(num_tokens, len(query_lens), row_tile)
+    schedule = torch.full((1 + 2 * tiles, 8), -99, dtype=torch.int32, device=DEVICE)
+    prefill_plan_kernel[(1,)](
+        starts, lengths, schedule, len(query_lens), num_tokens, tiles, WINDOW=window, ROWS=row_tile, LEAST=least,
+        KEYS=KEY_TILE, CHUNK=chunk, REQUESTS=reqs,
+    )  # fmt: skip
+    count = int(schedule[0, 0])
+    found: list[list[int]] = schedule[1 : 1 + count, :7].tolist()
+    return found
+
+
+CASES = {
+    "one": ([1], [1], 0),
+    "empty request": ([0, 300, 0], [7, 300, 0], 5),
+    "chunks of odd offset": ([130, 1, 257], [1003, 77, 4001], 200),
+    "query longer than its sequence": ([300, 200], [100, 0], 0),
+    "exact tiles": ([128, 256], [128, 512], 128),
+    "only padding": ([0], [0], 300),
+}
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_records(case: str, window: int) -> None:
+    assert schedule_of(*CASES[case], window, 16, 16) == tiles_of(*CASES[case], window)
+
+
+@pytest.mark.parametrize(("row_tile", "least"), [(32, 5), (8, 2), (16, 1), (64, 9)])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_heads_and_requests_of_another_kernel(case: str, row_tile: int, least: int) -> None:
+    """Tiles of fewer tokens, and requests of few rows left out; padding is never left out."""
+    asked = CASES[case]
+    assert schedule_of(*asked, 100, 16, 16, row_tile, least) == tiles_of(*asked, 100, row_tile, least)
+
+
+def test_more_requests_and_tiles_than_a_chunk() -> None:
+    rng = random.Random(3)
+    query_lens = [rng.choice((0, 1, 130, 700)) for _ in range(40)]
+    seq_lens = [rng.randrange(3000) for _ in query_lens]
+    assert schedule_of(query_lens, seq_lens, 77, 500, 32, 16) == tiles_of(query_lens, seq_lens, 77, 500)

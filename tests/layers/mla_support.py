@@ -1,0 +1,181 @@
+"""Random batches of latent attention, full of garbage where garbage is allowed, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import poisoned_empty
+from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.config.mla import MLAConfig
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.reference import mla as mla_reference
+from vattn.ops.reference.mla_weights import weight_scale_shape, weight_values
+from vattn.quantization.codecs import dequantise_output
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.mla_formats import MLA_FORMATS
+
+
+def make_mla_config(**changes: Any) -> MLAConfig:
+    """Return a small fp32 config with some fields changed; dependent fields follow."""
+    values: dict[str, Any] = {
+        "num_heads": 3,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "kv_lora_rank": 20,
+        "dtype": "float32",
+        "block_size": 8,
+        "decode_threshold": 2,
+        **changes,
+    }
+    values.setdefault("kv_cache_dtype", values["dtype"])
+    values.setdefault("scale", (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5)
+    if "kv_scale" not in values:
+        values["kv_scale"] = "tensor" if MLA_FORMATS[values["kv_cache_dtype"]].scaled else "none"
+    return MLAConfig(**values)
+
+
+def random_mla_batch(
+    config: MLAConfig,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    seed: int = 0,
+    padding_tokens: int = 0,
+    padding_reqs: int = 0,
+    topk: int = 0,
+    device: torch.device | str = "cpu",
+) -> MLAAttentionArgs:
+    """Return complete arguments; NaN fills unused blocks, unwritten tails, padding rows of the query and outputs."""
+    rng = torch.Generator().manual_seed(seed)
+    dtype = MODEL_DTYPES[config.dtype]
+    size, reqs = config.block_size, len(query_lens) + padding_reqs
+    held = seq_lens if config.stripe is None else [config.stripe.count(length) for length in seq_lens]
+    needed = [-(-length // size) for length in held]
+    blocks = sum(needed) + 3
+    table = torch.randint(-9, 3 * blocks, (reqs, max([1, *needed]) + 1), generator=rng, dtype=torch.int32)
+    free = torch.randperm(blocks, generator=rng).tolist()
+    slots: list[int] = []
+    for request, count in enumerate(needed):
+        own, free = free[:count], free[count:]
+        table[request, :count] = torch.tensor(own, dtype=torch.int32)
+        places = {at if config.stripe is None else config.stripe.position(at): at for at in range(held[request])}
+        local = [places.get(position, -1) for position in range(seq_lens[request])]
+        slots += [-1 if at < 0 else own[at // size] * size + at % size for at in local]
+    cache = poisoned_empty(mla_cache_shape(config, blocks), mla_cache_dtype(config))
+    k_scale = torch.tensor([0.017]) if config.kv_scale == "tensor" else None
+    latent = torch.randn(len(slots), config.kv_lora_rank, generator=rng)
+    rope = 2 * torch.randn(len(slots), config.qk_rope_head_dim, generator=rng)
+    update = MLACacheUpdateArgs(latent.to(dtype), rope.to(dtype), cache, torch.tensor(slots).long(), k_scale, "")
+    mla_reference.mla_kv_cache_update(update, config)
+    tokens = sum(query_lens) + padding_tokens
+    query = torch.randn(tokens, config.num_heads, config.qk_head_dim, generator=rng).to(dtype)
+    query[sum(query_lens) :] = torch.nan
+    ends = torch.tensor([0, *query_lens, *[0] * padding_reqs]).cumsum(0).int()
+    weight, scale = random_weight(config, rng)
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, block_scale = fmt.allocate(query, config.v_head_dim, dtype)
+    for written in (output, block_scale):
+        if written is not None:
+            (written.t() if fmt.column_major and written.ndim == 2 else written).view(torch.uint8).fill_(0xFF)
+    args = MLAAttentionArgs(
+        query=query,
+        kv_cache=cache,
+        query_start_loc=ends,
+        seq_lens=torch.tensor([*seq_lens, *[0] * padding_reqs], dtype=torch.int32),
+        block_table=table,
+        kv_b_weight=weight,
+        kv_b_scale=scale,
+        output=output,
+        output_block_scale=block_scale,
+        lse=poisoned_empty((tokens, config.num_heads), torch.float32) if config.lse else None,
+        output_scale=torch.tensor([0.013]) if fmt.static_scale else None,
+        q_scale=torch.tensor([0.021]) if config.query_format != "none" else None,
+        k_scale=k_scale,
+        topk_indices=random_topk(query_lens, seq_lens, tokens, topk, rng) if config.sparse else None,
+        local_seq_lens=None if config.stripe is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
+        plan=[],
+        workspace=None,
+        config=config.encode(),
+    )
+    moved = {name: value.to(device) for name, value in args._asdict().items() if isinstance(value, Tensor)}
+    if fmt.column_major and block_scale is not None:
+        moved["output_block_scale"] = block_scale.t().to(device).t()
+    return args._replace(**moved)
+
+
+def random_topk(
+    query_lens: Sequence[int], seq_lens: Sequence[int], tokens: int, topk: int, rng: torch.Generator
+) -> Tensor:
+    """Return int32 `[tokens, topk]`: random positions of each row's past in any order, then -1."""
+    found = torch.full((tokens, topk), -1, dtype=torch.int32)
+    row = 0
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        for i in range(query_len):
+            past = max(0, seq_len - query_len + i + 1)
+            chosen = torch.randperm(past, generator=rng)[:topk]
+            found[row, : len(chosen)] = chosen.int()
+            row += 1
+    return found
+
+
+def random_weight(config: MLAConfig, rng: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Return `kv_b_weight` and `kv_b_scale`."""
+    shape = (config.num_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+    weight = torch.randn(shape, generator=rng) * config.kv_lora_rank**-0.5
+    scale_shape = weight_scale_shape(config)
+    if scale_shape is None:
+        return weight.to(MODEL_DTYPES[config.dtype]), None
+    scale = 0.5 + torch.rand(scale_shape, generator=rng)
+    return weight.to(torch.float8_e4m3fn), scale
+
+
+def exact(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor]:
+    """Return what the un-absorbed formula gives in fp64, on the CPU."""
+    return mla_reference.attend_latents(on_cpu(args), config, torch.float64)
+
+
+def on_cpu(args: MLAAttentionArgs) -> MLAAttentionArgs:
+    """Return the arguments with every tensor on the CPU."""
+    return args._replace(**{k: v.cpu() for k, v in args._asdict().items() if isinstance(v, Tensor)})
+
+
+def rounded_formula(args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Return what the un-absorbed formula gives where every step rounds to the model dtype: what eager models do."""
+    args = on_cpu(args)
+    dtype = MODEL_DTYPES[config.dtype]
+    weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, dtype)
+    out = torch.zeros((args.query.shape[0], config.num_heads, config.v_head_dim), dtype=dtype)
+    rows = mla_reference.row_view(args.kv_cache, config)
+    for request, length in enumerate(args.seq_lens.tolist()):
+        start, end = args.query_start_loc[request : request + 2].tolist()
+        if end <= start or length <= 0:
+            continue
+        blocks, offsets, exists = mla_reference.locate_keys(
+            args.block_table[request], length, config.block_size, rows.shape[0]
+        )
+        latent, rope = mla_reference.read_rows(rows[blocks, offsets], args.k_scale, config)
+        topk = None if args.topk_indices is None else args.topk_indices[start:end]
+        visible = mla_reference.visible_keys(end - start, length, topk, args.query.device) & exists
+        latent, rope = (torch.where(exists[:, None], part, 0.0) for part in (latent, rope))
+        kv = torch.einsum("sl,nxl->snx", latent.to(dtype).float(), weight.float()).to(dtype)
+        key = torch.cat(
+            (kv[..., : config.qk_nope_head_dim], rope.to(dtype)[:, None].expand(-1, config.num_heads, -1)), -1
+        )
+        scores = torch.einsum("qnd,snd->nqs", args.query[start:end].float(), key.float()) * config.scale
+        scores = scores.masked_fill(~visible, -torch.inf)
+        weights = torch.softmax(scores, -1).nan_to_num(0.0).to(dtype)
+        value = kv[..., config.qk_nope_head_dim :]
+        out[start:end] = torch.einsum("nqs,snv->qnv", weights.float(), value.float()).to(dtype)
+    return out
+
+
+def run_mla(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor | None]:
+    """Call the op; return the output as fp32 `[T, N, V]`, dequantised, and the LSE."""
+    torch.ops.vattn.mla_attention(*args)
+    out = dequantise_output(args.output, config.output_format, args.output_block_scale, args.output_scale)
+    return out, args.lse

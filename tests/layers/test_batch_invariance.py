@@ -1,0 +1,53 @@
+"""Batch-invariant attention in Triton's interpreter: a row's bits do not depend on what else is in the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.invariance import Requests, check_invariance
+from tests.support import make_config
+from vattn.backends import selector
+from vattn.config.device import DeviceInfo
+from vattn.errors import UnsupportedRequestError
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 9, "sinks": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "dtype": "float16", "logits_soft_cap": 5.0},
+    "groups": {"output_format": "nvfp4", "dtype": "bfloat16", "num_heads": 6, "alibi": "linear"},
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    reasons = selector.get_backend("TRITON_ATTN").reasons(make_config(batch_invariant=True), DeviceInfo.of("cpu"))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_the_rest_of_the_step(case: str) -> None:
+    check_invariance(Requests([41, 3], "cpu", block_size=8, **CASES[case]), [1, 7])
+
+
+def test_a_layer_without_the_promise_is_cut_by_its_batch() -> None:
+    """What the promise costs: without it tiles and splits follow the step."""
+    from vattn.kernels.triton.common.tiles import Limits, choose_tiles
+
+    limits = Limits(132, 227 << 10, True)
+    for tokens, requests, keys in ((1, 1, 1 << 17), (64, 64, 4096), (8192, 1, 8192)):
+        config = make_config(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
+        fixed = choose_tiles(config.replace(batch_invariant=True), tokens, requests, keys, limits)
+        assert fixed == choose_tiles(config.replace(batch_invariant=True), 5, 3, 70, limits)
+        assert (fixed.num_splits, fixed.full_loop, fixed.block_m) == (1, False, 64)
+        assert fixed != choose_tiles(config, tokens, requests, keys, limits)
+
+
+def test_explain_states_the_promise_and_other_backends_refuse() -> None:
+    config = make_config(batch_invariant=True, dtype="bfloat16")
+    found = selector.explain(config, DeviceInfo("cuda", (9, 0), "sm_90"))
+    assert found.chosen == "TRITON_ATTN" and "batch_invariant: the general kernel" in str(found)
+    with pytest.raises(UnsupportedRequestError, match="batch_invariant is not implemented"):
+        selector.choose(config.replace(backend="TORCH_SDPA"), DeviceInfo("cpu"))

@@ -1,0 +1,381 @@
+"""Latent attention on a GPU: the decode path of Hopper and the plain kernels, on odd, poisoned batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vattn
+from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
+from tests.support import relative_l2
+from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.config.mla import MLAConfig
+from vattn.kernels import variants
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.reference import mla as mla_reference
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = [1, 63, 64, 65, 300, 1000, 16, 2, 129, 511, 17, 700]
+"""Lengths around the edges of tiles and blocks, and some that are split."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this path needs an sm_90 GPU")
+
+
+def deepseek(**changes: Any) -> MLAConfig:
+    values: dict[str, Any] = {
+        "num_heads": 16, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "kv_lora_rank": 512,
+        "dtype": "bfloat16", "block_size": 64, "lse": True, "backend": "TRITON_MLA", **changes,
+    }  # fmt: skip
+    return make_mla_config(**values)
+
+
+def compare(args: MLAAttentionArgs, config: MLAConfig, real: int) -> None:
+    """Run the op and compare: at most twice as wrong as the formula computed in the model dtype."""
+    got, lse = run_mla(args, config)
+    torch.cuda.synchronize()
+    expected, expected_lse = exact(args, config)
+    allowed = 2 * relative_l2(rounded_formula(args, config), expected)
+    assert relative_l2(got, expected) <= max(allowed, 3e-6)
+    assert not got[real:].any()
+    if lse is not None:
+        lse = lse.cpu().double()
+        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+        finite = expected_lse.isfinite()
+        limit = 2e-4 if config.dtype == "float32" else 3e-2
+        assert (lse - expected_lse)[finite].abs().max() < limit
+
+
+def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode: bool | None = None, **kw: Any) -> None:
+    args = random_mla_batch(config, query_lens, seq_lens, device="cuda", **kw)
+    if decode is not None:
+        from vattn.kernels.hopper.mla import launch as mla_launch
+
+        if decode:
+            hopper()
+        absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
+        assert mla_launch.accepts(absorbed, args, config) == decode
+    compare(args, config, sum(query_lens))
+
+
+SHAPES = [(heads, 64) for heads in (8, 16, 32, 64, 128)] + [
+    (heads, size) for heads in (16, 128) for size in (16, 32, 128)
+]
+
+
+@pytest.mark.parametrize(("heads", "block_size"), SHAPES)
+def test_decode(heads: int, block_size: int) -> None:
+    check(deepseek(num_heads=heads, block_size=block_size), [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
+def test_decode_lengths(heads: int, lengths: list[int]) -> None:
+    check(deepseek(num_heads=heads), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize("tokens", [2, 3, 8])
+def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
+    seq_lens = [n + tokens for n in RAGGED[:8]]
+    # With padding, steps of 8 tokens a request would be taken for prompts.
+    check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("queries", "lengths"),
+    [
+        ([1], [1]),
+        ([1], [9000]),
+        ([1] * 4, [3000, 7, 0, 64]),
+        ([1] * 300, [40 + 13 * (i % 7) for i in range(300)]),
+        ([4] * 3, [5000, 70, 4]),
+        ([1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]),
+    ],
+    ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
+)
+def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> None:
+    check(deepseek(num_heads=heads), queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
+    if heads <= 16:
+        check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
+
+
+@pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
+def test_scores_in_turns(heads: int, block_size: int) -> None:
+    """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
+    config = deepseek(num_heads=heads, block_size=block_size)
+    with variants.using(latent_scores="turns"):
+        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+        check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
+        check(config, [1], [9000], True)
+        check(config, [3] * 3, [5000, 130, 4], True)
+        check(config, [1] * 300, [40 + 13 * (i % 17) for i in range(300)], True)
+        check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
+
+
+@pytest.mark.parametrize("scores", ["first", "turns"])
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 1e-6, 3e4])
+def test_scales_of_any_size(scale: float, scores: str) -> None:
+    """What is hidden stays hidden where scores are small beside the scale, and where the least one counts most."""
+    config = deepseek(num_heads=128, scale=scale)
+    args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
+    if scale > 0:
+        args.query.mul_(0.1 / scale)
+    with variants.using(latent_scores=scores):
+        compare(args, config, 4)
+
+
+def codes(**changes: Any) -> MLAConfig:
+    return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_decode_from_codes(heads: int, block_size: int) -> None:
+    with variants.using(latent_fp8="gluon"):
+        config = codes(num_heads=heads, block_size=block_size)
+        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
+def test_decode_lengths_from_codes(lengths: list[int]) -> None:
+    with variants.using(latent_fp8="gluon"):
+        check(codes(), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_decode_of_uneven_queries_from_codes(heads: int) -> None:
+    with variants.using(latent_fp8="gluon"):
+        lens = [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]
+        check(codes(num_heads=heads), *lens, True, padding_tokens=2)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_that_are_none_are_not_seen_in_codes(block_size: int) -> None:
+    hopper()
+    config = codes(block_size=block_size)
+    args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
+    args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
+    args.block_table[2] = -1
+    with variants.using(latent_fp8="gluon"):
+        compare(args, config, 3)
+
+
+@pytest.mark.parametrize("way", ["plain", "gluon"])
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_queries_are_codes_too(way: str, heads: int, block_size: int) -> None:
+    """Both ways against the formula on the same codes, which a rounding of the absorbed queries may change by one."""
+    config = codes(num_heads=heads, block_size=block_size, query_format="fp8_e4m3", decode_threshold=8)
+    args = random_mla_batch(config, [1] * len(RAGGED), RAGGED, padding_tokens=2, device="cuda")
+    with variants.using(latent_fp8=way):
+        got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    assert relative_l2(got, expected) < 1.5e-2
+    assert not got[len(RAGGED) :].any() and lse is not None
+    assert (lse.cpu().double() - expected_lse)[: len(RAGGED)].abs().max() < 5e-2
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e4, 1e25])
+def test_queries_of_any_size_meet_codes(factor: float) -> None:
+    """The kernel multiplies in fp16, which holds none of these queries as they are."""
+    hopper()
+    config = codes(scale=0.1 / factor)
+    args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
+    args.query.mul_(factor)
+    with variants.using(latent_fp8="gluon"):
+        compare(args, config, 4)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_decode_of_uneven_queries(heads: int) -> None:
+    """Requests of more tokens than the others, which run unsplit, and queries longer than their sequence."""
+    check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
+
+
+WAYS = [(16, "first"), (128, "first"), (128, "turns")]
+
+
+@pytest.mark.parametrize(("heads", "scores"), WAYS)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_that_are_none_are_not_seen(heads: int, scores: str, block_size: int) -> None:
+    hopper()
+    config = deepseek(num_heads=heads, block_size=block_size)
+    args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
+    args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
+    args.block_table[2] = -1
+    with variants.using(latent_scores=scores):
+        compare(args, config, 3)
+
+
+@pytest.mark.parametrize(("heads", "scores"), WAYS)
+def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
+    config = deepseek(num_heads=heads)
+    args = random_mla_batch(config, [1, 1], [2000, 900], device="cuda")
+    for request, length in enumerate((2000, 900)):
+        for i in range(-(-length // 64)):
+            block = int(args.block_table[request, i])
+            args.kv_cache[block] = args.kv_cache[block] * (0.1 + 0.2 * i)
+    with variants.using(latent_scores=scores):
+        compare(args, config, 2)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("topk", [5, 64, 700])
+def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
+    """Lists with gaps, positions out of range and blocks that are none."""
+    hopper()
+    config = deepseek(num_heads=heads, block_size=block_size, sparse=True)
+    args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
+    assert args.topk_indices is not None
+    args.topk_indices[0, 1] = -1
+    args.topk_indices[1, :2] = torch.tensor([10**9, -7])
+    args.block_table[1, 0] = 10**9
+    with variants.using(latent_sparse="gluon"):
+        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+        from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+
+        assert mla_sparse.accepts(absorbed, args, config)
+        compare(args, config, 7)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("topk", [5, 700])
+def test_sparse_decode_from_codes(heads: int, block_size: int, topk: int) -> None:
+    """Lists with gaps, positions out of range and blocks that are none, of rows of FP8."""
+    hopper()
+    config = codes(num_heads=heads, block_size=block_size, sparse=True)
+    args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
+    assert args.topk_indices is not None
+    args.topk_indices[0, 1] = -1
+    args.topk_indices[1, :2] = torch.tensor([10**9, -7])
+    args.block_table[1, 0] = 10**9
+    with variants.using(latent_sparse="gluon", latent_fp8="gluon"):
+        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+        from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+
+        assert mla_sparse.accepts(absorbed, args, config)
+        compare(args, config, 7)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sparse_queries_are_codes_too(heads: int) -> None:
+    hopper()
+    config = codes(num_heads=heads, sparse=True, query_format="fp8_e4m3", decode_threshold=8)
+    args = random_mla_batch(config, [1] * 4, [900, 65, 64, 300], topk=200, device="cuda")
+    results = []
+    for way in ("plain", "gluon"):
+        with variants.using(latent_sparse="gluon", latent_fp8=way):
+            got, _ = run_mla(args, config)
+        results.append(got.float())
+    expected, _ = exact(args, config)
+    # A rounding of the absorbed queries may change a code by one.
+    assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
+
+
+def test_sparse_decode_in_parts() -> None:
+    hopper()
+    config = deepseek(num_heads=64, sparse=True)
+    args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
+    compare(args, config, 3)
+
+
+def test_sparse_decode_of_many_tokens() -> None:
+    hopper()
+    config = deepseek(num_heads=128, sparse=True)
+    args = random_mla_batch(config, [1] * 150, [100 + i for i in range(150)], topk=90, device="cuda")
+    with variants.using(latent_sparse="gluon"):
+        compare(args, config, 150)
+
+
+def test_fp16() -> None:
+    check(deepseek(dtype="float16"), [1] * 6, RAGGED[:6], False)
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "prefill": {},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "sparse": {"sparse": True},
+    "256+32": {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "block_size": 16},
+    "odd": {"kv_lora_rank": 40, "qk_rope_head_dim": 12, "num_heads": 5, "qk_nope_head_dim": 13, "v_head_dim": 9},
+    "fp32": {"dtype": "float32", "kv_lora_rank": 64, "num_heads": 4},
+    "fp16": {"dtype": "float16", "kv_lora_rank": 256},
+}
+
+
+@pytest.mark.parametrize("name", list(PLAIN))
+def test_plain_kernel(name: str) -> None:
+    config = deepseek(**PLAIN[name])
+    with variants.using(latent_fp8="plain", latent_prefill="plain", latent_sparse="plain"):
+        check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], False, padding_tokens=3, padding_reqs=1, topk=50)
+        if name != "prefill":
+            check(config, [1] * 5, RAGGED[:5], False, topk=50)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
+def test_cache_update(kv_cache_dtype: str) -> None:
+    config = deepseek(kv_cache_dtype=kv_cache_dtype)
+    cache = torch.zeros(mla_cache_shape(config, 5), dtype=mla_cache_dtype(config), device="cuda")
+    cache.view(torch.uint8).fill_(0xAB)
+    expected = cache.cpu()
+    scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
+    wide = torch.randn(6, 600).bfloat16()
+    slots = torch.tensor([5, -1, 23, 320, 10**12, 319])
+    args = MLACacheUpdateArgs(wide[:, :512], wide[:, 512:576], expected, slots, scale, config.encode())
+    mla_reference.mla_kv_cache_update(args, config)
+    moved = wide.cuda()
+    torch.ops.vattn.mla_kv_cache_update(
+        moved[:, :512], moved[:, 512:576], cache, slots.cuda(), None if scale is None else scale.cuda(), config.encode()
+    )
+    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_layer_replays_other_lengths(heads: int) -> None:
+    """Plans are made by the builder; the layer is compiled and captured once."""
+    hopper()
+    torch.manual_seed(0)
+    projection = nn.Linear(512, heads * 64, bias=False).cuda().bfloat16()
+    cache = vattn.CacheConfig(block_size=64)
+    layer = vattn.MLAAttention(heads, 0.1, 32, 64, 32, None, 512, projection, cache)
+    vattn.allocate_kv_cache(layer, num_blocks=64, dtype=torch.bfloat16, device="cuda")
+    layer.kv_cache.normal_()
+    builder = vattn.AttentionMetadataBuilder(4, 4, 1024, 64, "cuda", layers=layer)
+    tables = [[1 + i * 15 + j for j in range(15)] for i in range(4)]
+    q, kv_c, k_pe = (torch.randn(shape, device="cuda").bfloat16() for shape in ((4, heads, 96), (4, 512), (4, 1, 64)))
+    step = builder.build([1] * 4, [9, 300, 64, 700], tables)
+    assert step.plans
+    run = vattn.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        run(q, kv_c, k_pe, metadata=step)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = run(q, kv_c, k_pe, metadata=step)
+        for lengths in ([9, 300, 64, 700], [800, 1, 65, 128], [2, 2, 2, 2]):
+            step = builder.build([1] * 4, lengths, tables)
+            graph.replay()
+            torch.cuda.synchronize()
+            config = layer.config.replace(lse=False)
+            args = MLAAttentionArgs(
+                q, layer.kv_cache, step.query_start_loc, step.seq_lens, step.block_table, layer.kv_b_weight, None,
+                torch.empty(4, heads, 32), None, None, None, None, None, None, None, [], None, config.encode(),
+            )  # fmt: skip
+            expected, _ = exact(on_cpu(args), config)
+            allowed = 2 * relative_l2(rounded_formula(args, config), expected)
+            assert relative_l2(out.view(4, heads, 32), expected) <= allowed

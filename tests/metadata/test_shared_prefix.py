@@ -1,0 +1,253 @@
+"""`build(shared_prefix_len=...)`: attending a shared prefix once gives what attending it per request gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vattn
+from tests.layers.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, backends, make_layer
+from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.quantization.codecs import dequantise_output
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+BACKENDS = [name for name in backends() if name in ("TORCH_SDPA", "TRITON_ATTN")]
+TABLES = [[1, 3, 2], [1, 3, 5, 6], [1, 3, 7]]
+QUERIES, LENGTHS = [3, 1, 4], [20, 30, 22]
+
+# fp32 sums in another order; the two results are weighed in fp32 as well.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def make_builder(**options: Any) -> vattn.AttentionMetadataBuilder:
+    return vattn.AttentionMetadataBuilder(4, 24, 32, BLOCK, **options)
+
+
+def fill(layer: Any) -> None:
+    """Write the cached tokens of all requests through the layer's own update."""
+    tokens = torch.arange(BLOCK, 8 * BLOCK)
+    key, value = (torch.randn(len(tokens), KV_HEADS, SIZE, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    torch.ops.vattn.kv_cache_update(
+        key, value, layer.kv_cache, tokens, layer.k_scale, layer.v_scale, layer.config.encode()
+    )
+
+
+def inputs(rows: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(9)
+    return [torch.randn(rows, heads * SIZE, generator=made) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def attend(layer: Any, step: AttentionMetadata) -> Any:
+    with torch.no_grad(), vattn.forward_context(step):
+        return layer(*inputs(step.slot_mapping.shape[0]))
+
+
+def both(layer: Any, shared: int, **options: Any) -> tuple[Any, Any]:
+    """Return a step's result without and with the prefix attended apart, from equal caches."""
+    fill(layer)
+    builder, other = make_builder(max_trees=1, max_tree_size=4), make_builder(max_trees=1, max_tree_size=4)
+    twin = copy.deepcopy(layer)
+    whole = attend(twin, builder.build(QUERIES, LENGTHS, TABLES, **options))
+    step = other.build(QUERIES, LENGTHS, TABLES, shared_prefix_len=shared, **options)
+    step.check(BLOCK, 8)
+    return whole, attend(layer, step)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "cap": {"logits_soft_cap": 2.0},
+    "fp8": {"cache": {"cache_dtype": "fp8"}, "quant_config": vattn.QuantConfig(k_scale=0.02, v_scale=0.03)},
+    "fp8_query": {
+        "cache": {"cache_dtype": "fp8"},
+        "quant_config": vattn.QuantConfig(k_scale=0.02, v_scale=0.03, q_scale=0.01, query_format="fp8_e4m3"),
+    },
+    "int8": {"cache": {"cache_dtype": "int8_per_token_head", "kv_cache_layout": "HND"}},
+}
+
+
+CASES = [
+    *(("TORCH_SDPA", name, shared) for name in LAYERS for shared in (0, BLOCK, 2 * BLOCK)),
+    *(("TRITON_ATTN", name, 2 * BLOCK) for name in ("plain", "fp8_query") if "TRITON_ATTN" in BACKENDS),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "shared"), CASES)
+def test_equals_attending_per_request(backend: str, name: str, shared: int) -> None:
+    layer = make_layer(attn_backend=backend, **LAYERS[name])
+    whole, apart = both(layer, shared, num_tokens_padded=11, num_reqs_padded=4)
+    torch.testing.assert_close(apart, whole, **CLOSE)
+    assert bool((apart[8:] == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_flags_and_trees_are_about_new_keys(backend: str) -> None:
+    bias = torch.zeros(1, 4, 4).masked_fill(torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0] * 4]) > 0, -1e9)
+    for options in ({"causal": [0, 1, 1]}, {"causal": False}, {"tree_bias": bias, "tree_id": [-1, -1, 0]}):
+        torch.testing.assert_close(*both(make_layer(attn_backend=backend), 2 * BLOCK, **options), **CLOSE)
+
+
+def test_static_sinks_stand_in_front_of_what_is_not_shared() -> None:
+    rows = torch.randn(BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
+    layer = vattn.StaticSinkAttention(
+        HEADS, SIZE, 0.25, sink_len=BLOCK, sink_key=rows, sink_value=rows.flip(0), num_kv_heads=KV_HEADS,
+        cache_config=vattn.CacheConfig(block_size=BLOCK),
+    )  # fmt: skip
+    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    tables = [[table + 1 for table in row] for row in TABLES]
+    results = []
+    for options in ({}, {"shared_prefix_len": 2 * BLOCK}):
+        torch.nn.Module.apply(layer, lambda module: module.kv_cache.view(torch.uint8).fill_(0x3C))
+        layer.refresh_sinks()
+        builder = vattn.AttentionMetadataBuilder(4, 24, 32, BLOCK, layers=layer)
+        results.append(attend(layer, builder.build(QUERIES, LENGTHS, tables, **options)))
+    torch.testing.assert_close(*results, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64"])
+def test_the_merged_output_is_quantised(name: str) -> None:
+    scale = {"output_scale": 0.01} if OUTPUT_FORMATS[name].static_scale else {}
+    config = vattn.QuantConfig(output_format=name, **scale)
+    plain, _ = both(make_layer(), 2 * BLOCK)
+    _, apart = both(make_layer(quant_config=config), 2 * BLOCK)
+    codes, scales = apart if isinstance(apart, tuple) else (apart, None)
+    given = torch.tensor(0.01) if scale else None
+    back = dequantise_output(codes.view(8, HEADS, SIZE), name, scales, given)
+    # Half a step of e4m3 is 2^-4 of a value.
+    assert float((back.reshape(plain.shape) - plain).norm() / plain.norm()) < 2**-4
+
+
+@given(st.data())
+def test_any_requests(data: st.DataObject) -> None:
+    shared = data.draw(st.integers(0, 3))
+    count = data.draw(st.integers(1, 4))
+    queries = [data.draw(st.integers(0, 5)) for _ in range(count)]
+    cached = [shared * BLOCK + data.draw(st.integers(0 if query + shared else 1, 3)) for query in queries]
+    lengths = [query + before for query, before in zip(queries, cached, strict=True)]
+    # Blocks of their own behind the prefix.
+    tables = [[1, 4, 2][:shared] + [5 + 2 * row, 6 + 2 * row] for row in range(count)]
+    layer = vattn.Attention(HEADS, SIZE, 0.25, KV_HEADS, cache_config=vattn.CacheConfig(block_size=BLOCK))
+    storage = vattn.allocate_kv_cache(layer, num_blocks=14, dtype=torch.float32).kv_caches[0]
+    storage.copy_(torch.randn(storage.shape, generator=torch.Generator().manual_seed(0)))
+    whole, apart = (
+        attend(layer, make_builder(max_mm_ranges=0).build(queries, lengths, tables, **options))
+        for options in ({}, {"shared_prefix_len": shared * BLOCK})
+    )
+    torch.testing.assert_close(apart, whole, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"shared_prefix_len": 12}, "whole blocks of 8 tokens"),
+        ({"shared_prefix_len": -8}, "whole blocks"),
+        ({"shared_prefix_len": 8.0}, "whole blocks"),
+        ({"shared_prefix_len": torch.tensor(8)}, "whole blocks"),
+        ({"shared_prefix_len": True}, "whole blocks"),
+        ({"shared_prefix_len": 24}, "request 0: 17 cached tokens"),
+        ({"block_tables": [[1, 3, 2], [1, 4, 5, 6], [1, 3, 7]]}, "request 1: its first 2 blocks are not those"),
+        ({"block_tables": None, "seq_lens": None}, "without block tables"),
+        ({"seq_lens": [20, 30, 0], "query_lens": [3, 1, 0]}, "request 2: 0 cached tokens"),
+        ({"mm_ranges": [[], [(1, 3)], []]}, "shared_prefix_len with mm_ranges"),
+        ({"num_logits": [1, 1, 1]}, "shared_prefix_len with num_logits"),
+        ({"num_logits_padded": 8}, "shared_prefix_len with num_logits_padded"),
+    ],
+)
+def test_steps_that_share_no_prefix_are_refused(changes: dict[str, Any], text: str) -> None:
+    builder = make_builder(max_mm_ranges=1)
+    before = builder.build([1], [9], [[5, 4]])
+    kept = {name: tensor.clone() for name, tensor in before.tensors().items()}
+    step = {"query_lens": QUERIES, "seq_lens": LENGTHS, "block_tables": TABLES, "shared_prefix_len": 16, **changes}
+    with pytest.raises(MetadataError, match=text):
+        builder.build(**step)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in before.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"per_layer_sliding_window": 9}, "a window ends inside of the prefix"),
+        ({"alibi_slopes": [0.5, 0.25, 0.125, 0.1]}, "distances to keys of the prefix differ"),
+    ],
+)
+def test_layers_that_count_places_are_refused(options: dict[str, Any], text: str) -> None:
+    layer = make_layer(**options)
+    before = layer.kv_cache.clone()
+    step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
+    with pytest.raises(UnsupportedRequestError, match=text):
+        attend(layer, step)
+    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_layers_of_other_kinds_are_refused() -> None:
+    vector = torch.zeros(SIZE)
+    layer = vattn.DifferentialAttention(
+        HEADS, SIZE, 0.25, KV_HEADS, vector, vector, vector, vector, 0.5,
+        cache_config=vattn.CacheConfig(block_size=BLOCK),
+    )  # fmt: skip
+    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
+    with pytest.raises(UnsupportedRequestError, match="differential"):
+        attend(layer, step)
+
+
+def test_the_advice_names_another_backend_only_where_it_helps() -> None:
+    step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
+    with pytest.raises(UnsupportedRequestError) as caught:
+        attend(make_layer(per_layer_sliding_window=9), step)
+    assert "attn_backend" not in str(caught.value)
+
+
+def test_a_length_of_numpy_is_a_length() -> None:
+    numpy = pytest.importorskip("numpy")
+    layer = make_layer()
+    fill(layer)
+    want, got = (
+        attend(layer, make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=length))
+        for length in (16, numpy.int64(16))
+    )
+    assert torch.equal(got, want)
+
+
+def test_steps_with_other_prefixes_share_one_compiled_graph() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    layer = make_layer()
+    fill(layer)
+    builder, compiled = make_builder(), torch.compile(layer, backend="eager", fullgraph=True)
+    for shared in (16, 0, 8):
+        step = builder.build(QUERIES, LENGTHS, TABLES, shared_prefix_len=shared)
+        torch.testing.assert_close(attend(compiled, step), attend(copy.deepcopy(layer), step), **CLOSE)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_capture_fixes_whether_there_is_a_prefix_and_not_its_length() -> None:
+    builder = make_builder()
+    key = builder.build(QUERIES, LENGTHS, TABLES, shared_prefix_len=0).capture_key()
+    builder.build(QUERIES, LENGTHS, TABLES, shared_prefix_len=16, capture_key=key)
+    with pytest.raises(GraphContractError, match="prefix_lens"):
+        builder.build(QUERIES, LENGTHS, TABLES, capture_key=key)
+
+
+def test_half_of_the_fields_is_refused() -> None:
+    step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=16)
+    with pytest.raises(MetadataError, match="suffix_lens"):
+        dataclasses.replace(step, suffix_lens=None).check(BLOCK, 8)
+
+
+def test_the_benchmark_runs_on_a_cpu() -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "benchmarks/shared_prefix.py", "--small"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'shared': 64" in done.stdout

@@ -1,0 +1,332 @@
+"""The latent attention ops on a CPU: against the un-absorbed formula in fp64, and what they refuse."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance import fuzz_mla
+from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.support import relative_l2
+from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.config.mla import MLAConfig
+from vattn.errors import (
+    ConfigError,
+    DtypeError,
+    GradientError,
+    ScaleError,
+    ShapeError,
+    StrideError,
+    UnsupportedRequestError,
+    VattnError,
+)
+from vattn.ops.arguments_mla import MLACacheUpdateArgs
+from vattn.ops.reference import mla as mla_reference
+from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
+
+LATENTS = {"fp8_ds_mla": 128, "nvfp4_ds_mla": 64}
+
+
+def config_of(kv_cache_dtype: str, **changes: Any) -> MLAConfig:
+    return make_mla_config(kv_cache_dtype=kv_cache_dtype, kv_lora_rank=LATENTS.get(kv_cache_dtype, 20), **changes)
+
+
+def check(
+    config: MLAConfig, query_lens: list[int], seq_lens: list[int], workspace: int | None = None, **kw: Any
+) -> None:
+    args = random_mla_batch(config, query_lens, seq_lens, **kw)
+    if workspace is not None:
+        args = args._replace(workspace=args.query.new_empty(workspace * elements_per_token(config)))
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    # fp32 math differs by its rounding alone; narrower dtypes round the result once, half a unit in the last place.
+    tolerance = {"float32": 2e-6, "bfloat16": 2.0**-9, "float16": 2.0**-12}[config.dtype]
+    assert relative_l2(got, expected) < tolerance
+    assert not got[sum(query_lens) :].any()
+    if lse is not None:
+        assert relative_l2(lse.exp(), expected_lse.exp()) < 1e-5
+
+
+@pytest.mark.parametrize("kv_cache_dtype", list(MLA_FORMATS))
+@pytest.mark.parametrize("workspace", [None, 8, 19])
+def test_every_format_equals_the_formula(kv_cache_dtype: str, workspace: int | None) -> None:
+    dtype = kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else "float32"
+    config = config_of(kv_cache_dtype, dtype=dtype, lse=True)
+    check(config, [1, 5, 0, 2, 17, 3], [9, 21, 0, 30, 17, 3], workspace, padding_tokens=3, padding_reqs=1)
+
+
+@given(
+    heads=st.integers(1, 5),
+    nope=st.integers(1, 20),
+    rope=st.integers(1, 9),
+    values=st.integers(1, 20),
+    latent=st.integers(1, 40),
+    block_size=st.sampled_from([8, 16, 24]),
+    threshold=st.integers(1, 6),
+    workspace=st.sampled_from([None, 1, 2, 5]),
+    lens=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 60)), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_geometries_and_mixes(
+    heads: int, nope: int, rope: int, values: int, latent: int, block_size: int, threshold: int,
+    workspace: int | None, lens: list[tuple[int, int]], seed: int,
+) -> None:  # fmt: skip
+    config = make_mla_config(
+        num_heads=heads, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=values, kv_lora_rank=latent,
+        block_size=block_size, decode_threshold=threshold, lse=True,
+    )  # fmt: skip
+    queries = [query for query, _ in lens]
+    seq_lens = [query + context for query, context in lens]
+    room = None if workspace is None else workspace * block_size
+    check(config, queries, seq_lens, room, seed=seed, padding_tokens=seed % 3, padding_reqs=seed % 2)
+
+
+def test_a_query_longer_than_its_sequence_has_empty_rows() -> None:
+    for threshold in (1, 9):
+        config = make_mla_config(lse=True, decode_threshold=threshold)
+        args = random_mla_batch(config, [5, 4], [3, 0])
+        got, lse = run_mla(args, config)
+        expected, expected_lse = exact(args, config)
+        assert relative_l2(got, expected) < 2e-6
+        assert lse is not None and torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+        assert not got[:2].any() and not got[5:].any()
+
+
+@pytest.mark.parametrize("threshold", [1, 100])
+def test_bf16_is_no_worse_than_the_formula_in_bf16(threshold: int) -> None:
+    config = make_mla_config(
+        dtype="bfloat16", num_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_lora_rank=64,
+        decode_threshold=threshold,
+    )  # fmt: skip
+    args = random_mla_batch(config, [1, 30, 2], [90, 77, 40])
+    got, _ = run_mla(args, config)
+    expected, _ = exact(args, config)
+    assert relative_l2(got, expected) <= 2 * relative_l2(rounded_formula(args, config), expected)
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_tensor", "fp8_block128"])
+def test_fp8_weights(weight_format: str) -> None:
+    config = make_mla_config(num_heads=9, kv_lora_rank=150, weight_format=weight_format, lse=True)
+    check(config, [1, 9], [20, 12])
+
+
+@pytest.mark.parametrize("topk", [1, 4, 100])
+def test_sparse_rows_see_what_is_listed(topk: int) -> None:
+    config = make_mla_config(sparse=True, lse=True)
+    check(config, [1, 7, 2, 9], [40, 31, 2, 9], 16, topk=topk, padding_tokens=2)
+
+
+def test_sparse_with_every_position_is_dense() -> None:
+    sparse, dense = make_mla_config(sparse=True), make_mla_config()
+    args = random_mla_batch(sparse, [1, 7], [40, 31], topk=64)
+    got, _ = run_mla(args, sparse)
+    expected, _ = run_mla(args._replace(topk_indices=None, config=dense.encode()), dense)
+    assert torch.equal(got, expected)
+
+
+def test_positions_out_of_range_are_not_seen() -> None:
+    config = make_mla_config(sparse=True)
+    args = random_mla_batch(config, [2], [5], topk=4)
+    assert args.topk_indices is not None
+    expected, _ = run_mla(args, config)
+    expected = expected.clone()
+    wild = torch.cat((args.topk_indices, torch.tensor([[5, 10**9, -7], [5, 2**31 - 1, -(2**31)]]).int()), 1)
+    got, _ = run_mla(args._replace(topk_indices=wild), config)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", list(MLA_FORMATS))
+def test_cache_update_writes_its_slots_alone(kv_cache_dtype: str) -> None:
+    config = config_of(kv_cache_dtype)
+    cache = torch.zeros(mla_cache_shape(config, 3), dtype=mla_cache_dtype(config))
+    cache.view(torch.uint8).fill_(0xAB)
+    expected = cache.clone()
+    scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
+    kv_c, k_pe = torch.randn(6, config.kv_lora_rank), torch.randn(6, config.qk_rope_head_dim)
+    slots = torch.tensor([5, -1, 23, 24, 10**12, 0])
+    args = MLACacheUpdateArgs(kv_c, k_pe, cache, slots, scale, config.encode())
+    torch.ops.vattn.mla_kv_cache_update(*args)
+    mla_reference.mla_kv_cache_update(args._replace(kv_cache=expected), config)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+    torch.ops.vattn.mla_kv_cache_update(*args._replace(slot_mapping=torch.full((6,), -1)))
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_row_bytes_of_packed_formats() -> None:
+    def row_bytes(name: str) -> int:
+        return MLA_FORMATS[name].row_bytes(512, 64)
+
+    assert (row_bytes("fp8_ds_mla"), row_bytes("nvfp4_ds_mla"), row_bytes("bfloat16")) == (656, 352, 1152)
+
+
+def test_bytes_of_fp8_ds_mla_rows() -> None:
+    latent = torch.zeros(1, 512)
+    latent[0, [0, 130, 511]] = torch.tensor([448.0, -224.0, 3.5])
+    row = encode_rows(latent, torch.full((1, 64), 1.5), "fp8_ds_mla", None)[0]
+    codes, scales, tail = row[:512].view(torch.float8_e4m3fn).float(), row[512:528], row[528:].clone()
+    assert codes[0] == 448 and codes[130] == -448 and codes[511] == 448
+    assert scales.clone().view(torch.float32)[[0, 1, 3]].tolist() == pytest.approx([1.0, 0.5, 3.5 / 448])
+    assert torch.equal(tail.view(torch.bfloat16), torch.full((64,), 1.5, dtype=torch.bfloat16))
+
+
+def test_bytes_of_nvfp4_ds_mla_rows() -> None:
+    latent = torch.zeros(1, 512)
+    latent[0, 16 * 6 + 1] = 6.0  # block 6: its scale is byte 8 * (6 & 3) + (6 >> 2) = 17
+    latent[0, 16 * 6 + 2] = -3.0
+    row = encode_rows(latent, torch.full((1, 64), -2.0), "nvfp4_ds_mla", None)[0]
+    assert row[48].item() == 7 << 4 and row[49].item() == 0b1101
+    assert torch.equal(row[256:320].view(torch.float8_e4m3fn).float(), torch.full((64,), -2.0))
+    scales = row[320:].view(torch.float8_e4m3fn).float()
+    assert scales[17] == 1.0 and scales.sum() == 1.0
+
+
+@pytest.mark.parametrize(("name", "error"), [("fp8_e4m3", 0.03), ("fp8_ds_mla", 0.03), ("nvfp4_ds_mla", 0.12)])
+def test_rows_come_back(name: str, error: float) -> None:
+    latent, rope = torch.randn(50, 128), torch.randn(50, 64)
+    scale = torch.tensor([0.01]) if name == "fp8_e4m3" else None
+    got = decode_rows(encode_rows(latent, rope, name, scale), name, 128, 64, scale)
+    assert relative_l2(got[0], latent) < error and relative_l2(got[1], rope) < 0.03
+
+
+@pytest.mark.parametrize(
+    "output_format", ["fp8_static", "fp8_per_token", "fp8_group64", "fp8_group128_pow2_col", "nvfp4_swizzled"]
+)
+def test_quantised_outputs(output_format: str) -> None:
+    config = make_mla_config(num_heads=4, v_head_dim=32, output_format=output_format)
+    args = random_mla_batch(config, [1, 7], [30, 9], padding_tokens=2)
+    got, _ = run_mla(args, config)
+    expected, _ = exact(args, config)
+    assert relative_l2(got, expected) < (0.15 if "nvfp4" in output_format else 0.04)
+    assert not got[8:].any()
+
+
+def test_absorbed_queries_are_quantised() -> None:
+    plain = make_mla_config(kv_cache_dtype="fp8_e4m3", lse=True, decode_threshold=3)
+    config = plain.replace(query_format="fp8_e4m3")
+    lens = [1, 5, 0, 3], [30, 21, 0, 17]
+    check(config, *lens, 16, padding_tokens=2)
+    args = random_mla_batch(config, *lens)
+    got = run_mla(args, config)[0].clone()
+    unrounded, _ = run_mla(args._replace(q_scale=None, config=plain.encode()), plain)
+    # Five rows are too many to be absorbed; the others differ by some per cent.
+    assert torch.equal(got[1:6], unrounded[1:6])
+    assert 0.002 < relative_l2(got[:1], unrounded[:1]) < 0.1 and 0.002 < relative_l2(got[6:], unrounded[6:]) < 0.1
+
+
+def test_codes_of_a_query_by_hand() -> None:
+    config = make_mla_config(num_heads=1, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", lse=True)
+    args = random_mla_batch(config, [1], [7])
+    assert args.q_scale is not None and args.k_scale is not None
+    latent_row = (args.query[0, 0, :12].double() @ args.kv_b_weight[0, :12].double()).float()
+    row = torch.cat((latent_row, args.query[0, 0, 12:]))
+    codes = (row / args.q_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * args.q_scale.double()
+    stored = args.kv_cache[args.block_table[0, 0].long()][:7].view(torch.float8_e4m3fn).double() * args.k_scale.double()
+    expected = torch.logsumexp((stored * codes).sum(-1) * config.scale, 0)
+    _, lse = run_mla(args, config)
+    assert lse is not None and abs(float(lse[0, 0]) - float(expected)) < 1e-5
+
+
+def bad_calls() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
+    config = make_mla_config()
+    args = random_mla_batch(config, [1, 3], [9, 12])
+    wide = torch.zeros(4, 3, 36)
+    return {
+        "query of another width": (ShapeError, {"query": torch.zeros(4, 3, 17)}),
+        "query of another dtype": (DtypeError, {"query": args.query.half()}),
+        "query with strides": (StrideError, {"query": wide[:, :, ::2]}),
+        "weight of another geometry": (ShapeError, {"kv_b_weight": torch.zeros(3, 22, 21)}),
+        "weight of another dtype": (DtypeError, {"kv_b_weight": args.kv_b_weight.double()}),
+        "weight with strides": (StrideError, {"kv_b_weight": torch.zeros(3, 20, 22).transpose(1, 2)}),
+        "a scale of a plain weight": (ScaleError, {"kv_b_scale": torch.ones(1)}),
+        "cache of another row": (ShapeError, {"kv_cache": torch.zeros(9, 8, 30)}),
+        "cache of another format": (DtypeError, {"kv_cache": args.kv_cache.to(torch.uint8)}),
+        "lengths of another dtype": (DtypeError, {"seq_lens": args.seq_lens.long()}),
+        "tables of other requests": (ShapeError, {"block_table": args.block_table[:1]}),
+        "output of another width": (ShapeError, {"output": torch.zeros(4, 3, 11)}),
+        "lse unasked": (ConfigError, {"lse": torch.zeros(4, 3)}),
+        "scale unasked": (ScaleError, {"k_scale": torch.ones(1)}),
+        "scale of queries unasked": (ScaleError, {"q_scale": torch.ones(1)}),
+        "top-k unasked": (ConfigError, {"topk_indices": torch.zeros(4, 2).int()}),
+        "a workspace smaller than a block": (
+            ShapeError,
+            {"workspace": torch.zeros(8 * elements_per_token(config) - 1)},
+        ),
+        "a workspace of another dtype": (DtypeError, {"workspace": torch.zeros(10**5).half()}),
+        "context parallelism": (ConfigError, {"local_seq_lens": args.seq_lens}),
+        "gradients": (GradientError, {"query": args.query.clone().requires_grad_()}),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_calls()))
+def test_wrong_arguments_are_refused_by_name(name: str) -> None:
+    error, changes = bad_calls()[name]
+    args = random_mla_batch(make_mla_config(), [1, 3], [9, 12])._replace(**changes)
+    before = args.output.clone()
+    with pytest.raises(error):
+        torch.ops.vattn.mla_attention(*args)
+    assert torch.equal(args.output.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 0},
+        {"kv_cache_dtype": "int8", "kv_scale": "none"},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "none"},
+        {"kv_scale": "tensor"},
+        {"kv_cache_dtype": "fp8_ds_mla"},
+        {"query_format": "fp8_e4m3"},
+        {"query_format": "int8"},
+        {"weight_format": "int4"},
+        {"output_format": "fp8_group64"},
+        {"output_arithmetic": "multiply"},
+        {"output_min_scale": 0.5},
+        {"decode_threshold": 0},
+        {"scale": float("nan")},
+    ],
+    ids=str,
+)
+def test_configs_that_contradict_themselves(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make_mla_config(**changes)
+
+
+def test_config_strings() -> None:
+    config = make_mla_config(output_format="fp8_per_token", lse=True, sparse=True)
+    assert MLAConfig.parse(config.encode()) == config
+    assert make_mla_config(decode_threshold=8).encode().startswith("mla1 num_heads=3 ")
+    with pytest.raises(ConfigError, match="starts with 'vattn1'"):
+        MLAConfig.parse("vattn1 num_heads=3")
+
+
+def test_opcheck() -> None:
+    config = make_mla_config(lse=True, output_format="fp8_per_token")
+    args = random_mla_batch(config, [1, 3], [9, 12])._replace(query=torch.randn(4, 3, 18))
+    utilities = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    result = torch.library.opcheck(torch.ops.vattn.mla_attention.default, tuple(args), test_utils=utilities)
+    assert set(result.values()) == {"SUCCESS"}
+    cache = torch.zeros(mla_cache_shape(config, 3))
+    update = (torch.randn(2, 20), torch.randn(2, 6), cache, torch.tensor([3, -1]), None, config.encode())
+    result = torch.library.opcheck(torch.ops.vattn.mla_kv_cache_update.default, update)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+def test_no_backend_is_named_for_what_none_runs() -> None:
+    args = random_mla_batch(make_mla_config(), [1], [4])
+    config = make_mla_config(output_format="fp8_static", output_arithmetic="approximate_divide")
+    with pytest.raises(UnsupportedRequestError, match=r"TORCH_MLA +: output_arithmetic approximate_divide"):
+        torch.ops.vattn.mla_attention(*args._replace(config=config.encode()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_small_requests_equal_the_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(15):
+        request = fuzz_mla.draw(rng, "TORCH_MLA")
+        assert fuzz_mla.check(request), request

@@ -1,0 +1,248 @@
+"""`vattn::rope_kv_cache_update` against an oracle of its own in fp64, on the CPU backend; and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vattn
+from tests.ops.rope_cases import MAX_POSITIONS, expected, make_call, steps_apart
+from tests.support import make_config
+from vattn import errors
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import RopeConfig
+from vattn.ops.arguments import RopeUpdateArgs
+from vattn.ops.reference import attention as reference
+
+FP8_QUERY = {"query_format": "fp8_e4m3", "query_scale": "tensor"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One combination: config, rotation, and how the call is made."""
+
+    config: dict[str, Any]
+    rope: RopeConfig
+    make: dict[str, Any] = field(default_factory=dict)
+
+
+BF16 = {"dtype": "bfloat16", "num_heads": 6, "num_kv_heads": 3}
+CALLS: dict[str, Call] = {
+    "fp32": Call({}, RopeConfig(16)),
+    "bf16 full tables": Call({**BF16, "head_size": 24}, RopeConfig(24), {"full_tables": True}),
+    "fp16 bf16-tables": Call(
+        {"dtype": "float16", "num_kv_heads": 1}, RopeConfig(16), {"table_dtype": torch.bfloat16, "full_tables": True}
+    ),
+    "rows per token": Call(BF16, RopeConfig(16, "interleaved"), {"positions": None}),
+    "int32 positions": Call(BF16, RopeConfig(16), {"positions": torch.int32}),
+    "partial": Call({**BF16, "head_size": 40}, RopeConfig(12)),
+    "partial interleaved full": Call({**BF16, "head_size": 40}, RopeConfig(10, "interleaved"), {"full_tables": True}),
+    "one pair": Call({**BF16, "kv_cache_layout": "HND"}, RopeConfig(2)),
+    "norm": Call({**BF16, "head_size": 72}, RopeConfig(72, norm="rms", norm_eps=1e-6)),
+    "norm partial": Call({**BF16, "head_size": 40}, RopeConfig(6, norm="rms", norm_eps=1e-5), {"seed": 1}),
+    "norm one plus": Call(BF16, RopeConfig(16, "interleaved", "rms_one_plus", 1e-6)),
+    "norm no weight": Call(BF16, RopeConfig(16, norm="rms", norm_eps=1e-2), {"weights": False}),
+    "fp8 cache": Call({**BF16, "kv_cache_dtype": "fp8_e4m3"}, RopeConfig(16)),
+    "e5m2 cache HND per head": Call(
+        {**BF16, "kv_cache_dtype": "fp8_e5m2", "kv_scale": "head", "kv_cache_layout": "HND"}, RopeConfig(8)
+    ),
+    "unequal heads": Call({**BF16, "head_size": 24, "head_size_v": 8, "kv_cache_dtype": "fp8_e4m3"}, RopeConfig(24)),
+    "fp8 query": Call({**BF16, **FP8_QUERY}, RopeConfig(16)),
+    "fp8 query per head unrounded": Call(
+        {**BF16, **FP8_QUERY, "query_scale": "head", "kv_cache_dtype": "fp8_e4m3"}, RopeConfig(16, round_query=False)
+    ),
+    "fp8 query multiplied": Call({**BF16, **FP8_QUERY}, RopeConfig(16, query_arithmetic="multiply")),
+    "fp8 everything": Call(
+        {**BF16, **FP8_QUERY, "query_scale": "head", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "head_size": 40},
+        RopeConfig(20, "interleaved", "rms_one_plus", 1e-6),
+    ),
+    "mixed dtypes": Call({**BF16, "kv_cache_dtype": "float16"}, RopeConfig(16)),
+    "two tokens": Call(BF16, RopeConfig(16), {"num_tokens": 2}),
+    "no tokens": Call(BF16, RopeConfig(16), {"num_tokens": 0}),
+}
+
+
+def check_call(name: str, backend: str, device: str = "cpu") -> None:
+    """Run one call and compare everything it may write with the oracle's."""
+    call = CALLS[name]
+    config = make_config(block_size=8, backend=backend, **call.config)
+    args = make_call(config, call.rope, device=device, **call.make)
+    compare(args, call.rope, config)
+
+
+def compare(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+    kept = {k: v.clone() for k, v in args._asdict().items() if isinstance(v, Tensor) and k not in WRITTEN}
+    _, query, update = expected(args, rope, config)
+    torch.ops.vattn.rope_kv_cache_update(*args)
+    reference.kv_cache_update(update, config)
+    # One step, in fp32 some: the oracle computes in fp64 and rounds once. A code further away is another value.
+    limit = 1 if config.dtype != "float32" else 1 << 12
+    close(args.query_out, query, limit if args.q_scale is None else 1)
+    (key, value), (other_key, other_value) = (
+        [view.cpu() for view in key_value_views(cache, config)] for cache in (args.kv_cache, update.kv_cache)
+    )
+    close(key, other_key, limit)
+    close(value, other_value, 0)
+    for field_name, before in kept.items():
+        after = getattr(args, field_name)
+        assert torch.equal(as_bytes(before), as_bytes(after)), field_name
+
+
+WRITTEN = ("query_out", "kv_cache")
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def close(got: Tensor, want: Tensor, limit: int) -> None:
+    """Everywhere within some representable values; rarely more than none, except in fp32."""
+    apart = steps_apart(got, want)
+    if not apart.numel():
+        return
+    small = want.detach().cpu().float().abs() < 1e-4 if got.dtype == torch.float32 else torch.zeros_like(apart).bool()
+    assert int(apart[~small].max()) <= limit, (int(apart.max()), limit)
+    assert got.dtype == torch.float32 or float((apart > 0).float().mean()) < 4e-3
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_it_equals_the_oracle(call: str) -> None:
+    check_call(call, "TORCH_SDPA")
+
+
+def test_a_position_outside_of_the_table_gives_nan_and_touches_nothing_else() -> None:
+    config = make_config(backend="TORCH_SDPA")
+    rope = RopeConfig(8)
+    args = make_call(config, rope, num_tokens=4)
+    args.positions.copy_(torch.tensor([0, MAX_POSITIONS, -MAX_POSITIONS, -MAX_POSITIONS - 1]))
+    torch.ops.vattn.rope_kv_cache_update(*args)
+    turned = args.query_out[..., :8].isnan().all(-1).all(-1)
+    assert turned.tolist() == [False, True, False, True]
+    assert torch.equal(args.query_out[..., 8:], args.query[..., 8:])
+
+
+def test_slots_outside_of_the_cache_write_nothing_but_queries_are_written() -> None:
+    config = make_config(backend="TORCH_SDPA")
+    args = make_call(config, RopeConfig(16))
+    before = args.kv_cache.clone()
+    args.slot_mapping.fill_(-1)
+    torch.ops.vattn.rope_kv_cache_update(*args)
+    assert torch.equal(as_bytes(before), as_bytes(args.kv_cache))
+    assert not bool(args.query_out.isnan().any())
+
+
+def test_the_public_function() -> None:
+    config = make_config(dtype="bfloat16", kv_cache_dtype="fp8_e4m3", **FP8_QUERY, backend="TORCH_SDPA")
+    rope = RopeConfig(16, norm="rms", norm_eps=1e-6)
+    args = make_call(config, rope)
+    optional = {n: getattr(args, n) for n in "positions q_weight k_weight q_scale k_scale v_scale".split()}
+    out = vattn.rope_update_kv_cache(
+        args.query, args.key, args.value, args.cos, args.sin, args.kv_cache, args.slot_mapping, rope, config, **optional
+    )
+    again = make_call(config, rope)
+    torch.ops.vattn.rope_kv_cache_update(*again)
+    assert torch.equal(as_bytes(out), as_bytes(again.query_out))
+    assert torch.equal(as_bytes(args.kv_cache), as_bytes(again.kv_cache))
+
+
+QUANTISED: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", **FP8_QUERY}
+NORMED = RopeConfig(16, norm="rms", norm_eps=1e-6)
+
+
+def _like(name: str, **changes: Any) -> Any:
+    def edit(args: RopeUpdateArgs) -> RopeUpdateArgs:
+        tensor = getattr(args, name)
+        shape = changes.get("shape") or tuple(tensor.shape)
+        return args._replace(**{name: torch.zeros(shape, dtype=changes.get("dtype", tensor.dtype))})
+
+    return edit
+
+
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "query of other heads": (_like("query", shape=(19, 3, 16)), errors.ShapeError, "num_heads"),
+    "key of other tokens": (_like("key", shape=(18, 2, 16)), errors.ShapeError, r"key has shape \(18"),
+    "query of another dtype": (_like("query", dtype=torch.float32), errors.DtypeError, "query has dtype float32"),
+    "key in FP8": (_like("key", dtype=torch.float8_e4m3fn), errors.DtypeError, "key has dtype float8_e4m3fn"),
+    "table of a third width": (_like("cos", shape=(37, 7)), errors.ShapeError, "rotary_dim / 2"),
+    "tables of two shapes": (_like("sin", shape=(36, 8)), errors.ShapeError, "as cos"),
+    "tables of two dtypes": (_like("sin", dtype=torch.bfloat16), errors.DtypeError, "sin has dtype"),
+    "table of one dimension": (_like("cos", shape=(37,)), errors.ShapeError, "cos has shape"),
+    "table of integers": (_like("cos", dtype=torch.int32), errors.DtypeError, "cos has dtype int32"),
+    "rows for other tokens": (lambda a: a._replace(positions=None), errors.ShapeError, "cos has shape"),
+    "positions as floats": (_like("positions", dtype=torch.float32), errors.DtypeError, "positions"),
+    "output in the model dtype": (_like("query_out", dtype=torch.bfloat16), errors.DtypeError, "query_out"),
+    "slots as int32": (_like("slot_mapping", dtype=torch.int32), errors.DtypeError, "slot_mapping"),
+    "weight of another size": (_like("q_weight", shape=(15,)), errors.ShapeError, "q_weight"),
+    "weight in fp16": (_like("k_weight", dtype=torch.float16), errors.DtypeError, "k_weight"),
+    "weight without a norm": (
+        lambda a: a._replace(rope=RopeConfig(16).encode()), errors.ConfigError, "q_weight was given.*norm",
+    ),
+    "no query scale": (lambda a: a._replace(q_scale=None), errors.ScaleError, "q_scale is missing"),
+    "no cache scale": (lambda a: a._replace(v_scale=None), errors.ScaleError, "v_scale is missing"),
+    "more columns than a head has": (
+        lambda a: a._replace(rope=RopeConfig(18).encode()), errors.ConfigError, "rotary_dim=18",
+    ),
+    "output over an input": (None, errors.StrideError, "overlaps"),
+    "a strided output": (
+        lambda a: a._replace(query_out=torch.zeros(19, 4, 32).to(torch.float8_e4m3fn)[..., :16]),
+        errors.StrideError, "query_out has strides",
+    ),
+    "another version": (lambda a: a._replace(rope="rope9 rotary_dim=16"), errors.ConfigError, "rope9"),
+    "on two devices": (lambda a: a._replace(cos=a.cos.to("meta"), sin=a.sin.to("meta")), errors.DeviceError, "meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", list(REFUSALS))
+def test_mistakes_are_refused_and_nothing_is_written(mistake: str) -> None:
+    edit, error, message = REFUSALS[mistake]
+    config = make_config(backend="TORCH_SDPA", **QUANTISED)
+    args = make_call(config, NORMED, seed=1)
+    if mistake == "output over an input":
+        flat = torch.zeros(19 * 4 * 16 * 2, dtype=torch.uint8)
+        query = flat.view(torch.bfloat16).view(19, 4, 16)
+        args = args._replace(query=query, query_out=flat[: 19 * 64].view(torch.float8_e4m3fn).view(19, 4, 16))
+    else:
+        args = edit(args)
+    before = args.kv_cache.clone(), as_bytes(args.query_out).clone() if not args.query_out.is_meta else None
+    with pytest.raises(error, match=message):
+        torch.ops.vattn.rope_kv_cache_update(*args)
+    assert torch.equal(as_bytes(before[0]), as_bytes(args.kv_cache))
+    assert before[1] is None or torch.equal(before[1], as_bytes(args.query_out))
+
+
+def test_a_backend_without_the_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from vattn.backends.torch_sdpa.backend import TorchSDPABackend
+
+    can = replace(TorchSDPABackend.capabilities, rope_update=False)
+    monkeypatch.setattr(TorchSDPABackend, "capabilities", can)
+    with pytest.raises(errors.UnsupportedRequestError, match="rope_update=True"):
+        torch.ops.vattn.rope_kv_cache_update(*make_call(make_config(backend="TORCH_SDPA"), RopeConfig(16)))
+
+
+WRONG_ROPES = [
+    {"rotary_dim": 7}, {"rotary_dim": 0}, {"rotary_dim": 8, "style": "gptj"}, {"rotary_dim": 8, "norm": "layer"},
+    {"rotary_dim": 8, "norm_eps": 1e-6}, {"rotary_dim": 8, "norm": "rms", "norm_eps": -1.0}, {"rotary_dim": "8"},
+    {"rotary_dim": 8, "query_arithmetic": "add"}, {"rotary_dim": 8, "round_query": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", WRONG_ROPES, ids=str)
+def test_wrong_rotations_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        RopeConfig(**values)
+
+
+def test_the_string_of_a_rotation_is_canonical() -> None:
+    rope = RopeConfig(64, "interleaved", "rms_one_plus", 1e-6, False, "multiply")
+    assert RopeConfig.parse(rope.encode()) == rope
+    assert RopeConfig.parse(RopeConfig(8).encode() + " # a note") == RopeConfig(8)
+    for text in ("rope1", "rope1 rotary_dim=x", "rope1 rotary_dim=8 colour=red"):
+        with pytest.raises(errors.ConfigError):
+            RopeConfig.parse(text)

@@ -1,0 +1,344 @@
+"""`python -m vattn bench`: cells, checks before times, peers that are missing or throw, tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends import fake_flashinfer
+from tests.support import relative_l2
+from vattn.__main__ import main
+from vattn.cli.bench import attention, peers, report, shapes
+from vattn.cli.bench.cell import Cell
+from vattn.cli.bench.peers import ON_CPU, NotThisCellError, Peer
+from vattn.errors import ConfigError, UnknownOptionError
+
+CPU = attention.Settings(replays=1, device="cpu")
+CEILINGS: dict[str, Any] = {"hbm_tb_s": 2.0, "bf16_tflops": 100.0, "fp8_tflops": "failed: no"}
+
+
+def small(model: str = "llama3-8b", work: str = "prefill 1x8k") -> tuple[shapes.LayerShape, shapes.Work]:
+    return shapes.tiny(shapes.LAYERS[model], shapes.WORKS[work])
+
+
+def test_names_are_beginnings_or_whole() -> None:
+    def names(models: list[str], works: list[str]) -> set[str]:
+        return {f"{layer.name}/{work.name}" for layer, work in shapes.choose_cells(models, works)}
+
+    ones = {f"llama3-8b/decode 1x{keys}" for keys in ("1k", "8k", "128k")}
+    assert names(["llama3-8b"], ["decode 1x"]) == ones
+    assert {name.split("/")[0] for name in names(["gpt"], ["decode 1x1k"])} == {"gpt-oss-20b", "gpt-oss-20b-window"}
+    assert len(shapes.choose_cells([], [])) == len(shapes.WORKS) + 3 * (len(shapes.LAYERS) - 1)
+    assert {layer.name for layer, _ in shapes.default_cells()} == set(shapes.LAYERS)
+    for wrong in ((["llama9"], []), ([], ["dance"])):
+        with pytest.raises(UnknownOptionError, match="beginning"):
+            shapes.choose_cells(*wrong)
+    with pytest.raises(UnknownOptionError, match="--peers 'fa9'"):
+        peers.choose_peers(["fa9"])
+    assert peers.choose_peers(["none"]) == []
+    assert {peer.key for peer in peers.choose_peers(["fa3", "xqa"])} == {"fa3", "xqa"}
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gemma3-12b-window-cap", "gpt-oss-20b-window"])
+@pytest.mark.parametrize("work", ["prefill 1x8k", "speculative 64x4k, 4", "mixed 8x512 + 128 decodes of 4k"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_a_cell_is_right_on_the_torch_backend(model: str, work: str, cache: str) -> None:
+    row = attention.run_cell(*small(model, work), cache, [ON_CPU], CPU, CEILINGS)
+    entry = row["kernels"][ON_CPU.name]
+    assert entry["us"] > 0 and entry["error"] < 1.6e-2
+    assert row["best_own"] == ON_CPU.name and row["of_hbm"] == pytest.approx(row["tb_s"] / 2, abs=1e-3)
+    assert "peer_over_own" not in row
+
+
+def test_cells_count_what_is_visible() -> None:
+    layer, work = shapes.LayerShape("x", 4, 2, 32, window=8), shapes.Work("y", ((3, 20), (1, 5)))
+    cell = Cell(layer, work, "fp8", 16, 0, "cpu")
+    # Rows of the first request see 8 keys each out of 10 different ones, the second sees 5.
+    assert cell.flops == 4 * (3 * 8 + 5) * 4 * 32
+    assert cell.bytes == 2 * (10 + 5) * 2 * 32 * 1 + 2 * 4 * 4 * 32 * 2
+
+
+def test_wide_blocks_are_the_same_keys() -> None:
+    cell = Cell(shapes.LAYERS["llama3-8b-tp8"], shapes.Work("y", ((1, 100), (1, 130))), "bf16", 16, 3, "cpu")
+    for request, (_, keys) in enumerate(cell.work.requests):
+        narrow = cell.kv_cache[0][cell.table[request].long()].flatten(0, 1)[:keys]
+        wide = cell.wide_cache()[0][cell.wide_table[request].long()].flatten(0, 1)[:keys]
+        assert torch.equal(narrow, wide)
+
+
+def test_contiguous_copies_are_the_same_attention() -> None:
+    cell = Cell(shapes.LAYERS["llama3-8b-tp8"], shapes.Work("y", ((33, 33),) * 2), "bf16", 16, 3, "cpu")
+    query, key, value = (part.float() for part in cell.contiguous)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=cell.scale, enable_gqa=True
+    )
+    assert cell.error(output.transpose(1, 2).flatten(0, 1)) < 1e-5
+    assert relative_l2(query.transpose(1, 2).flatten(0, 1), cell.query.float()) == 0
+
+
+def test_peers_that_cannot_throw_or_are_wrong_are_reported_and_the_run_goes_on() -> None:
+    def throws(cell: Cell) -> Any:
+        raise RuntimeError("an illegal instruction")
+
+    def cannot(cell: Cell) -> Any:
+        raise NotThisCellError("this cell")
+
+    def wrong(cell: Cell) -> Any:
+        right = ON_CPU.make(cell)
+        return lambda: right() * 1.1
+
+    found = [
+        Peer("thrower", "t", lambda: None, throws),
+        Peer("cannot", "c", lambda: None, cannot),
+        Peer("wrong", "w", lambda: None, wrong),
+        ON_CPU,
+        Peer("rival", "r", lambda: None, ON_CPU.make),
+    ]
+    row = attention.run_cell(*small(), "bf16", found, CPU, CEILINGS)
+    kernels = row["kernels"]
+    assert "an illegal instruction" in kernels["thrower"]["failed"]
+    assert kernels["cannot"] == {"skipped": "this cell"}
+    assert "us" not in kernels["wrong"] and "at most" in kernels["wrong"]["wrong"]
+    assert row["best_peer"] == "rival" and row["peer_over_own"] > 0
+    notes = report.notes_of(row)
+    assert len(notes) == 2 and report.failures([row]) == 0
+    assert report.failures([{**row, "kernels": {"vattn": {"failed": "x"}}}]) == 1
+
+
+def test_a_ceiling_is_no_peer(monkeypatch) -> None:
+    """What reads the keys is timed without a check, and only where it reads what attention does."""
+
+    def reads(cell: Cell) -> Any:
+        return lambda: torch.zeros(3)
+
+    stream = Peer(peers.STREAM.name, "s", lambda: None, reads, attends=False)
+    clock = {ON_CPU.name: 8.0, "stream": 6.0, "rival": 10.0}
+    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
+    found = [ON_CPU, stream, Peer("rival", "r", lambda: None, ON_CPU.make)]
+    row = attention.run_cell(*small(work="decode 32x1k"), "bf16", found, CPU, CEILINGS)
+    assert (row["best_peer"], row["peer_over_own"], row["stream_over_own"]) == ("rival", 1.25, 0.75)
+    assert report.cells_of(row)[7] == "0.75" and len(report.cells_of(row)) == len(report.COLUMNS)
+    plain, window = small()[0], small("mistral-7b-window")[0]
+    for layer, requests in ((plain, ((1, 40), (1, 30))), (plain, ((9, 40),) * 2), (window, ((1, 40),) * 2)):
+        cell = Cell(layer, shapes.Work("y", requests), "bf16", 16, 0, "cpu")
+        with pytest.raises(NotThisCellError, match="window"):
+            peers.STREAM.make(cell)
+
+
+def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "attention"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    assert main(["bench", "attention", "--device", "cpu", "--peers", "foo"]) == 2
+    assert "--peers 'foo'" in capsys.readouterr().err
+    files = {name: tmp_path / f"o.{name}" for name in ("json", "md", "png")}
+    options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode 1x1k;prefill 1x8k", "--cache", "bf16"]
+    assert main(["bench", "attention", *options, "--json", str(files["json"]), "--markdown", str(files["md"])]) == 0
+    assert "decode 1x1k (tiny)" in capsys.readouterr().out
+    result = report.read_result(files["json"])
+    assert len(result["rows"]) == 2 and result["peers"] == {ON_CPU.name: "found"}
+    assert "| llama3-8b | prefill 1x8k (tiny) | bf16 |" in files["md"].read_text()
+    pytest.importorskip("matplotlib")
+    result["ceilings"] = CEILINGS
+    result["rows"][0].update(peer_over_own=1.2)
+    files["json"].write_text(json.dumps(result))
+    assert main(["bench", "attention", "--from", str(files["json"]), "--plot", str(files["png"])]) == 0
+    assert files["png"].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_ends_in_time(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "o.json"
+    options = ["--device", "cpu", "--models", "llama3-8b", "--work", "decode", "--seconds", "0", "--json", str(path)]
+    assert main(["bench", "attention", *options]) == 0
+    assert len(report.read_result(path)["rows"]) == 1
+    count = 2 * sum(name.startswith("decode") for name in shapes.WORKS)
+    assert f"1 of {count} rows" in capsys.readouterr().err
+
+
+def test_rows_run_in_the_order_that_is_asked_for() -> None:
+    def names(*only: str, caches: tuple[str, ...] = ("bf16", "fp8")) -> list[str]:
+        rows = shapes.choose_rows(shapes.every_cell(), caches, only)
+        return [f"{layer.name}/{work.name}/{cache}" for layer, work, cache in rows]
+
+    assert len(names()) == 2 * len(shapes.LAYERS) * len(shapes.WORKS) == len(set(names()))
+    assert names("gemma3-12b/prefill 1x8k/fp8", "llama3-8b/decode 1x/bf16", "/decode 1x1k/bf16")[:5] == [
+        "gemma3-12b/prefill 1x8k/fp8",
+        "llama3-8b/decode 1x1k/bf16",
+        "llama3-8b/decode 1x8k/bf16",
+        "llama3-8b/decode 1x128k/bf16",
+        "llama3-8b-tp8/decode 1x1k/bf16",
+    ]
+    assert len(names("llama3-8b/speculative 64x4k, 8")) == 2
+    for wrong in ("llama9", "llama3-8b/dance", "llama3-8b//int4", "a/b/c/d"):
+        with pytest.raises(UnknownOptionError, match="--only"):
+            names("llama3-8b", wrong)
+
+
+def test_a_run_goes_on_where_another_stopped(tmp_path: Path, capsys, monkeypatch) -> None:
+    path = tmp_path / "o.json"
+    options = ["--device", "cpu", "--only", "llama3-8b/decode 1x;/prefill 1x8k/bf16", "--json", str(path)]
+    count = 6 + len(shapes.LAYERS)
+    assert main(["bench", "attention", *options, "--resume", "--seconds", "0"]) == 0
+    assert f"1 of {count} rows" in capsys.readouterr().err
+    before = report.read_result(path)
+    before["rows"].append({**before["rows"][0], "work": "decode 1x8k (tiny)", "failed": "out of memory"})
+    path.write_text(json.dumps(before))
+    ran: list[str] = []
+    run_cell = attention.run_cell
+    monkeypatch.setattr(attention, "run_cell", lambda *a: (ran.append(a[1].name), run_cell(*a))[1])
+    assert main(["bench", "attention", *options, "--resume"]) == 0
+    assert len(ran) == count - 1 and ran[0] == "decode 1x1k (tiny)", "the first row is kept, the failed one runs again"
+    result = report.read_result(path)
+    assert len({report.name_of(row) for row in result["rows"]}) == len(result["rows"]) == count
+    assert result["rows"][0] == before["rows"][0] and result["resumed"][0]["first_row"] == 1
+    assert "rows from 2 on" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.part"))
+    assert main(["bench", "attention", *options, "--resume"]) == 0 and len(ran) == count - 1
+    assert main(["bench", "attention", *options, "--resume", "--block-size", "32"]) == 2
+    assert "block_size is 16" in capsys.readouterr().err
+    assert main(["bench", "attention", *options[:-2], "--resume"]) == 2
+    assert "--resume without --json" in capsys.readouterr().err
+    path.write_text(json.dumps({**result, "device": "another GPU"}))
+    assert main(["bench", "attention", *options, "--resume"]) == 2
+    assert "another GPU" in capsys.readouterr().err
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
+    torn = tmp_path / "torn.json"
+    torn.write_text('{"format": 1, "rows": [')
+    for arguments, text in (
+        (["attention", "--from", str(torn)], "run it again"),
+        (["attention", "--from", str(tmp_path / "none.json")], "bench attention --json"),
+        (["attention", "--device", "cpu", "--block-size", "12"], "--block-size 12. Allowed: 8 to 256, by 8"),
+        (["attention", "--device", "cpu", "--replays", "0"], "--replays 0. Allowed: 1 or more"),
+        (["attention", "--device", "cpu", "--models", "gpt9"], "--models 'gpt9'"),
+        (["attention", "--frobnicate"], "--frobnicate"),
+        (["compile-time", "--plot", "x.png", "--json", "x.json"], "compile-time"),
+        (["fused-steps", "--plot", "x.png"], "without --json"),
+        (["fused-steps", "--from", "x.json"], "--from"),
+        (["compile-time", "--models", "llama3-8b"], "--models for bench compile-time. Allowed: --json and those of"),
+        (["fused-steps", "--markdown", "x.md"], "--markdown for bench fused-steps"),
+        (["fused-steps", "--device", "cpu", "--peers", "xqa"], "--peers xqa for bench fused-steps"),
+        (["compile-time", "--json", str(tmp_path / "none" / "o.json")], "a folder that exists"),
+        (["attention", "--from", str(torn), "--work", "decode"], "--work for bench attention --from"),
+        (["attention", "--device", "cpu", "--json", str(tmp_path / "none" / "o.json")], "a folder that exists"),
+        (["attention", "--device", "cpu", "--markdown", str(tmp_path)], "a folder that exists"),
+        (["attention", "--device", "cpu", "--seconds", "-3"], "--seconds -3"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "cache-update"]) == 2
+    assert "cache-update on a machine without" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "vattn.cli.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "bench" / "x.py")
+    )
+    assert main(["bench", "fused-steps"]) == 2
+    assert "checkout" in capsys.readouterr().err
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "attention", "--device", "cpu", "--plot", str(tmp_path / "o.foo")]) == 2
+    said = capsys.readouterr()
+    assert "png" in said.err and not said.out
+
+
+def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monkeypatch) -> None:
+    from benchmarks import compile_time
+
+    seen = []
+    monkeypatch.setattr(compile_time, "measure", lambda *given: seen.append(given) or {"compile_s": 1.0})
+    path = tmp_path / "o.json"
+    assert main(["bench", "compile-time", "--json", str(path), "--layers", "2", "--format", "token"]) == 0
+    assert seen == [(2, 8, 64, "token")] and json.loads(path.read_text()) == {"compile_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"tokens": 1, "us": {"fused": 1.0, "plain": 2.0}}, {"tokens": 64, "us": {"fused": 1.5}}],
+        [{"compile_seconds": {}}, {"batch": 1, "ms": {"off": 2.0, "on": 1.0}}],
+    ],
+)
+def test_bars(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot_bars({"rows": rows, "date": "2026-01-02", "gpu": "G"}, tmp_path / "o.png")
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monkeypatch) -> None:
+    other = tmp_path / "other.json"
+    kernels: dict[str, Any] = {"vattn": {"us": 1.0, "error": 1e-3}}
+    row = {"model": "m", "work": "w", "cache": "c", "kernels": kernels, "best_own": "vattn"}
+    whole = {"format": 1, "date": "d", "device": "x", "command": "c", "versions": {}, "ceilings": {}, "peers": {}}
+    other.write_text(json.dumps({**whole, "rows": [row]}))
+    assert report.read_result(other)["rows"] == [row]
+    wrong_number = json.dumps({**whole, "rows": [{**row, "kernels": {"vattn": {"us": 1.0, "error": "none"}}}]})
+    no_command = json.dumps({**whole, "rows": [row]}).replace('"command"', '"other"')
+    torn = ("[1]", "{}", '{"format": 1, "rows": [{}]}', '{"format": 1, "rows": [3]}', '{"format": 1}')
+    for content in (*torn, wrong_number, no_command):
+        other.write_text(content)
+        with pytest.raises(ConfigError, match="format"):
+            report.read_result(other)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
+        report.check_plotting(tmp_path / "out.png")
+
+
+def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr("vattn.backends.flashinfer.jit.can_compile", lambda: True)
+    layer = shapes.LayerShape("x", 4, 2, 64, window=9, soft_cap=3.0)
+    cell = Cell(layer, shapes.Work("y", ((3, 40), (1, 16), (5, 5))), "bf16", 16, 0, "cpu")
+    assert cell.error(peers._flashinfer("fa2")(cell)()) < 1e-2
+    for wrong, family in ((Cell(layer, cell.work, "fp8", 16, 0, "cpu"), "fa3"),):
+        with pytest.raises(NotThisCellError):
+            peers._flashinfer(family)(wrong)
+
+
+def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) -> None:
+    """benchmarks/variants.py on tiny cells: the interpreter runs the general kernel, on FP8 caches alone."""
+    pytest.importorskip("triton")
+    from benchmarks import variants as bench
+    from vattn.kernels import variants
+
+    asked = list(bench.questions())
+    assert len({(q.key, q.work.name, q.cache, q.layer.name) for q in asked}) == len(asked)
+    assert all(len({way.name for way in q.ways}) == len(q.ways) for q in asked)
+    seen: list[str] = []
+    layer, work = small()[0], shapes.Work("mixed", ((5, 5), (1, 40), (1, 16)))
+
+    def spy(cell: Cell) -> Any:
+        with variants.using(mixed="two"):
+            seen.append(variants.current().mixed)
+        return bench.DEFAULT.make(cell)
+
+    def wrong(cell: Cell) -> Any:
+        return lambda: torch.zeros_like(cell.query)
+
+    ways = (
+        bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("kernel"),
+        bench.way("spy", spy), bench.way("wrong", wrong), bench.by_parts("parts"),
+    )  # fmt: skip
+    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn kernel": 5.0, "vattn spy": 6.0, "vattn parts": 9.0}
+    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
+    row = bench.answer(bench.Question("mixed", layer, work, "fp8", ways, 1.05, ("xqa",)), CPU)
+    assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)
+    assert "us" in row["kernels"]["vattn parts"] and "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
+    assert row["bar_met"] is None and variants.current() == variants.Variants()
+    (told,) = bench.winners([row])
+    assert told["question"] == "mixed" and told["bar"] == 1.05
+
+
+def test_the_layer_as_it_is_asked_for_is_shown_where_one_that_rounds_the_query_was_faster() -> None:
+    row: dict[str, Any] = {"model": "m", "work": "w", "cache": "fp8", "best_own": "vattn, FP8 query"}
+    times = {"vattn": {"us": 9.5, "error": 2e-3}, "vattn, FP8 query": {"us": 4.0, "error": 3e-2}}
+    assert report.cells_of({**row, "kernels": times})[3] == "4.0 (FP8 query; 9.5 with a query of 16 bits)"
+    refused = {**times, "vattn": {"skipped": "this cell"}}
+    assert report.cells_of({**row, "kernels": refused})[3] == "4.0 (FP8 query)"
+    assert report.cells_of({**row, "kernels": times, "best_own": "vattn"})[3] == "9.5"

@@ -1,0 +1,360 @@
+"""The demo: what it prints, how well the model does with each cache format, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import vattn
+from examples.demo import main as demo
+from examples.demo.checkpoint import build_llama, read_checkpoint
+from examples.demo.model import AttentionOptions, Llama
+from examples.demo.report import Progress, quoted
+from vattn.cache.allocation import KVCacheAllocation
+from vattn.calibration import bits_per_byte as quality
+from vattn.calibration.plant_outliers import plant_outliers
+from vattn.errors import DemoError
+from vattn.generation import Generator, Request, Sampling, model_inputs
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "demo_model"
+PROMPTS = [b"import ", b"class Stack:\n    def __init__(self", b"def f(x):\n" * 12, b"for i in"]
+
+
+@pytest.fixture(scope="module")
+def heldout() -> bytes:
+    return (FOLDER / "heldout.txt").read_bytes()
+
+
+def build(num_blocks: int, *, cache: str = "auto", planted: bool = False) -> tuple[Llama, KVCacheAllocation]:
+    config, tensors = read_checkpoint(FOLDER)
+    if planted:
+        tensors = plant_outliers(tensors, config, **demo.OUTLIERS)
+    model = build_llama(config, tensors, AttentionOptions(*demo.CACHES[cache]))
+    return model, vattn.allocate_kv_cache(model, num_blocks=num_blocks)
+
+
+def bits(text: bytes, cache: str = "auto", planted: bool = False) -> tuple[float, dict[str, dict[str, float]]]:
+    model, storage = build(quality.blocks_needed(16), cache=cache, planted=planted)
+    with vattn.observe_clipping(model):
+        found = quality.bits_per_byte(model, storage, text)
+    return found, vattn.clip_rates(model)
+
+
+def test_bits_per_byte_are_those_of_the_model_card(heldout: bytes) -> None:
+    """1.0122 was computed by transformers on dense attention, in fp32 and the same blocks; here it is four digits."""
+    assert "1.0122" in (FOLDER / "README.md").read_text()
+    assert bits(heldout)[0] == pytest.approx(1.0122, abs=1e-4)
+
+
+def test_fp8_cache_costs_little_without_outliers(heldout: bytes) -> None:
+    """e4m3 keeps 4 significant bits: about 3 % error per key and value, 0.13 % in bits per byte over the whole text.
+
+    No scale can change that, so unit and calibrated scales are equally good as long as nothing clips.
+    """
+    text = heldout[:4096]
+    auto = bits(text)[0]
+    for cache in ("fp8, unit scales", "fp8, calibrated"):
+        found, clipped = bits(text, cache)
+        assert found != auto
+        assert abs(found / auto - 1) < 3e-3
+        assert {rate for layer in clipped.values() for rate in layer.values()} == {0.0}
+
+
+def test_outliers_change_nothing_until_unit_scales_clip_them(heldout: bytes) -> None:
+    text = heldout[:4096]
+    auto = bits(text)[0]
+    assert bits(text, planted=True)[0] == auto, "powers of two change no digit"
+
+    unit, clipped = bits(text, "fp8, unit scales", planted=True)
+    assert unit / auto - 1 > 0.05
+    assert all(layer["key"] > 0.005 for layer in clipped.values())
+
+    calibrated, clipped = bits(text, "fp8, calibrated", planted=True)
+    assert calibrated / auto - 1 < 0.006
+    assert all(max(layer.values()) < 1e-3 for layer in clipped.values())
+
+
+@pytest.fixture(scope="module")
+def eager_and_compiled() -> list[tuple[Llama, KVCacheAllocation, Callable[..., Tensor]]]:
+    torch._dynamo.reset()
+    model, storage = build(100)
+    regions, regions_storage = build(100)
+    vattn.compile_regions(regions)
+    return [(model, storage, model), (regions, regions_storage, regions)]
+
+
+def assert_same_text(model: Llama, storage: KVCacheAllocation, got: Request, expected: Request) -> None:
+    """Two greedy texts agree up to a step whose two best logits are closer than rounding can move them."""
+    if got.output == expected.output:
+        return
+    length = next(i for i, (a, b) in enumerate(zip(got.output, expected.output, strict=True)) if a != b)
+    ids = expected.tokens(0, len(expected.prompt) + length)
+    builder = vattn.AttentionMetadataBuilder(1, len(ids), len(ids), storage.block_size, layers=model)
+    step = builder.build([len(ids)], [len(ids)], [list(range(1, storage.num_blocks))])
+    with vattn.forward_context(step), torch.no_grad():
+        best = model(*model_inputs(ids, step))[0].topk(2).values
+    assert best[0] - best[1] < 1e-3, f"texts part at token {length}, which is no near tie"
+
+
+def test_greedy_texts_do_not_depend_on_batching_or_compilation(
+    eager_and_compiled: list[tuple[Llama, KVCacheAllocation, Callable[..., Tensor]]],
+) -> None:
+    model, storage, _ = eager_and_compiled[0]
+    alone = []
+    for prompt in PROMPTS:
+        generator = Generator(model, cache=storage, max_num_reqs=1, token_budget=512, reuse_prefixes=False)
+        alone += generator.generate([[0, *prompt]], Sampling(24))
+    for owner, owned, forward in eager_and_compiled:
+        # 40 tokens a step cut the third prompt into chunks; three at once keep the fourth waiting.
+        generator = Generator(
+            forward, cache=owned, max_num_reqs=3, token_budget=40, graph_sizes=[3, 2] if owner is model else []
+        )
+        together = generator.generate([[0, *prompt] for prompt in PROMPTS], Sampling(24))
+        assert generator.statistics().steps < sum(map(len, (r.output for r in together))), "steps were shared"
+        assert generator.scheduler.pool.num_used == 0
+        for got, expected in zip(together, alone, strict=True):
+            assert len(got.output) == 24
+            assert_same_text(model, storage, got, expected)
+
+
+def test_preempted_requests_lose_no_token() -> None:
+    model, storage = build(14)
+    roomy, roomy_storage = build(100)
+    texts = []
+    for owner, owned in ((model, storage), (roomy, roomy_storage)):
+        generator = Generator(owner, cache=owned, max_num_reqs=3, token_budget=64)
+        requests = generator.generate([[0, *prompt] for prompt in PROMPTS], Sampling(40))
+        generator.scheduler.pool.check()
+        texts.append(requests)
+        if owned is storage:
+            assert generator.scheduler.preemptions > 0
+    for got, expected in zip(*texts, strict=True):
+        assert_same_text(roomy, roomy_storage, got, expected)
+
+
+def test_sampled_text_depends_on_its_own_seed_only() -> None:
+    model, storage = build(60)
+
+    def sample(*seeds: int) -> list[list[int]]:
+        samplings = [Sampling(16, temperature=0.8, seed=seed) for seed in seeds]
+        done = Generator(model, cache=storage).generate([[0, *PROMPTS[1]]] * len(seeds), samplings)
+        return [request.output for request in done]
+
+    (alone,) = sample(4)
+    together = sample(3, 4)
+    assert together[1] == alone
+    assert together[0] != alone
+
+
+def quick_arguments(*more: str) -> list[str]:
+    return ["--quick", "--max-new-tokens", "6", *more]
+
+
+def test_quick_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    numbers = tmp_path / "numbers.json"
+    assert demo.main(quick_arguments("--json", str(numbers), "--device", "cpu")) == 0
+    printed = capsys.readouterr()
+    assert "36/36 tokens" in printed.err
+    assert "chosen : TORCH_SDPA" in printed.out
+    assert "no CUDA graphs: device cpu" in printed.out
+    assert "6 of 6 equal, eager against compiled" in printed.out
+    found = json.loads(numbers.read_text())
+    assert found["compile"]["graphs"] == 1
+    assert min(found["tokens_per_second"].values()) > 0
+    assert [len(c["output"]) for c in found["continuations"]] == [6] * 6
+    table = {(row["weights"], row["cache"]): row["bits_per_byte"] for row in found["bits_per_byte"]}
+    assert len(table) == 6
+    assert table["outliers planted", "fp8, unit scales"] > 1.05 * table["plain", "auto"]
+    for line in table.values():
+        assert f"{line:.4f}" in printed.out
+
+
+def run_in_fresh_process(code: str, **environment: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+SETTING = """
+from vattn.demo import main as demo
+setting = demo.read_setting(demo._parser().parse_args(["--quick", "--max-new-tokens", "2", "--device", "cpu"]))
+model, cache = demo._build(setting, setting.tensors, demo.CACHES["auto"], demo._pool_blocks(setting))
+"""
+
+
+def test_demo_needs_torch_and_safetensors_alone() -> None:
+    without = """
+import sys
+for name in ("transformers", "tqdm", "rich", "triton", "flashinfer", "hypothesis"):
+    sys.modules[name] = None
+"""
+    run = """
+requests, speed = demo._generate(setting, demo._generator(setting, model, cache), "eager")
+assert all(len(request.output) == 2 for request in requests) and speed > 0
+"""
+    run_in_fresh_process(without + SETTING + run)
+
+
+def test_without_a_compiler_the_demo_says_why_and_goes_on(tmp_path: Path) -> None:
+    one_layer = """
+import dataclasses
+tensors = {name: t for name, t in setting.tensors.items() if ".layers." not in name or ".layers.0." in name}
+setting = dataclasses.replace(setting, config=dataclasses.replace(setting.config, num_layers=1), tensors=tensors)
+model, cache = demo._build(setting, setting.tensors, demo.CACHES["auto"], demo._pool_blocks(setting))
+"""
+    run = """
+results = demo.Results()
+demo._compare_speed(setting, model, cache, results)
+assert list(results.tokens_per_second) == ["eager"]
+"""
+    printed = run_in_fresh_process(
+        SETTING + one_layer + run, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
+    )
+    assert "not compiled: InvalidCxxCompiler" in printed
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FOLDER, tmp_path / "model"))
+
+
+def damage_json(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def remove_key(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "rms_norm_eps"}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def drop_a_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.self_attn.v_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add_a_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.extra": torch.zeros(1)}, folder / "model.safetensors")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "no folder .*run the demo from a clone of the repository"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json cannot be read"),
+    "half a config": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON object"),
+    "a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is no JSON object"),
+    "a key missing": (remove_key, "config.json has no 'rms_norm_eps'"),
+    "another model": (lambda f: damage_json(f, model_type="gpt2"), "model_type 'gpt2'. Allowed: 'llama'"),
+    "with bias": (lambda f: damage_json(f, attention_bias=True), "attention_bias True"),
+    "another vocabulary": (lambda f: damage_json(f, vocab_size=300), "vocabulary of 300"),
+    "another size": (lambda f: damage_json(f, hidden_size=128), "weights do not fit config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights in"),
+    "cut weights": (truncate, "model.safetensors cannot be read"),
+    "a weight missing": (drop_a_weight, "weights do not fit config.json .*layers.3.self_attn.v_proj"),
+    "a weight too many": (add_a_weight, "'extra'. left over"),
+    "no held-out text": (lambda f: (f / "heldout.txt").unlink(), "heldout.txt cannot be read"),
+    "empty text": (lambda f: (f / "heldout.txt").write_text("\n"), "heldout.txt is empty"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_model(copy: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    damage, message = DAMAGES[name]
+    damage(copy)
+    arguments = quick_arguments("--device", "cpu", "--model", str(copy))
+    with pytest.raises(DemoError, match=message):
+        demo.run(demo.read_setting(demo._parser().parse_args(arguments)))
+    assert demo.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("vattn demo: ")
+    assert "Traceback" not in printed.err
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "--device tpu"),
+        (["--device", "cuda:99"], "--device cuda:99, which is not here"),
+        (["--backend", "FASTEST"], "'FASTEST'. Allowed: auto, TORCH_SDPA"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--max-new-tokens", "2000"], "2048 bytes together"),
+        (["--temperature", "-1"], "temperature >= 0"),
+        (["--prompts", "no/such/file"], "no/such/file cannot be read"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--quick", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("def f():\\n\\treturn\n\nimport \n", encoding="utf-8")
+    options = demo._parser().parse_args(["--prompts", str(file), "--quick", "--device", "cpu"])
+    assert demo.read_setting(options).prompts == [b"def f():\n\treturn", b"import "]
+
+
+def test_plant_outliers_touches_what_it_says() -> None:
+    config, tensors = read_checkpoint(FOLDER)
+    planted = plant_outliers(tensors, config, key_exponent=3, value_exponent=5)
+    changed = {name for name in tensors if not torch.equal(tensors[name], planted[name])}
+    assert changed == {
+        f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(config.num_layers) for part in "qkvo"
+    }
+    ratio = (
+        planted["model.layers.0.self_attn.k_proj.weight"].float() / tensors["model.layers.0.self_attn.k_proj.weight"]
+    )
+    rows = ratio.nanmean(1)
+    assert rows.unique().tolist() == [1.0, 8.0]
+    assert int((rows == 8).sum()) == 2 * 2 * config.num_kv_heads, "two channels of two pairs in every KV head"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_elsewhere() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, drawn in ((Terminal(), 3), (io.StringIO(), 1)):
+        with Progress("work", total=2, unit="steps", stream=stream) as bar:
+            bar.advance()
+            bar.advance()
+        assert stream.getvalue().count("work [") == drawn
+        assert "2/2 steps" in stream.getvalue()
+
+
+def test_bytes_that_are_no_text_are_shown_escaped() -> None:
+    assert quoted(b"a\x1b", b"\xff\tb") == "    a\\x1b>>>\\xff\\tb"
+
+
+def test_steps_of_a_measurement_are_counted_right(heldout: bytes) -> None:
+    model, storage = build(quality.blocks_needed(16))
+    steps = iter(range(1000))
+    for length in (1, 129, 1025):
+        before = next(steps)
+        quality.bits_per_byte(model, storage, heldout[:length], progress=lambda: next(steps) and None)
+        assert next(steps) - before - 1 == quality.num_steps(length)

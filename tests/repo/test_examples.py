@@ -1,0 +1,176 @@
+"""Every example runs on this machine as a user would run it, and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+
+
+def run(name: str, *arguments: str) -> str:
+    """Run an example in a fresh process and return what it printed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # The tests run Triton in its interpreter; a user does not.
+    env.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / name, *arguments], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_decode_by_hand() -> None:
+    distances = re.findall(r"relative distance to dense attention (\S+)", run("01_paged_decode_by_hand.py"))
+    assert len(distances) == 2
+    assert all(float(distance) < 1e-5 for distance in distances)
+
+
+def test_fullgraph_compile() -> None:
+    printed = run("02_fullgraph_compile.py")
+    assert "graphs compiled: 1\n" in printed
+    assert printed.count("eager and compiled differ by") == 4
+
+
+def test_cuda_graph() -> None:
+    printed = run("03_cuda_graph_changing_lengths.py")
+    assert printed.count("differs by") == 6
+    expected = "2 CUDA graphs in one memory pool" if torch.cuda.is_available() else "no CUDA graphs: device cpu"
+    assert expected in printed
+
+
+def test_multi_step_decode() -> None:
+    printed = run("09_multi_step_decode.py")
+    assert "tokens equal those of 8 steps built on the host" in printed
+    assert "lengths on the device: [48, 15, 30, 0]" in printed
+
+
+def test_context_parallel() -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    printed = run("16_context_parallel.py")
+    distances = re.findall(r"relative distance to one rank (\S+)", printed)
+    assert len(distances) == 8 and all(float(distance) < 1e-5 for distance in distances)
+    assert "rank 0: holds 28 of 55 tokens" in printed and "rank 1: holds 27 of 55 tokens" in printed
+    assert printed.count("ranks disagree: seq_lens of rank 1") == 2
+
+
+def test_continuous_batching() -> None:
+    printed = run("04_continuous_batching.py")
+    finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]
+    assert sorted(finished) == [0, 1, 2, 3, 4]
+    assert "3 prefilling, 0 decoding, 2 waiting" in printed
+    assert "1 prefilling, 2 decoding, 2 waiting" in printed, "a long prompt is prefilled beside decodes"
+
+
+def test_sentence_embeddings() -> None:
+    printed = run("05_sentence_embeddings.py")
+    assert printed.count("alone and packed differ by") == 4
+    assert "139 rows, where padding would make 336" in printed
+    assert "graphs compiled: 1\n" in printed
+
+
+def test_vision_tower_in_fp8() -> None:
+    printed = run("06_vision_tower_fp8.py")
+    assert "fp8=dynamic" in printed and "fp8=static" in printed
+    assert "too early to save: 3 of 3 layers have seen fewer than 16 steps" in printed
+    errors = [float(number) for number in re.findall(r"differs from bf16 by (\S+)%", printed)]
+    assert len(errors) == 3 and all(0.1 < error < 5 for error in errors)
+
+
+def test_whisper_like_decoding() -> None:
+    printed = run("07_whisper_like_decoding.py")
+    assert "step  3: 1 encoders run, 3 requests, 5 rows" in printed, "a first step beside later ones"
+    assert "0 of 24 tokens differ from dense attention" in printed
+    assert "graphs compiled: 3\n" in printed, "with encoder states, without, and a single row"
+
+
+def test_speculative_tree() -> None:
+    printed = run("10_speculative_tree.py")
+    assert printed.count("equal to greedy decoding: True") == 3
+    plain, trees = map(int, re.search(r"(\d+) steps of one token a request, (\d+) with trees", printed).groups())
+    assert plain == 64 and trees < plain * 0.75
+
+
+def test_hugging_face_model() -> None:
+    pytest.importorskip("transformers")
+    printed = run("14_hugging_face_model.py")
+    assert "all layers" in printed and printed.count("-" * 40) == 4
+    assert "def add(a, b):" in printed and "tokens in" in printed
+
+
+def test_fp8_end_to_end() -> None:
+    pytest.importorskip("transformers")
+    printed = run("17_fp8_end_to_end.py")
+    assert "all layers" in printed and "linear layers: 56 fp8_static, 1 left: the head" in printed
+    assert printed.count("attention 1/1: fused, writes fp8_static; query FP8") == 1, "layers share one graph"
+    assert abs(float(re.search(r"in FP8 \S+ \((\S+)%\)", printed)[1])) < 2
+    same, of = map(int, re.search(r"as it was: (\d+) of (\d+)", printed).groups())
+    assert of == 72 and same > 24, "what is rounded otherwise may choose another token, and then another text"
+
+
+def test_prompt_lookup() -> None:
+    pytest.importorskip("transformers")
+    printed = run("18_prompt_lookup.py")
+    assert printed.count("equal to greedy decoding: True") == 3
+    plain, guessed = map(int, re.search(r"(\d+) steps without guesses, (\d+) with", printed).groups())
+    assert plain == 96 and guessed < plain * 0.8
+    right, guesses = map(int, re.search(r"(\d+) of (\d+) guesses were right", printed).groups())
+    assert 0 < right <= guesses
+
+
+def test_differential_attention() -> None:
+    printed = run("11_differential_attention.py", "2")
+    assert "0 of 144 tokens differ from the written-out formula" in printed
+
+
+@pytest.mark.slow
+def test_differential_attention_after_a_minute_of_training() -> None:
+    printed = run("11_differential_attention.py")
+    assert "0 of 144 tokens differ from the written-out formula" in printed
+    assert float(re.search(r"loss (\S+),", printed)[1]) < 2.5
+
+
+def test_latent_attention() -> None:
+    printed = run("13_latent_attention.py")
+    assert "80 values a token in the cache instead of 640" in printed
+    distances = re.findall(r"relative distance to the formula (\S+)", printed)
+    assert len(distances) == 5 and all(float(distance) < 1e-5 for distance in distances)
+
+
+def test_all_examples_are_tested_and_short() -> None:
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert EXAMPLES
+    for name in EXAMPLES:
+        assert f'"{name}"' in source
+        lines = len((ROOT / "examples" / name).read_text().splitlines())
+        assert lines <= (45 if name.startswith("01") else 120), f"{name} has {lines} lines"
+        assert f"[{name}]({name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_says_what_it_shows(name: str) -> None:
+    assert (ROOT / "examples" / name).read_text().startswith('"""')
+
+
+def test_offload_prefix() -> None:
+    printed = run("08_offload_prefix.py")
+    assert printed.count("33 blocks computed and saved") == 2
+    assert printed.count("33 blocks loaded") == 7
+    assert printed.count("equal bits every time: True") == 3
+
+
+def test_a_kv_format_of_your_own() -> None:
+    name = "12_a_kv_format_of_your_own.py"
+    printed = run(name)
+    assert "two_bits NHD, 2 KV heads of 64" in printed
+    assert re.search(r"36 bytes a token and head on \S+, output \(50, 512\)", printed)
+    # All of it, blank lines and comments included.
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 80

@@ -1,0 +1,107 @@
+"""`python -m vattn explain` takes any request: an option for every field, or the string that explain itself writes."""
+
+import argparse
+import dataclasses
+import random
+
+import pytest
+
+import vattn
+from tests.conformance.requests import draw_request
+from tests.layers.mla_support import make_mla_config
+from vattn import errors
+from vattn.__main__ import main
+from vattn.cli import explain as explain_request
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+
+
+def test_every_field_of_a_request_has_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    explain_request.add_arguments(parser)
+    options = {action.dest for action in parser._actions}
+    assert {field.name for field in dataclasses.fields(AttentionConfig)} <= options
+
+
+def test_a_request_as_a_string(capsys) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        text = draw_request(rng, "TORCH_SDPA").config.replace(backend="auto").encode()
+        main(["explain", text, "--device", "cpu"])
+        assert capsys.readouterr().out.startswith(f"request: {text}\n")
+
+
+def test_latent_attention_as_a_string(capsys) -> None:
+    text = make_mla_config(backend="auto").encode()
+    assert main(["explain", text, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(f"request: {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--head-pairs", "odd", "--head-size", "64"], 0, "head_size_v=128"),
+        (["--scale", "0.5"], 0, "scale=0.5"),
+        (["--output-format", "fp8_per_token", "--output-min-scale", "0.25"], 0, "output_min_scale=0.25"),
+        (["--head-size", "12"], 1, "chosen : none"),
+        (["vattn1 num_heads=2"], 2, "config string"),
+        (["--query-scale", "head"], 2, "--query-scale head without a --query-format"),
+        (["--query-scale", "head", "--query-format", "fp8_e4m3", "--kv-cache-dtype", "fp8"], 0, "query_scale=head"),
+        (["--kv-scale", "head"], 2, "--kv-scale head without"),
+        (["--kv-scale", "head", "--kv-cache-dtype", "int8_per_token_head"], 2, "--kv-scale head without"),
+        (["--kv-scale", "head", "--kv-cache-dtype", "fp8"], 0, "kv_scale=head"),
+        (["--context-only", "--output-format", "fp8_static"], 0, "layers refuse it"),
+        (["--context-only", "--batch-invariant"], 0, "layers refuse it"),
+        (["--alibi", "sqrt", "--causality", "bidirectional"], 2, "alibi='sqrt'"),
+        (["vattn9 num_heads=2"], 2, "vattn9"),
+    ],
+)
+def test_answers(arguments, status, text, capsys) -> None:
+    assert main(["explain", *arguments, "--device", "cpu"]) == status
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
+
+
+def test_what_exact_prefill_takes_has_no_note(capsys) -> None:
+    assert main(["explain", "--context-only", "--kv-cache-dtype", "nvfp4", "--device", "cpu"]) == 0
+    assert "layers refuse" not in capsys.readouterr().out
+
+
+def test_a_string_and_options_are_refused_together(capsys) -> None:
+    request = AttentionConfig(8, 2, 64, 64, 0.125, "float32", "float32").encode()
+    assert main(["explain", request, "--sinks", "--device", "cpu"]) == 2
+    assert "--sinks" in capsys.readouterr().err
+    assert main(["explain", request, "--backend", "TORCH_SDPA", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("name", ["sm_999", "sm_9", "sm_91", "sm90", "sm_90a", "sm_"])
+def test_architectures_that_there_are_not_are_refused(name, capsys) -> None:
+    assert main(["explain", "--device", name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"vattn: device '{name}'") and "sm_86" in told and "sm_90" in told
+    assert main(["explain", "--device", "sm_120"]) < 2
+
+
+def test_the_version_is_told(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"vattn {vattn.__version__}\n"
+
+
+def test_gpus_elsewhere_are_told_by_their_architectures_in_python_too(capsys: pytest.CaptureFixture[str]) -> None:
+    request = AttentionConfig(8, 2, 64, 64, 0.125, "bfloat16", "bfloat16")
+    for name, capability in (("sm_90", (9, 0)), ("sm_120", (12, 0))):
+        explanation = vattn.explain(request, name)
+        assert explanation.device == DeviceInfo("cuda", capability, "GPU") and explanation.chosen
+        main(["explain", request.encode(), "--device", name])
+        assert capsys.readouterr().out == f"{explanation}\n"
+    with pytest.raises(errors.DeviceError, match=r"sm_91.*sm_90"):
+        vattn.explain(request, "sm_91")
+
+
+def test_a_string_without_its_head_says_which_one_it_begins_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "num_heads=32 head_size=128", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "put vattn1 in front of the fields: 'vattn1 num_heads=32 ...'" in told and "export again" not in told
+    with pytest.raises(errors.ConfigError, match=r"export again with this version"):
+        AttentionConfig.parse("vattn0 num_heads=32")

@@ -1,0 +1,313 @@
+"""FLASH_ATTN: attention by a FlashAttention library, the newest that is found; the cache is written by our own kernel.
+
+A binary promises less than our kernels: values in memory that no request owns must be finite, block ids that name no
+block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8 it rounds
+the weights of the values to e4m3 too, which costs up to 2^-4 of a result. It has no quantised output, no ALiBi, no tree
+and no chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vattn.backends.base import Backend, Capabilities, Package
+from vattn.backends.external_rows import TritonCacheUpdate, put_right, rows_that_ask
+from vattn.backends.flash_attn import plan as planning
+from vattn.backends.flash_attn.calls import has_schedule, run_flash
+from vattn.backends.flash_attn.capabilities import HEAD_SIZES, capabilities_of
+from vattn.backends.flash_attn.libraries import (
+    LIBRARY_VARIABLE,
+    PACKAGES,
+    FlashCall,
+    FlashLibrary,
+    find_library,
+    library_digest,
+    library_error,
+    passed_over,
+)
+from vattn.cache.copies import BlockMapping, copy_blocks, swap_blocks
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.host_integers import integer, read_count
+from vattn.errors import CacheError
+from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
+from vattn.quantization.formats import dtype_name
+
+_TRITON = Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton")
+
+
+class _OneLibrary(Backend):
+    """The backend on one library: what it refuses."""
+
+    name = "FLASH_ATTN"
+
+    def __init__(self, library: FlashLibrary | None, capability: tuple[int, int]) -> None:
+        self.capabilities = capabilities_of(library, capability)
+
+
+class FlashAttentionBackend(TritonCacheUpdate, Backend):
+    """Run what the FlashAttention library that was found can run."""
+
+    name = "FLASH_ATTN"
+
+    @property
+    def library(self) -> FlashLibrary | None:
+        """The library that runs the calls on this process's GPU, `None` if there is none."""
+        return find_library(_current_capability())
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """What the library that was found can do; without one, what FlashAttention-3 could."""
+        return capabilities_of(self.library, _current_capability())
+
+    def problem(self) -> str | None:
+        """Return why no FlashAttention library can be used, `None` if one can."""
+        return self._problem(self.library)
+
+    def running(self) -> tuple[str, str] | None:
+        """Return the library and its version; one given by path is known by its digest."""
+        library = self.library
+        if library is None:
+            return None
+        if library.name == "torch varlen_attn":
+            return "torch", library.version
+        return library.module or "FlashAttention-3 library", library.version if library.module else library_digest()
+
+    def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return why this backend refuses a request, naming the library that it runs on."""
+        problem = self._problem(_library_on(device))
+        return ([] if problem is None else [problem]) + self.limits(config, device)
+
+    def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return what the library for a device refuses; for none, what FlashAttention-3 would."""
+        library, found = _library_on(device), []
+        if library is not None and not library.paged and config.block_size:
+            found.append(
+                "a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path), or activate an implementation "
+                "that pages: torch.nn.attention.activate_flash_attention_impl('FA3'), with torch 2.12 or newer"
+            )
+        if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
+            found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
+        found += _OneLibrary(library, device.capability).reasons(config, device)
+        return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
+
+    def notes(self, config: AttentionConfig) -> list[str]:
+        """Say which library runs it, and why installed ones do not."""
+        found = [f"runs on {self.library}"] + [f"passed over: {reason}" for reason in passed_over()]
+        if config.batch_invariant:
+            return [*found, "sequences are not cut into parts"]
+        return found
+
+    def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of the schedule; `()` for libraries that take none, and under batch invariance."""
+        if not has_schedule(self.library) or config.batch_invariant or not config.block_size:
+            return ()
+        return planning.plan_shape(config, num_tokens)
+
+    def plan_key(self, config: AttentionConfig) -> str:
+        """Return what two layers must have in common to share one schedule."""
+        return planning.plan_key(self.name, config)
+
+    def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
+        """Fill the schedule: the library's own, and the rows of a decode as requests."""
+        planning.fill_plan(args, config, _window(config))
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`."""
+        if self._has_nothing_to_read(args, args.seq_lens, args.kv_cache, config):
+            return
+        library = self._library_of(args.query)
+        key, value = key_value_views(args.kv_cache, config)
+        call = planning.paged_call(_call(args, config, key, value), args, config, has_schedule(library))
+        self._run(library, call, args, args.seq_lens, config)
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`."""
+        lengths = args.kv_start_loc.diff()
+        if self._has_nothing_to_read(args, lengths, args.key, config):
+            return
+        call = _call(args, config, args.key, args.value)._replace(
+            kv_start_loc=args.kv_start_loc,
+            max_seq_len=args.key.shape[0],
+            num_splits=1 if config.batch_invariant else 0,
+        )
+        self._run(self._library_of(args.query), call, args, lengths, config)
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Return the head sizes that every FlashAttention has."""
+        return list(HEAD_SIZES)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, int, int, int, int]:
+        """Return `(2, num_blocks, block_size, num_kv_heads, head_size)`, the shape of a layer's cache.
+
+        Raises:
+            CacheError: a block size that is no multiple of 16, or sizes that are no positive integers.
+
+        Example:
+            >>> from vattn.backends.flash_attn.backend import FlashAttentionBackend
+            >>> FlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 128)
+            (2, 100, 16, 8, 128)
+        """
+        size = integer(block_size)
+        if size is None or size < 1 or size % 16:
+            raise CacheError(f"block_size {block_size!r:.40}: Block size must be a multiple of 16.", "16, 32", "use 16")
+        blocks, heads, width = (
+            read_count(name, count, 1, "pass the size of the cache", CacheError)
+            for name, count in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_size", head_size))
+        )
+        return 2, blocks, size, heads, width
+
+    @staticmethod
+    def swap_blocks(source: Tensor, destination: Tensor, source_to_destination: BlockMapping) -> None:
+        """Copy blocks, keys and values, from one storage to another: `vattn.swap_blocks` of plain storages.
+
+        Args:
+            source, destination: `[2, num_blocks, block_size, num_kv_heads, head_size]`, on the same device or not.
+            source_to_destination: pairs `(source block, destination block)`, or int64 `[n, 2]`.
+
+        Raises:
+            CacheError: another shape or dtype, an id out of range, or a destination named twice; nothing is copied.
+        """
+        swap_blocks(source, destination, source_to_destination, _geometry(source))
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[Tensor], source_to_destinations: BlockMapping) -> None:
+        """Copy blocks inside of every layer's storage: `vattn.copy_blocks`."""
+        copy_blocks(kv_caches, source_to_destinations)
+
+    def _problem(self, library: FlashLibrary | None) -> str | None:
+        if library is not None:
+            return _TRITON.problem()
+        if library_error():
+            return library_error()
+        extras = " or ".join(f"pip install 'vattn[{package.extra}]'" for package in PACKAGES if package.extra)
+        return "; ".join(
+            [
+                "no FlashAttention library was found (vattn.load_flash_attn(path), or the path in the environment "
+                f"variable {LIBRARY_VARIABLE}; {extras}; torch's own needs a CUDA build of torch)",
+                *passed_over(),
+            ]
+        )
+
+    @staticmethod
+    def _library_of(query: Tensor) -> FlashLibrary:
+        library = find_library(_capability_of(query.device))
+        assert library is not None  # `reasons` refused the call otherwise
+        return library
+
+    @staticmethod
+    def _has_nothing_to_read(
+        args: AttentionArgs | VarlenAttentionArgs, lengths: Tensor, keys: Tensor, config: AttentionConfig
+    ) -> bool:
+        """Write the result of a call without rows or without any key, where the library must not be called."""
+        if args.query.shape[0] and keys.numel():
+            return False
+        args.output.zero_()
+        if args.lse is not None:
+            asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
+            empty = torch.full_like(args.lse, float("-inf"))
+            args.lse.copy_(empty if args.sinks is None else torch.where(asked, args.sinks.float(), empty))
+        return True
+
+    @staticmethod
+    def _run(
+        library: FlashLibrary,
+        call: FlashCall,
+        args: AttentionArgs | VarlenAttentionArgs,
+        lengths: Tensor,
+        config: AttentionConfig,
+    ) -> None:
+        if config.query_format != "none":
+            num_reqs = call.query_start_loc.shape[0] - 1
+            scales = (args.q_scale, args.k_scale, args.v_scale)
+            call = call._replace(descales=_descales(scales, num_reqs, config.num_kv_heads))
+        found = run_flash(library, call, args.output).transpose(0, 1)
+        # Without a visible key a library gives an infinity of either sign, or with a sink the sink beside zeros.
+        all_ask = config.causality == "causal" or config.attn_type == "encoder_decoder"
+        if all_ask and args.output.is_cuda:
+            from vattn.kernels.triton.attention.external_rows import finish_rows
+
+            finish_rows(args.output, args.lse, found, args.query_start_loc)
+            return
+        asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
+        put_right(args.output, args.lse, found, asked & ~found.isinf())
+
+
+def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, key: Tensor, value: Tensor) -> FlashCall:
+    """Return a call without keys' lengths; its bound is that of any query.
+
+    The libraries find the largest score before they scale: a scale that turns the order round is the query's.
+    """
+    return FlashCall(
+        query=_turned(args.query, config.scale),
+        key=key,
+        value=value,
+        query_start_loc=args.query_start_loc,
+        kv_start_loc=None,
+        seq_lens=None,
+        block_table=None,
+        max_query_len=args.query.shape[0],
+        max_seq_len=0,
+        scale=abs(config.scale) or 1.0,
+        causal=config.causality == "causal",
+        window=_window(config),
+        soft_cap=config.logits_soft_cap or 0.0,
+        sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
+        descales=None,
+    )
+
+
+def _turned(query: Tensor, scale: float) -> Tensor:
+    """Return the query that has the same scores under a positive scale: negated, or zeros for a scale of zero."""
+    if scale > 0:
+        return query
+    if query.dtype != torch.float8_e4m3fn:
+        return -query if scale else torch.zeros_like(query)
+    codes = query.view(torch.uint8)
+    return (codes ^ 0x80 if scale else torch.zeros_like(codes)).view(query.dtype)
+
+
+def _window(config: AttentionConfig) -> tuple[int, int]:
+    reach = -1 if config.sliding_window is None else config.sliding_window - 1
+    return reach, 0 if config.causality == "causal" and reach >= 0 else reach
+
+
+def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    given = (scale for scale in scales if scale is not None)
+    query, key, value = (scale.expand(num_kv_heads).expand(num_reqs, num_kv_heads) for scale in given)
+    return query, key, value
+
+
+def _library_on(device: DeviceInfo) -> FlashLibrary | None:
+    return find_library(device.capability if device.type == "cuda" else None)
+
+
+def _capability_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _current_capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _geometry(storage: Tensor) -> AttentionConfig:
+    if not isinstance(storage, Tensor) or storage.dim() != 5 or storage.shape[0] != 2:
+        raise CacheError(
+            f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
+            "[2, num_blocks, block_size, num_kv_heads, head_size]",
+            "vattn.swap_blocks takes storages of every format with their spec",
+        )
+    block_size, heads, width = storage.shape[2:]
+    name, scale = dtype_name(storage.dtype), "none"
+    stored = name
+    if storage.dtype == torch.uint8:
+        name, stored, scale = "bfloat16", "fp8_e4m3", "tensor"
+    return AttentionConfig(heads, heads, width, width, 1.0, name, stored, block_size, kv_scale=scale)

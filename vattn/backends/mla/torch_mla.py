@@ -1,0 +1,248 @@
+"""TORCH_MLA: latent attention in plain torch, on every device; the CPU default.
+
+Short requests are absorbed: their queries are projected into the latent space, and the rows of the cache serve as keys
+and values of all heads. Longer ones have keys and values of every head expanded, chunk by chunk through a workspace of
+bounded size, and the parts are merged by their log-sum-exp. Everything is computed in fp32, whatever autocast says.
+
+Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from vattn.backends.base import refuse_capture
+from vattn.backends.mla.base import MLABackend, MLACapabilities
+from vattn.cache.mla_layout import row_view
+from vattn.config.device import Sizes
+from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.reference.attention import held_lengths
+from vattn.ops.reference.mla import visible_keys
+from vattn.ops.reference.mla_absorb import quantised_query
+from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_TOKENS, elements_per_token, workspace_tokens
+from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
+from vattn.quantization.codecs import quantise_output
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
+
+_SCORES_PER_CHUNK = 1 << 22
+"""Scores held at once (16 MiB in fp32)."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the host knows of one request: its rows of the query, its keys, and how many of them this rank holds."""
+
+    index: int
+    first_row: int
+    query_len: int
+    seq_len: int
+    held: int
+
+
+class TorchMLABackend(MLABackend):
+    """Run every latent attention with torch alone."""
+
+    name = "TORCH_MLA"
+    capabilities = MLACapabilities(
+        devices=("cpu", "cuda"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(MLA_FORMATS),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder",),
+        head_sizes=Sizes(1, 2, 1 << 16),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset({"lse", "sparse", "context_parallel", "mixed_cache"}),
+        weight_formats=WEIGHT_FORMATS,
+        output_variants=True,
+        cuda_graphs="never",
+    )
+
+    def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_attention`."""
+        refuse_capture(args.query, self.name, "it reads lengths on the host")
+        result = args.query.new_zeros(
+            (args.query.shape[0], config.num_heads, config.v_head_dim), dtype=MODEL_DTYPES[config.dtype]
+        )
+        if args.lse is not None:
+            args.lse.fill_(-torch.inf)
+        # Autocast would round the fp32 math to a narrower dtype.
+        with torch.autocast(args.query.device.type, enabled=False):
+            _attend_all(args, config, result)
+        quantise_output(
+            result,
+            config.output_format,
+            args.output,
+            args.output_block_scale,
+            args.output_scale,
+            config.output_arithmetic,
+            config.output_min_scale,
+        )
+
+    def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
+        """Return the bytes of one chunk of keys and values, in fp32, and of the result before it is quantised."""
+        tokens = max(DEFAULT_WORKSPACE_TOKENS, config.block_size) if workspace_tokens is None else workspace_tokens
+        result = num_tokens * config.num_heads * config.v_head_dim * MODEL_DTYPES[config.dtype].itemsize
+        return 4 * tokens * elements_per_token(config) + result
+
+    def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_kv_cache_update`, without a sync. Of two tokens with one slot either may win."""
+        rows = row_view(args.kv_cache, config)
+        num_slots = rows.shape[0] * config.block_size
+        if num_slots == 0 or args.slot_mapping.numel() == 0:
+            return
+        slots = args.slot_mapping
+        valid = (slots >= 0) & (slots < num_slots)
+        # A dropped token repeats the first valid one, so every write to a slot carries the same bytes and none races.
+        # Without a valid token all of them write slot 0's own content back.
+        token = torch.arange(slots.numel(), device=slots.device)
+        token = torch.where(valid, token, valid.to(torch.uint8).argmax())
+        slot = torch.where(valid, slots, 0)[token]
+        index = (slot // config.block_size, slot % config.block_size)
+        stored = encode_rows(args.kv_c, args.k_pe, config.kv_cache_dtype, args.k_scale)
+        rows[index] = torch.where(valid.any(), stored[token], rows[index])
+
+
+def _attend_all(args: MLAAttentionArgs, config: MLAConfig, result: Tensor) -> None:
+    """Attend every request; rows that belong to none keep their zeros."""
+    weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, torch.float32)
+    chunk = workspace_tokens(args.workspace, config, DEFAULT_WORKSPACE_TOKENS)
+    for request in _requests(args, config):
+        rows = slice(request.first_row, request.first_row + request.query_len)
+        query = args.query[rows].float()
+        absorbed = request.query_len <= config.decode_threshold
+        attend = _attend_absorbed if absorbed else _attend_expanded
+        out, lse = attend(query, args, request, weight, chunk, config)
+        result[rows] = out.to(result.dtype)
+        if args.lse is not None:
+            args.lse[rows] = lse
+
+
+def _requests(args: MLAAttentionArgs, config: MLAConfig) -> Iterator[_Request]:
+    """Yield the requests that have query rows."""
+    lengths = args.seq_lens.tolist()
+    held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+    for index, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
+        if end > start:
+            yield _Request(index, start, end - start, max(0, lengths[index]), held[index])
+
+
+@dataclass
+class _Merged:
+    """A result that parts are merged into: `[q, N, X]` weighed by `exp(score - peak)`, and the sums of the weights."""
+
+    values: Tensor
+    peak: Tensor
+    total: Tensor
+
+    @staticmethod
+    def empty(query: Tensor, columns: int) -> _Merged:
+        rows, heads = query.shape[:2]
+        return _Merged(
+            query.new_zeros((rows, heads, columns)),
+            query.new_full((rows, heads), -torch.inf),
+            query.new_zeros((rows, heads)),
+        )
+
+    def rescale(self, peak: Tensor) -> Tensor:
+        """Raise the peak; return `[q, N]` to subtract from scores."""
+        new = torch.maximum(self.peak, peak)
+        reference = new.masked_fill(new == -torch.inf, 0.0)
+        decay = torch.exp(self.peak - reference)
+        self.values *= decay.unsqueeze(-1)
+        self.total *= decay
+        self.peak = new
+        return reference
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return `[q, N, X]`, zero for rows that saw nothing, and LSE `[q, N]`."""
+        out = self.values / self.total.masked_fill(self.total == 0, 1.0).unsqueeze(-1)
+        return out, self.peak + torch.log(self.total)
+
+
+def _attend_absorbed(
+    query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
+) -> tuple[Tensor, Tensor]:
+    """Return `[q, N, V]` and LSE of a request whose heads all read the cached rows as they are."""
+    w_uk, w_uv = key_and_value_weights(weight, config)
+    nope, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+    absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rope), dim=-1)
+    if args.q_scale is not None:
+        absorbed = quantised_query(absorbed, args.q_scale, config).float() * args.q_scale
+    merged = _Merged.empty(query, config.kv_lora_rank)
+    step = max(1, min(chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
+    for latent, rotated, visible in _keys(args, request, step, config):
+        scores = torch.einsum("qnd,sd->qns", absorbed, torch.cat((latent, rotated), -1)) * config.scale
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        weights = torch.exp(scores - merged.rescale(scores.amax(-1)).unsqueeze(-1))
+        merged.values += weights @ latent
+        merged.total += weights.sum(-1)
+    latent_out, lse = merged.finish()
+    return torch.einsum("qnl,nlv->qnv", latent_out, w_uv), lse
+
+
+def _attend_expanded(
+    query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
+) -> tuple[Tensor, Tensor]:
+    """Return `[q, N, V]` and LSE of a request, from keys and values of every head of one chunk at a time."""
+    nope, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+    merged = _Merged.empty(query, config.v_head_dim)
+    for latent, rotated, visible in _keys(args, request, chunk, config):
+        expanded = torch.einsum("sl,nxl->nsx", latent, weight)
+        key, value = expanded.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
+        step = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
+        parts = [
+            _attend_rows(nope[at : at + step], rope[at : at + step], key, rotated, value, seen, config)
+            for at, seen in ((at, visible[at : at + step]) for at in range(0, len(query), step))
+        ]
+        peak, total, values = (torch.cat(part) for part in zip(*parts, strict=True))
+        reference = merged.rescale(peak)
+        decay = torch.exp(peak - reference)
+        merged.values += values * decay.unsqueeze(-1)
+        merged.total += total * decay
+    return merged.finish()
+
+
+def _attend_rows(
+    nope: Tensor, rope: Tensor, key: Tensor, rotated: Tensor, value: Tensor, visible: Tensor, config: MLAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return peak `[q, N]`, sum of weights `[q, N]` and weighed values `[q, N, V]` of some rows and keys."""
+    scores = torch.einsum("qnp,nsp->qns", nope, key) + torch.einsum("qnr,sr->qns", rope, rotated)
+    scores = (scores * config.scale).masked_fill(~visible[:, None], -torch.inf)
+    peak = scores.amax(-1)
+    weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0).unsqueeze(-1))
+    return peak, weights.sum(-1), torch.einsum("qns,nsv->qnv", weights, value)
+
+
+def _keys(
+    args: MLAAttentionArgs, request: _Request, step: int, config: MLAConfig
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield fp32 latents and rotated keys of each chunk of keys that are held, and which row sees which of them."""
+    rows, size, stripe = row_view(args.kv_cache, config), config.block_size, config.stripe
+    num_keys = min(request.held, args.block_table.shape[1] * size)
+    if not num_keys:
+        return
+    start, device = request.first_row, args.query.device
+    topk = None if args.topk_indices is None else args.topk_indices[start : start + request.query_len]
+    if topk is not None and stripe is not None:
+        topk = stripe.local_indices(topk)
+    for first in range(0, num_keys, step):
+        end = min(first + step, num_keys)
+        position = torch.arange(first, end, device=device)
+        blocks = args.block_table[request.index, position // size].long()
+        known = (blocks >= 0) & (blocks < rows.shape[0])
+        visible = visible_keys(request.query_len, request.seq_len, topk, device, first, end, stripe) & known
+        stored = rows[torch.where(known, blocks, 0), position % size]
+        latent, rotated = decode_rows(
+            stored, config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim, args.k_scale
+        )
+        # Rows that nothing sees may be garbage: zero times NaN would still be NaN.
+        unseen = ~visible.any(0)[:, None]
+        yield latent.masked_fill(unseen, 0), rotated.masked_fill(unseen, 0), visible

@@ -1,0 +1,84 @@
+"""TRITON_MLA: latent attention in Triton kernels, on CUDA and in Triton's interpreter.
+
+Every row is absorbed. Nothing is read from the device and grids come from shapes, so any call can be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vattn.backends.base import Package
+from vattn.backends.mla.base import MLABackend, MLACapabilities, TritonMLAUpdate
+from vattn.config.device import Sizes
+from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
+from vattn.ops.arguments import PlanArgs
+from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.quantization.mla_formats import MLA_FORMATS
+
+
+class TritonMLABackend(TritonMLAUpdate, MLABackend):
+    """Run latent attention in the latent space, in a few launches."""
+
+    name = "TRITON_MLA"
+    capabilities = MLACapabilities(
+        devices=("cuda", "interpreter"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(MLA_FORMATS),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder",),
+        head_sizes=Sizes(1, 2, 640),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset({"lse", "sparse", "context_parallel"}),
+        # FP8 is decoded and encoded in software where the hardware has none.
+        minimum_capability=(8, 0),
+        package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
+        latent_sizes=Sizes(1, 1, 512),
+        rope_sizes=Sizes(1, 1, 128),
+        weight_formats=WEIGHT_FORMATS,
+        output_variants=True,
+        cuda_graphs="full",
+    )
+
+    def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
+        """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""
+        from vattn.kernels.triton.mla import plan_layout as mla_plan
+
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return mla_plan.plan_shape(config, num_tokens, num_reqs, device)
+
+    def plan_key(self, config: Any) -> str:
+        """Return what two layers must have in common to share one plan."""
+        from vattn.kernels.triton.mla import plan_layout as mla_plan
+
+        return f"{self.name} {mla_plan.plan_key(config)}"
+
+    def plan(self, args: PlanArgs, config: Any) -> None:
+        """Fill a step's plan."""
+        from vattn.kernels.triton.mla import plan_layout as mla_plan
+
+        mla_plan.plan(args, config)
+
+    def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
+        """Return the bytes of rows in the latent space, of the workspace, and of sums that go from chunk to chunk."""
+        from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token
+
+        row = elements_per_token(config) * MODEL_DTYPES[config.dtype].itemsize
+        tokens = workspace_tokens or max(DEFAULT_WORKSPACE_BYTES // row, config.block_size)
+        sums = 4 * num_tokens * config.num_heads * (config.v_head_dim + 2)
+        return super().scratch_bytes(config, num_tokens, None) + tokens * row + sums
+
+    def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
+        """Run `vattn::mla_attention`."""
+        from vattn.kernels.triton.mla.launch import attend
+
+        if config.context_parallel:
+            from vattn.kernels.triton.attention.dcp_rows import latent_rows
+
+            args, config = latent_rows(args, config)
+        attend(args, config)

@@ -1,0 +1,324 @@
+"""TORCH_SDPA: paged attention in plain torch, on every device; the CPU default.
+
+Keys and values are gathered through the block table and decoded; those of rotated formats stay rotated, for the query
+and the result are turned instead (`vattn.quantization.packed.hadamard`). Plain requests (causal or bidirectional, maybe
+with a window) go through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks
+of query rows. All other features are math written out, in chunks too, so that memory stays bounded. Everything is
+computed in fp32, as precisely as `torch.set_float32_matmul_precision` asks (by default exactly), whatever autocast
+says.
+
+Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, refuse_capture
+from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks, visible_keys, written_out
+from vattn.cache.layout import PackedRows
+from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import Sizes
+from vattn.config.features import FEATURES
+from vattn.config.rope import RopeConfig
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.ops.reference import rope as rope_reference
+from vattn.ops.reference.attention import held_lengths
+from vattn.quantization import codecs as quantization
+from vattn.quantization import packed as kv_formats
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
+
+Read = Callable[[Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
+"""Returns the keys `[L, K, D]` and values `[L, K, V]` that are held at `[first, end)` of a request in fp32, and bool
+`[L]`: which of them exist (`None`: all)."""
+
+
+class TorchSDPABackend(Backend):
+    """Run every feature of decoder attention with torch alone."""
+
+    name = "TORCH_SDPA"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=tuple(MODEL_DTYPES),
+        kv_cache_dtypes=tuple(KV_FORMATS),
+        query_formats=QUERY_FORMATS,
+        output_formats=tuple(OUTPUT_FORMATS),
+        attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
+        head_sizes=Sizes(8, 8, 1024),
+        block_sizes=Sizes(8, 8, 256),
+        features=frozenset(FEATURES) - {"batch_invariant"},
+        exclusions=(PACKED_STRIPES,),
+        query_loads=("plain", "divide", "multiply"),
+        output_variants=True,
+        rope_update=True,
+        cuda_graphs="never",
+    )
+
+    def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::attention`."""
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
+        keys, values = stored_views(args.kv_cache, config)
+        capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
+        lengths = _to_host(args.seq_lens)
+        held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+        readable = [min(length, capacity) for length in held]
+        requests = list(_requests(args, config, lengths, lengths if config.context_parallel else readable, readable))
+        result = _start_result(args, requests, config)
+        decodes = [r for r in requests if r.query_len == 1 and r.num_keys == r.seq_len > 0 and _is_plain(config)]
+        # Autocast would round the fp32 math to a narrower dtype.
+        with torch.autocast(args.query.device.type, enabled=False):
+            if len(decodes) > 1 and _is_even(decodes):
+                _plain_decodes(args, config, decodes, keys, values, result)
+                done = {r.index for r in decodes}
+                requests = [r for r in requests if r.index not in done]
+            _run(args, config, requests, _paged_reader(args, config, keys, values), result)
+
+    def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+        """Run `vattn::varlen_attention`."""
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
+        starts = _to_host(args.kv_start_loc)
+        lengths = [max(0, end - start) for start, end in pairwise(starts)]
+        requests = list(_requests(args, config, lengths, lengths, lengths))
+
+        def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+            rows = slice(starts[request.index] + first, starts[request.index] + end)
+            key = _decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
+            return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
+
+        with torch.autocast(args.query.device.type, enabled=False):
+            _run(args, config, requests, read, _start_result(args, requests, config))
+
+    def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
+        """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
+        caches = stored_views(args.kv_cache, config)
+        num_slots = caches[0].codes.shape[0] * config.block_size
+        if num_slots == 0 or args.slot_mapping.numel() == 0:
+            return
+        slots = args.slot_mapping
+        valid = (slots >= 0) & (slots < num_slots)
+        # A dropped token repeats the first valid one, so every write to a slot carries the same bytes and none races.
+        # Without a valid token all of them write slot 0's own content back.
+        token = torch.arange(slots.numel(), device=slots.device)
+        token = torch.where(valid, token, valid.to(torch.uint8).argmax())
+        slot = torch.where(valid, slots, 0)[token]
+        index = (slot // config.block_size, slot % config.block_size)
+        new = ((args.key, args.k_scale), (args.value, args.v_scale))
+        for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
+            stored = encode_stored(rows, config, bool(of_values), scale)
+            for held, part in zip(cache, stored, strict=True):
+                if held is not None and part is not None:
+                    held[index] = torch.where(valid.any(), part[token], held[index])
+
+    def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
+        """Run `vattn::rope_kv_cache_update`, without a sync."""
+        with torch.autocast(args.query.device.type, enabled=False):
+            self.kv_cache_update(rope_reference.rotate_all(args, rope, config), config)
+
+
+def _decode(stored: PackedRows, config: AttentionConfig, of_values: bool, scale: Tensor | None) -> Tensor:
+    """Return fp32 `[..., K, D]` of contiguous rows, rotated where the format rotates; e4m3 by table on CPU."""
+    if config.kv_cache_dtype != "fp8_e4m3" or stored.codes.is_cuda or scale is None:
+        return decode_stored(stored, config, of_values, scale, rotated=True)
+    # Four times as fast as the conversion, which is not vectorised. One scale is folded into the table.
+    codes = torch.arange(256, dtype=torch.uint8, device=stored.codes.device).view(torch.float8_e4m3fn).float()
+    per_tensor = scale.numel() == 1
+    table = codes * scale.view(1) if per_tensor else codes
+    values = table.index_select(0, stored.codes.view(torch.uint8).reshape(-1).int()).view(stored.codes.shape)
+    return values if per_tensor else values * scale.view(-1, 1)
+
+
+def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
+    """Return the fp32 values of query rows `[n, H, D]`, in the basis in which keys are stored."""
+    query = quantization.load_query(rows, args.q_scale, config.num_kv_heads, config.query_load)
+    return kv_formats.rotate_query(query, config.kv_cache_dtype)
+
+
+def _to_host(lengths: Tensor) -> list[int]:
+    return [int(n) for n in lengths.tolist()]
+
+
+def _is_plain(config: AttentionConfig) -> bool:
+    """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
+    return not (
+        # Some of its kernels mask before they scale: -inf times a scale that is not positive is no mask.
+        config.scale <= 0
+        or config.lse
+        or config.sinks
+        or config.tree_bias
+        or config.logits_soft_cap is not None
+        or config.chunk_lookback is not None
+        or config.alibi != "none"
+        or config.mm_prefix != "none"
+        or config.context_parallel
+        or config.context_only
+    )
+
+
+def _is_even(requests: list[Request]) -> bool:
+    """Whether padding the requests to the longest wastes less than it saves."""
+    longest = max(r.seq_len for r in requests)
+    return longest * len(requests) <= 4 * sum(r.seq_len for r in requests)
+
+
+def _requests(
+    args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int], held: list[int]
+) -> Iterator[Request]:
+    """Yield the requests that have query rows."""
+    starts = _to_host(args.query_start_loc)
+    flags = None if args.causal_flags is None else _to_host(args.causal_flags)
+    trees = None if args.tree_id is None else _to_host(args.tree_id)
+    for index, (start, end) in enumerate(pairwise(starts)):
+        if end <= start:
+            continue
+        causal = bool(flags[index]) if config.causality == "per_request" and flags else config.causality == "causal"
+        tree = trees[index] if config.tree_bias and trees and args.bias is not None else -1
+        if args.bias is not None and tree >= args.bias.shape[0]:
+            tree = -1
+        seq_len = max(0, seq_lens[index])
+        # Rows that have no position among the keys are counted from 0, which is before no key.
+        context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
+        keys = max(0, num_keys[index])
+        yield Request(index, start, end - start, seq_len, context_len, keys, causal, tree, max(0, held[index]))
+
+
+def _start_result(args: Args, requests: list[Request], config: AttentionConfig) -> Tensor:
+    """Return zeros `[T, H, V]` in the model dtype (the output itself if it is not quantised) and fill `lse`."""
+    if args.lse is not None:
+        args.lse.fill_(float("-inf"))
+        if args.sinks is not None:
+            for request in requests:
+                args.lse[request.rows] = args.sinks.float()
+    if config.output_format == "none":
+        return args.output.zero_()
+    shape = (args.query.shape[0], config.num_heads, config.head_size_v)
+    return args.query.new_zeros(shape, dtype=MODEL_DTYPES[config.dtype])
+
+
+def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Read, result: Tensor) -> None:
+    plain = _is_plain(config)
+    for request in requests:
+        query = _load_query(args.query[request.rows], args, config)
+        ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]
+        for chunk in chunks(request, config, plain):
+            key, value, exists = read(request, chunk.first_key, chunk.end_key)
+            rows = query[chunk.first_row : chunk.end_row]
+            place = slice(request.first_row + chunk.first_row, request.first_row + chunk.end_row)
+            if plain and (exists is None or bool(exists.all())) and request.num_keys == request.seq_len:
+                out = _plain_rows(rows, key, value, request, chunk, config)
+                # Its kernel for CPUs makes zeros of rows whose keys are all NaN.
+                if not bool((out == 0).all(-1).any()):
+                    result[place] = out.to(result.dtype)
+                    continue
+            visible = visible_keys(request, chunk, ranges, config, query.device)
+            if exists is not None:
+                visible &= exists
+            result[place], lse = written_out(rows, key, value, visible, args, request, chunk, config)
+            if args.lse is not None:
+                args.lse[place] = lse
+    if config.output_format != "none":
+        quantization.quantise_output(
+            result,
+            config.output_format,
+            args.output,
+            args.output_block_scale,
+            args.output_scale,
+            config.output_arithmetic,
+            config.output_min_scale,
+        )
+
+
+def _paged_reader(args: AttentionArgs, config: AttentionConfig, keys: PackedRows, values: PackedRows) -> Read:
+    size = config.block_size
+
+    def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        blocks = args.block_table[request.index, first // size : (end + size - 1) // size].long()
+        inside = slice(first % size, first % size + end - first)
+        known = (blocks >= 0) & (blocks < keys.codes.shape[0])
+        blocks = torch.where(known, blocks, 0)
+        key = _decode(_gather(keys, blocks, inside), config, False, args.k_scale)
+        value = _decode(_gather(values, blocks, inside), config, True, args.v_scale)
+        return key, value, known.repeat_interleave(size)[inside]
+
+    return read
+
+
+def _gather(rows: PackedRows, blocks: Tensor, tokens: slice | Tensor) -> PackedRows:
+    """Return what lies in blocks `[n]`, of their `n * block_size` tokens some: `[tokens, K, ...]`."""
+
+    def some(stored: Tensor) -> Tensor:
+        gathered = stored.index_select(0, blocks).flatten(0, 1)
+        return gathered[tokens] if isinstance(tokens, slice) else gathered.index_select(0, tokens)
+
+    return PackedRows(some(rows.codes), None if rows.scales is None else some(rows.scales))
+
+
+def _plain_rows(
+    query: Tensor, key: Tensor, value: Tensor, request: Request, chunk: Chunk, config: AttentionConfig
+) -> Tensor:
+    """Return `[n, H, V]` of one chunk of a plain request."""
+    square = request.context_len + chunk.first_row == chunk.first_key and len(query) == len(key)
+    windowless = config.sliding_window is None or config.sliding_window >= chunk.end_key - chunk.first_key
+    is_causal = request.causal and windowless and square
+    mask = None
+    everything = windowless and (not request.causal or len(query) == 1)
+    if not is_causal and not everything:
+        mask = visible_keys(request, chunk, None, config, query.device)
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=config.scale,
+        enable_gqa=config.group_size > 1,
+    )
+    return kv_formats.rotate_back(out[0].transpose(0, 1), config.kv_cache_dtype)
+
+
+def _plain_decodes(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    requests: list[Request],
+    keys: PackedRows,
+    values: PackedRows,
+    result: Tensor,
+) -> None:
+    """Run all single-token requests in one call, padded to the longest. Causal or not makes no difference to them."""
+    size, device = config.block_size, args.query.device
+    window = config.sliding_window
+    facts = [(r.index, r.first_row, r.seq_len, max(0, r.seq_len - (window or r.seq_len))) for r in requests]
+    num_columns = max((seq_len + size - 1) // size - first // size for _, _, seq_len, first in facts)
+    index, row, seq_len, first_key = torch.tensor(facts, device=device).unbind(1)
+    columns = (first_key // size)[:, None] + torch.arange(num_columns, device=device)
+    blocks = args.block_table[index[:, None], columns.clamp(max=args.block_table.shape[1] - 1)].long()
+    known = (blocks >= 0) & (blocks < keys.codes.shape[0])
+    blocks = torch.where(known, blocks, 0)
+    position = (columns[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+    visible = (position >= first_key[:, None]) & (position < seq_len[:, None]) & known.repeat_interleave(size, 1)
+    # Hidden keys may be garbage, and masked garbage is still NaN: read the first visible key of the request instead.
+    places = torch.arange(visible.numel(), device=device).view_as(visible)
+    first_visible = places.gather(1, visible.to(torch.uint8).argmax(1, keepdim=True))
+    places = torch.where(visible, places, first_visible).flatten()
+    key, value = (
+        _decode(_gather(cache, blocks.flatten(), places), config, of_values, scale)
+        .view(*visible.shape, config.num_kv_heads, -1)
+        .transpose(1, 2)
+        for cache, of_values, scale in ((keys, False, args.k_scale), (values, True, args.v_scale))
+    )
+    out = scaled_dot_product_attention(
+        _load_query(args.query[row], args, config)[:, :, None],
+        key,
+        value,
+        attn_mask=visible[:, None, None],
+        scale=config.scale,
+        enable_gqa=config.group_size > 1,
+    )
+    empty = ~visible.any(1)[:, None, None]
+    out = kv_formats.rotate_back(out[:, :, 0], config.kv_cache_dtype)
+    result[row] = out.masked_fill(empty, 0).to(result.dtype)

@@ -1,0 +1,214 @@
+"""Groups of layers that share block ids: which layers, which storages, and what it costs.
+
+The layers of a group keep their tokens for equally long, so one block table serves them all. Groups take their blocks
+from one pool of ids, so that two layers of different groups can share one storage: a block belongs to one group, and
+with it to one of the two. Only layers whose blocks have the same shape and dtype share a storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from vattn.cache.specs import (
+    PAGE_ALIGNMENT,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    ceil_div,
+    round_up,
+)
+from vattn.errors import CacheError
+
+TOLERATED_WASTE = 0.1
+"""Memory of one request that fewer groups may cost over the best grouping: each group has a block table of its own."""
+
+Lifetime: TypeAlias = tuple[str, int, int]
+PageType: TypeAlias = tuple[torch.dtype, tuple[int, ...], str]
+"""Dtype and shape of one block, and the name of the layer whose storage no other may share."""
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        layer_names: in the model's order.
+        specs: one for each layer.
+        storages: which storage of the allocation each layer uses.
+    """
+
+    layer_names: tuple[str, ...]
+    specs: tuple[KVCacheSpec, ...]
+    storages: tuple[int, ...]
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """The first layer's: how long tokens are kept is the same for all."""
+        return self.specs[0]
+
+    @property
+    def kind(self) -> str:
+        """`"full"`, `"window"`, `"chunk"` or `"cross"`."""
+        return lifetime(self.spec)[0]
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of one block that the layers use, padding not counted."""
+        return sum(spec.content_bytes for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How the layers of a model share blocks.
+
+    Attributes:
+        groups: the full ones first.
+        page_types: what each storage holds: dtype, shape of one block, and its only layer if it must have one.
+        bytes_per_block: bytes that one block id takes over all storages, whichever group has it.
+        request_bytes, used_bytes: of one request of `max_seq_len` tokens: what its blocks take, and what its layers use
+            of that.
+        max_seq_len: the length that the grouping was chosen for.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    page_types: tuple[PageType, ...]
+    bytes_per_block: int
+    request_bytes: int
+    used_bytes: int
+    max_seq_len: int
+
+    @property
+    def waste(self) -> float:
+        """Share of a request's memory that no layer uses: padding, and storages that its groups have no layer for."""
+        return 1 - self.used_bytes / self.request_bytes if self.request_bytes else 0.0
+
+
+def lifetime(spec: KVCacheSpec) -> Lifetime:
+    """Return what decides how long a layer keeps its tokens; layers with equal ones can share a block table."""
+    if isinstance(spec, SlidingWindowSpec):
+        return "window", spec.sliding_window, spec.extra_retained_tokens
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunk", spec.attention_chunk_size, spec.chunk_lookback
+    return ("cross" if isinstance(spec, CrossAttentionSpec) else "full"), 0, 0
+
+
+def group_layers(specs: Mapping[str, KVCacheSpec], max_seq_len: int = 32768) -> Grouping:
+    """Put the layers of a hybrid model into groups.
+
+    Groups have at most a common number of layers, so that each finds a storage for all of its layers among those of the
+    largest. That number is chosen: the fewest groups whose memory for one long request is within a tenth of the least.
+    Storages in bytes are padded to a common page size where that takes less memory.
+
+    Args:
+        specs: what each layer stores, by name in the model's order; equal block sizes.
+        max_seq_len: length of the request; encoder inputs count as equally long.
+
+    Raises:
+        CacheError: no layer stores anything, or block sizes differ.
+
+    Example:
+        >>> from vattn.cache.allocation import FullAttentionSpec, SlidingWindowSpec
+        >>> from vattn.cache.groups import group_layers
+        >>> full, window = FullAttentionSpec(2, 64), SlidingWindowSpec(2, 64, sliding_window=128)
+        >>> grouping = group_layers({f"layers.{i}": window if i % 4 else full for i in range(8)})
+        >>> [group.kind for group in grouping.groups], len(grouping.page_types)
+        (['full', 'window', 'window', 'window'], 2)
+        >>> grouping.waste
+        0.0
+    """
+    if not specs:
+        raise CacheError("no layer of the model has a KV cache of its own", "at least one", "check the sharing targets")
+    sizes = sorted({spec.block_size for spec in specs.values()})
+    if len(sizes) > 1:
+        raise CacheError(
+            f"layers with block sizes {', '.join(map(str, sizes))}",
+            "one block size: block ids count the same tokens in every layer",
+            "give every layer the same CacheConfig.block_size",
+        )
+    kinds: defaultdict[Lifetime, list[str]] = defaultdict(list)
+    for name, spec in specs.items():
+        kinds[lifetime(spec)].append(name)
+    order = sorted(kinds, key=lambda kind: (kind[0] == "cross", kind[0] != "full", kind[1]))
+    plans = [
+        _plan(candidate, [kinds[kind] for kind in order], size, max_seq_len)
+        for candidate in _paddings(specs)
+        for size in range(1, max(map(len, kinds.values())) + 1)
+    ]
+    least = min(plan.request_bytes for plan in plans)
+    good = [plan for plan in plans if plan.request_bytes <= least * (1 + TOLERATED_WASTE)]
+    return min(good, key=lambda plan: (len(plan.groups), plan.request_bytes))
+
+
+def _paddings(specs: Mapping[str, KVCacheSpec]) -> list[Mapping[str, KVCacheSpec]]:
+    """Return the specs as they are, and with all storages in bytes padded to the largest page."""
+    pages = {spec.page_size_bytes for spec in specs.values() if spec.in_bytes}
+    if len(pages) < 2:
+        return [specs]
+    size = round_up(max(pages), PAGE_ALIGNMENT)
+    padded = {
+        name: dataclasses.replace(spec, page_size_padded=size) if spec.in_bytes else spec
+        for name, spec in specs.items()
+    }
+    return [specs, padded]
+
+
+def _plan(specs: Mapping[str, KVCacheSpec], kinds: Sequence[Sequence[str]], size: int, max_seq_len: int) -> Grouping:
+    """Cut each kind into groups of at most about `size` layers, evenly, and give every layer a storage."""
+    groups: list[tuple[str, ...]] = []
+    for names in kinds:
+        count = ceil_div(len(names), size)
+        by_type: defaultdict[PageType, list[str]] = defaultdict(list)
+        for name in names:
+            by_type[_page_type(name, specs[name])].append(name)
+        parts: list[list[str]] = [[] for _ in range(count)]
+        for alike in by_type.values():
+            # Layer by layer to the group that has the fewest, so that no type gathers in the first group.
+            for place, name in enumerate(alike):
+                parts[place % count].append(name)
+        groups += [tuple(sorted(part, key=list(specs).index)) for part in parts if part]
+    return _with_storages(specs, groups, max_seq_len)
+
+
+def _with_storages(specs: Mapping[str, KVCacheSpec], groups: Sequence[tuple[str, ...]], max_seq_len: int) -> Grouping:
+    storages: defaultdict[PageType, list[int]] = defaultdict(list)
+    page_types: list[PageType] = []
+    placed = []
+    for names in groups:
+        taken: Counter[PageType] = Counter()
+        places = []
+        for name in names:
+            kind = _page_type(name, specs[name])
+            if taken[kind] == len(storages[kind]):
+                storages[kind].append(len(page_types))
+                page_types.append(kind)
+            places.append(storages[kind][taken[kind]])
+            taken[kind] += 1
+        placed.append(KVCacheGroup(names, tuple(specs[name] for name in names), tuple(places)))
+    per_block = sum(_type_bytes(kind) for kind in page_types)
+    blocks = [group.spec.max_blocks(max_seq_len, 1, max_seq_len) for group in placed]
+    return Grouping(
+        groups=tuple(placed),
+        page_types=tuple(page_types),
+        bytes_per_block=per_block,
+        request_bytes=per_block * sum(blocks),
+        used_bytes=sum(count * group.content_bytes for count, group in zip(blocks, placed, strict=True)),
+        max_seq_len=max_seq_len,
+    )
+
+
+def _page_type(name: str, spec: KVCacheSpec) -> PageType:
+    # Sinks lie in blocks that belong to no request, so two layers with sinks would write the same ones.
+    return spec.storage_dtype, spec.storage_shape(1), name if isinstance(spec, SinkFullAttentionSpec) else ""
+
+
+def _type_bytes(kind: PageType) -> int:
+    dtype, shape, _ = kind
+    return torch.Size(shape).numel() * dtype.itemsize

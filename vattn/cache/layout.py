@@ -1,0 +1,179 @@
+"""Where a token's key and value lie inside a layer's raw KV storage. The only place that knows.
+
+A cache is **one raw storage per layer plus a named layout**:
+
+- equal head sizes, `NHD`: `(2, num_blocks, block_size, num_kv_heads, head_size)`;
+- equal head sizes, `HND`: `(2, num_blocks, num_kv_heads, block_size, head_size)`;
+- unequal head sizes: `(num_blocks, bytes_per_block)` uint8; a block holds all its keys, then all its values, each in
+  the layout's order. Rows may be padded at their end, to a multiple of 16 bytes.
+- packed formats: `(num_blocks, bytes_per_block)` uint8; a block holds the codes of all its keys, the scales of its
+  keys, the codes of its values, the scales of its values, each in the layout's order; padded likewise. Codes and scales
+  lie apart so that kernels load whole vectors of codes, whatever a row's scales take.
+- pairs of heads: that of equal head sizes in `NHD` with `2 * num_kv_heads` heads, of which a config with `head_pairs`
+  reads the even or the odd keys, and the values of each pair as one row.
+
+The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
+quantised ones (which `model.to(dtype)` leaves alone).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vattn.quantization.formats import KV_FORMATS, KVFormat, PackedPart
+
+
+class CacheGeometry(Protocol):
+    """What decides where things lie in a storage: an `AttentionConfig` or a `vattn.cache.allocation.KVCacheSpec`."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+
+    @property
+    def head_size(self) -> int:
+        """Key width of one head."""
+
+    @property
+    def head_size_v(self) -> int:
+        """Value width of one head."""
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Canonical format name."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    @property
+    def kv_cache_layout(self) -> str:
+        """`"NHD"` or `"HND"`."""
+
+    @property
+    def head_pairs(self) -> str:
+        """`"none"`, or which keys of pairs of heads are read."""
+
+
+class PackedRows(NamedTuple):
+    """Keys or values of a packed cache, `[num_blocks, block_size, num_kv_heads, ...]`; views of the raw storage."""
+
+    codes: Tensor
+    """uint8, `PackedPart.code_bytes` columns."""
+
+    scales: Tensor | None
+    """fp32, fp16, or the bytes of FP8 scales, `PackedPart.num_scales` columns; `None`: the format stores none."""
+
+
+def is_in_bytes(config: CacheGeometry) -> bool:
+    """Return whether the raw storage is `(num_blocks, bytes_per_block)` of uint8."""
+    if config.head_pairs != "none":
+        return False
+    return config.head_size != config.head_size_v or KV_FORMATS[config.kv_cache_dtype].packed
+
+
+def block_bytes(config: CacheGeometry) -> int:
+    """Return the bytes of one block, keys and values together."""
+    token = KV_FORMATS[config.kv_cache_dtype].token_bytes(config.head_size, config.head_size_v)
+    return config.block_size * config.num_kv_heads * token
+
+
+def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of a layer's raw storage for `num_blocks` blocks."""
+    if is_in_bytes(config):
+        return num_blocks, block_bytes(config)
+    rows = (config.block_size, config.num_kv_heads * (1 if config.head_pairs == "none" else 2))
+    if config.kv_cache_layout == "HND":
+        rows = rows[::-1]
+    return 2, num_blocks, *rows, config.head_size
+
+
+def shape_of_storage(storage: Tensor, config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
+    """Return `kv_cache_shape`, with the rows of a storage in bytes as wide as they are, if that is valid padding."""
+    shape = kv_cache_shape(config, num_blocks)
+    if len(shape) == storage.dim() == 2 and storage.shape[1] > shape[1] and storage.shape[1] % 16 == 0:
+        return num_blocks, storage.shape[1]
+    return shape
+
+
+def kv_cache_dtype(config: CacheGeometry) -> torch.dtype:
+    """Return the dtype of a layer's raw storage."""
+    return torch.uint8 if is_in_bytes(config) else KV_FORMATS[config.kv_cache_dtype].storage_dtype
+
+
+def storage_alignment(config: CacheGeometry) -> int:
+    """Return what the first byte of a storage must be a multiple of, within what it is cut from."""
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    if not fmt.packed:
+        return fmt.element_size
+    return max(1 if part.scale_dtype is None else part.scale_dtype.itemsize for part in fmt.parts)
+
+
+def num_blocks_of(storage: Tensor, config: CacheGeometry) -> int:
+    """Return the blocks of a raw storage; 0 if it has another number of dimensions."""
+    axis, dimensions = (0, 2) if is_in_bytes(config) else (1, 5)
+    return storage.shape[axis] if storage.dim() == dimensions else 0
+
+
+def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Tensor]:
+    """Return typed views `[num_blocks, block_size, num_kv_heads, head_size]` and `[..., head_size_v]` of a raw storage.
+
+    The views share the storage's bytes; in `HND` order their block and head strides are swapped. Never a copy. Packed
+    formats have none: see `packed_views`.
+    """
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    if config.head_pairs != "none":
+        keys, values = kv_cache.view(fmt.value_dtype).unbind(0)
+        first = ("even", "odd").index(config.head_pairs)
+        return keys[:, :, first::2], values.unflatten(2, (config.num_kv_heads, 2)).flatten(3)
+    if config.head_size == config.head_size_v:
+        typed = kv_cache.view(fmt.value_dtype)
+        return _logical(typed[0], config), _logical(typed[1], config)
+    key_bytes = config.block_size * config.num_kv_heads * config.head_size * fmt.element_size
+    key = _part(kv_cache[:, :key_bytes], config.head_size, config, fmt)
+    value = _part(kv_cache[:, key_bytes : block_bytes(config)], config.head_size_v, config, fmt)
+    return key, value
+
+
+def packed_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[PackedRows, PackedRows]:
+    """Return the codes and scales of keys and of values of a packed format as views of a raw storage, never a copy."""
+    key, value = KV_FORMATS[config.kv_cache_dtype].parts
+    rows = config.block_size * config.num_kv_heads
+    middle = rows * key.row_bytes(config.head_size)
+    return (
+        _packed_rows(kv_cache, 0, key, config.head_size, config),
+        _packed_rows(kv_cache, middle, value, config.head_size_v, config),
+    )
+
+
+def _packed_rows(kv_cache: Tensor, start: int, part: PackedPart, width: int, config: CacheGeometry) -> PackedRows:
+    count = config.block_size * config.num_kv_heads
+    middle = start + count * part.code_bytes(width)
+    end = middle + count * part.scale_bytes(width)
+    shape = (config.block_size, config.num_kv_heads)
+    if config.kv_cache_layout == "HND":
+        shape = shape[::-1]
+
+    def rows(stored: Tensor) -> Tensor:
+        return _logical(stored.unflatten(1, (*shape, stored.shape[1] // count)), config)
+
+    codes = rows(kv_cache[:, start:middle])
+    if part.scale_dtype is None:
+        return PackedRows(codes, None)
+    scales = kv_cache[:, middle:end]
+    # FP8 scales stay bytes: not every device indexes FP8 tensors.
+    return PackedRows(codes, rows(scales.view(part.scale_dtype) if part.scale_dtype.itemsize > 1 else scales))
+
+
+def _part(bytes_of_part: Tensor, width: int, config: CacheGeometry, fmt: KVFormat) -> Tensor:
+    rows = (config.block_size, config.num_kv_heads)
+    if config.kv_cache_layout == "HND":
+        rows = rows[::-1]
+    return _logical(bytes_of_part.view(fmt.value_dtype).unflatten(1, (*rows, width)), config)
+
+
+def _logical(blocks: Tensor, config: CacheGeometry) -> Tensor:
+    return blocks.transpose(1, 2) if config.kv_cache_layout == "HND" else blocks

@@ -1,0 +1,314 @@
+"""`audit`: what rounding keys, values and outputs costs, layer by layer: clipped values and drift of the logits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vattn.calibration.calibrate import (
+    Calibration,
+    StepRunner,
+    as_calibration,
+    cached_layers,
+    check_switches,
+    checked_text,
+    iterable,
+)
+from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.config.arguments import known_keywords
+from vattn.errors import ConfigError
+from vattn.layers.base.paged_attention import CachedAttention
+from vattn.layers.base.scales import make_scale
+from vattn.quantization.codecs import decode_kv, encode_kv, quant_fp8_static
+from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
+from vattn.quantization.packed import decode_rows, encode_rows
+
+ALL = "all layers"
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What one layer costs where it alone rounds its keys and values, and its output if asked to.
+
+    Attributes:
+        layer: its prefix, or "all layers" where every layer does.
+        keys_clipped, values_clipped: share of values beyond what their scale can store; NaN for formats whose scales
+            follow the values.
+        outputs_clipped: same of the output's values; NaN where outputs are not rounded.
+        drift: relative L2 difference of the logits.
+        worst: largest difference of a logit.
+        top1: share of tokens whose likeliest next token stays the same.
+    """
+
+    layer: str
+    keys_clipped: float
+    values_clipped: float
+    outputs_clipped: float
+    drift: float
+    worst: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One row per layer and one for all of them together; prints as a table.
+
+    Attributes:
+        kv_cache_dtype: canonical name of the format.
+        tokens: how many tokens were compared.
+        rows: `AuditRow`s, the last for all layers.
+        output_format: how outputs were rounded, `"none"` or `"fp8_static"`.
+    """
+
+    kv_cache_dtype: str
+    tokens: int
+    rows: tuple[AuditRow, ...]
+    output_format: str = "none"
+
+    @property
+    def title(self) -> str:
+        """What was rounded, in words."""
+        return self.kv_cache_dtype + ("" if self.output_format == "none" else f", outputs {self.output_format}")
+
+    def __str__(self) -> str:
+        width = max(len(row.layer) for row in self.rows)
+        lines = [f"{self.title}, {self.tokens} tokens"]
+        lines.append(
+            f"{'':{width}}  keys clipped  values clipped  outputs clipped  logit drift  worst logit  same top-1"
+        )
+        for row in self.rows:
+            clipped = ["-" if math.isnan(x) else f"{x:.2%}" for x in _clip_rates(row)]
+            lines.append(
+                f"{row.layer:{width}}  {clipped[0]:>12}  {clipped[1]:>14}  {clipped[2]:>15}  {row.drift:>11.2e}  "
+                f"{row.worst:>11.3f}  {row.top1:>10.2%}"
+            )
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw drift and clip rates by layer and write it to a file whose name says the kind (needs matplotlib).
+
+        Raises:
+            ConfigError: no path, a kind of file that matplotlib does not write, or a file that cannot be written.
+        """
+        check_picture(path, f"plot({path!r:.80})", "drift.png")
+        check_output("plot to", Path(path))
+        layers, places = self.rows[:-1], range(len(self.rows) - 1)
+        figure = figures()(figsize=(max(5.0, 0.35 * len(layers) + 2), 5.0), layout="constrained")
+        drift, clipped = figure.subplots(2, sharex=True)
+        drift.bar(places, [row.drift for row in layers], color="tab:blue")
+        drift.axhline(self.rows[-1].drift, color="tab:red", linestyle="--", label=ALL)
+        drift.set(ylabel="relative change of the logits", title=self.title, yscale="log")
+        drift.legend()
+        rates = zip(*(_clip_rates(row) for row in layers), strict=True)
+        for kind, marker, shares in zip(("keys", "values", "outputs"), "ov^", rates, strict=True):
+            if not all(math.isnan(share) for share in shares):
+                clipped.plot(places, [100 * share for share in shares], marker=marker, linestyle="", label=kind)
+        if clipped.get_legend_handles_labels()[1]:
+            clipped.legend()
+        clipped.set(xlabel="layer", ylabel="clipped values, %")
+        figure.savefig(path)
+
+
+def _clip_rates(row: AuditRow) -> tuple[float, float, float]:
+    return row.keys_clipped, row.values_clipped, row.outputs_clipped
+
+
+@known_keywords
+def audit(
+    model: nn.Module,
+    texts: Iterable[Sequence[int]],
+    kv_cache_dtype: str = "fp8",
+    calibration: Calibration | str | os.PathLike[str] = "unit",
+    *,
+    per_head: bool = False,
+    output_format: str = "none",
+) -> Audit:
+    """Measure what a cache format would cost a model, by rounding keys and values as it would.
+
+    Args:
+        model: as for `vattn.calibrate`, with a cache that is not quantised.
+        texts: token lists, each a request.
+        kv_cache_dtype: the format to try.
+        calibration: where scales come from, or its file; `"unit"`: scales of 1. For formats whose scales lie beside the
+            codes it is there for outputs alone.
+        per_head: with a calibration, one scale per KV head.
+        output_format: `"fp8_static"` rounds attention outputs too, by the calibration's scales, as a quantised output
+            or an FP8 output projection would.
+
+    Raises:
+        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a calibration or
+            `per_head` that nothing is made of; a model that has no cache, is not on vattn or in training mode.
+
+    It writes to the model's cache, so that a generator made on it refuses further steps.
+
+    Example:
+        >>> import torch, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> found = vattn.audit(model, [[1, 2, 3, 4]], "fp8", vattn.calibrate(model, [[[1, 2, 3, 4]]]))
+        >>> [row.layer for row in found.rows]
+        ['model.layers.0.self_attn', 'model.layers.1.self_attn', 'all layers']
+    """
+    runner = StepRunner(model)
+    layers = cached_layers(model)
+    check_switches(per_head=per_head)
+    is_list = iterable(texts) and not isinstance(texts, (str, bytes))
+    texts = list(texts) if is_list else texts
+    if not is_list or not texts:
+        what = "no text" if is_list or not texts else repr(texts)[:40]
+        raise ConfigError(f"an audit of {what}", "at least one text, a list of token ids", "pass some text")
+    checked = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
+    found = None if isinstance(calibration, str) and calibration == "unit" else as_calibration(calibration)
+    if output_format not in ("none", "fp8_static"):
+        raise ConfigError(f"output_format={output_format!r} of an audit", "none, fp8_static", "choose one of these")
+    if output_format != "none" and found is None:
+        raise ConfigError(f"an audit of {output_format} outputs without calibration", "both", "vattn.calibrate(...)")
+    for prefix, layer in layers.items():
+        stored = layer.config.kv_cache_dtype if layer.config is not None else ""
+        if stored and stored != layer.config.dtype:  # type: ignore[union-attr]
+            raise ConfigError(
+                f"an audit of layer {prefix!r}, whose cache stores {stored}",
+                "a cache in the model's dtype",
+                "build the model with CacheConfig(cache_dtype='auto')",
+            )
+    fmt = resolve_kv_cache_dtype(kv_cache_dtype, next(model.parameters()).dtype)
+    scaled = KV_FORMATS[fmt].quantised
+    if per_head and (found is None or not scaled):
+        raise ConfigError(
+            f"an audit of {fmt} with per_head"
+            + (" and scales of 1" if scaled else ", whose scales lie beside the codes"),
+            "a calibration, and a format with given scales",
+            "drop per_head",
+        )
+    if found is not None and not scaled and output_format == "none":
+        raise ConfigError(
+            f"an audit of {fmt} with a calibration", "formats with given scales, such as fp8, or outputs", "drop it"
+        )
+    roundings = {}
+    for prefix, layer in layers.items():
+        device = layer.kv_cache.device if layer.kv_cache is not None else None
+        output = None
+        if found is not None and output_format != "none":
+            output = found.quant_config(prefix, output_format=output_format).output_scale.to(device)  # type: ignore[union-attr]
+        roundings[prefix] = _Rounding(layer, fmt, *_scales(prefix, fmt, found, per_head, layer), output)
+    differences = {name: _Difference() for name in (*layers, ALL)}
+    for text in checked:
+        expected = [logits.float().clone() for logits in runner.logits(text)]
+        for name, difference in differences.items():
+            chosen = roundings.values() if name == ALL else [roundings[name]]
+            with _rounded(chosen, count=name != ALL):
+                for want, got in zip(expected, runner.logits(text), strict=True):
+                    difference.add(want, got.float())
+    rows = [_row(name, difference, roundings.get(name)) for name, difference in differences.items()]
+    return Audit(fmt, sum(map(len, checked)), tuple(rows), output_format)
+
+
+def _scales(
+    prefix: str, fmt: str, calibration: Calibration | None, per_head: bool, layer: CachedAttention
+) -> tuple[Tensor | None, Tensor | None]:
+    if not KV_FORMATS[fmt].quantised:
+        return None, None
+    if calibration is not None:
+        found = calibration.quant_config(prefix, cache_dtype=fmt, per_head=per_head)
+        sources: tuple[Any, Any] = (found.k_scale, found.v_scale)
+    else:
+        sources = ("unit", "unit")
+    device = layer.kv_cache.device if layer.kv_cache is not None else None
+    sizes = (1, layer.num_kv_heads)
+    key, value = (make_scale(name, source, sizes).to(device) for name, source in zip(("k", "v"), sources, strict=True))
+    return key, value
+
+
+class _Rounding:
+    """Rounds the keys and values that a layer is called with, and its output where there is a scale for it."""
+
+    def __init__(
+        self,
+        layer: CachedAttention,
+        fmt: str,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        self.layer, self.fmt, self.scales, self.output_scale = layer, fmt, (k_scale, v_scale), output_scale
+        self.counting = False
+        self.clipped, self.total = [0, 0, 0], [0, 0, 0]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, *pair = args
+        return (query, *(self._round(which, values) for which, values in enumerate(pair[:2])), *pair[2:])
+
+    def output(self, layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Round a layer's output; a forward hook."""
+        assert self.output_scale is not None
+        if self.counting:
+            self._count(2, out, FP8_E4M3_MAX * self.output_scale)
+        codes = quant_fp8_static(out.reshape(out.shape[0], -1), self.output_scale)
+        return (codes.float() * self.output_scale).to(out.dtype).view(out.shape)
+
+    def _count(self, which: int, values: Tensor, limit: Tensor) -> None:
+        self.clipped[which] += int((values.abs().float() > limit).sum())
+        self.total[which] += values.numel()
+
+    def _round(self, which: int, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        scale = self.scales[which]
+        heads = values.reshape(values.shape[0], self.layer.num_kv_heads, -1)
+        if self.counting and scale is not None:
+            limit = KV_FORMATS[self.fmt].max_value * (scale if scale.numel() == 1 else scale[:, None])
+            self._count(which, heads, limit)
+        if KV_FORMATS[self.fmt].packed:
+            codes, stored = encode_rows(heads, self.fmt, bool(which), scale)
+            back = decode_rows(codes, stored, self.fmt, bool(which), heads.shape[-1], scale)
+        else:
+            back = decode_kv(encode_kv(heads, self.fmt, scale), self.fmt, scale)
+        return back.to(values.dtype).view(values.shape)
+
+
+@contextmanager
+def _rounded(roundings: Any, count: bool) -> Iterator[None]:
+    handles = [rounding.layer.register_forward_pre_hook(rounding) for rounding in roundings]
+    handles += [r.layer.register_forward_hook(r.output) for r in roundings if r.output_scale is not None]
+    for rounding in roundings:
+        rounding.counting = count
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Difference:
+    """How far logits are from those expected."""
+
+    def __init__(self) -> None:
+        self.squares = self.norm = self.worst = 0.0
+        self.same = self.tokens = 0
+
+    def add(self, want: Tensor, got: Tensor) -> None:
+        change = got - want
+        self.squares += float(change.double().square().sum())
+        self.norm += float(want.double().square().sum())
+        self.worst = max(self.worst, float(change.abs().max()))
+        self.same += int((want.argmax(-1) == got.argmax(-1)).sum())
+        self.tokens += want.shape[0]
+
+
+def _row(name: str, difference: _Difference, rounding: _Rounding | None) -> AuditRow:
+    clipped = [float("nan")] * 3
+    if rounding is not None:
+        clipped = [c / t if t else float("nan") for c, t in zip(rounding.clipped, rounding.total, strict=True)]
+    drift = math.sqrt(difference.squares / difference.norm) if difference.norm else 0.0
+    return AuditRow(
+        name, clipped[0], clipped[1], clipped[2], drift, difference.worst, difference.same / max(1, difference.tokens)
+    )

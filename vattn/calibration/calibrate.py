@@ -1,0 +1,476 @@
+"""`calibrate`: see what a model's attention and the inputs of its linear layers reach, and make scales of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.cache_owner import take_cache
+from vattn.calibration.eval_mode import EvalMode
+from vattn.calibration.result_files import check_output
+from vattn.config.arguments import known_keywords
+from vattn.errors import ConfigError, MissingPackageError, ScaleError
+from vattn.layers.base.paged_attention import CachedAttention
+from vattn.layers.base.scales import QuantConfig
+from vattn.layers.mla.mla_attention import MLAAttention
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.forward_context import forward_context
+from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
+
+FILE_FORMAT = 2
+"""Of files; those of format 1 have no inputs of linear layers."""
+KINDS = ("query", "key", "value", "output")
+CHUNK = 512
+"""Tokens of one step while observing."""
+
+Batch = Sequence[Sequence[int]] | Tensor
+_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The largest magnitudes that each layer has shown.
+
+    Attributes:
+        layers: by the layer's prefix, lists of floats under "query" and "output" (one per query head) and "key" and
+            "value" (one per KV head).
+        tokens: how many tokens were seen.
+        inputs: by name of each linear layer, the largest magnitude of its input; empty if nobody asked for them.
+
+    Example:
+        >>> import vattn
+        >>> seen = {"query": [2.0, 3.0], "key": [4.48], "value": [8.96], "output": [1.0, 0.5]}
+        >>> found = vattn.Calibration({"layers.0": seen}, tokens=100)
+        >>> found.quant_config("layers.0", cache_dtype="fp8").v_scale
+        tensor([0.0200])
+    """
+
+    layers: dict[str, dict[str, list[float]]]
+    tokens: int
+    inputs: dict[str, float] = field(default_factory=dict)
+
+    @known_keywords
+    def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
+        """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
+
+        Args:
+            name: of the layer, as in the model's checkpoint.
+            margin: above 1 leaves room for values beyond those seen.
+
+        Raises:
+            ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
+        """
+        if name not in self.inputs:
+            raise ScaleError(
+                f"no calibration of the input of {name!r}",
+                "layers that were seen: " + (", ".join([*self.inputs][:8]) or "none"),
+                "vattn.calibrate(model, batches, linears=True)",
+            )
+        return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
+
+    @known_keywords
+    def quant_config(
+        self,
+        prefix: str,
+        *,
+        cache_dtype: str = "fp8",
+        per_head: bool = False,
+        margin: float = 1.0,
+        query_format: str = "none",
+        output_format: str = "none",
+    ) -> QuantConfig:
+        """Return a layer's scales: largest magnitude, times `margin`, over the largest value of the format.
+
+        Args:
+            prefix: the layer's.
+            cache_dtype: of `CacheConfig`; formats that keep scales beside the codes get none.
+            per_head: one scale per KV head instead of one.
+            margin: above 1 leaves room for values beyond those seen.
+            query_format, output_format: as in `QuantConfig`, to get their static scales too.
+
+        Raises:
+            ConfigError: an unknown format, or a `per_head` that is neither `True` nor `False`.
+            ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
+        """
+        check_switches(per_head=per_head)
+        if prefix not in self.layers:
+            raise ScaleError(f"no calibration of layer {prefix!r}", ", ".join(self.layers), "calibrate this model")
+        fmt = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)]
+        scales: dict[str, Any] = {}
+        if fmt.quantised:
+            for kind in ("key", "value"):
+                scales[f"{kind[0]}_scale"] = self._scale(prefix, kind, fmt.max_value, per_head, margin)
+        if query_format != "none":
+            scales |= {
+                "query_format": query_format,
+                "q_scale": self._scale(prefix, "query", FP8_E4M3_MAX, False, margin),
+            }
+        if output_format == "fp8_static":
+            scales["output_scale"] = self._scale(prefix, "output", FP8_E4M3_MAX, False, margin)
+        return QuantConfig(**scales, output_format=output_format)
+
+    def _scale(self, prefix: str, kind: str, largest: float, per_head: bool, margin: float) -> Tensor:
+        return _scale(f"{kind} of layer {prefix!r}", self.layers[prefix][kind], largest, per_head, margin)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once.
+
+        Raises:
+            ConfigError: no path, or a file that cannot be written; nothing has changed.
+        """
+        if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+            raise ConfigError(f"save({path!r:.80})", "the path of a file", "save('vattn_scales.json')")
+        target = Path(path)
+        check_output("save to", target, replaced=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers, "inputs": self.inputs}
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(fresh, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read what `save` wrote.
+
+        Raises:
+            ScaleError: no such file, or not what `save` writes.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            layers = {
+                str(prefix): {kind: [float(x) for x in seen[kind]] for kind in KINDS}
+                for prefix, seen in content["layers"].items()
+            }
+            if content["format"] not in range(1, FILE_FORMAT + 1):
+                raise ValueError(f"format {content['format']}")
+            inputs = {str(name): float(top) for name, top in content.get("inputs", {}).items()}
+            return cls(layers, int(content["tokens"]), inputs)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ScaleError(
+                f"calibration file {path}: {type(error).__name__}: {error}",
+                f"a file of Calibration.save, format 1 to {FILE_FORMAT}",
+                "vattn.calibrate(model, batches).save(path)",
+            ) from error
+
+
+def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin: float) -> Tensor:
+    if not isinstance(margin, Real) or isinstance(margin, bool) or not (0 < margin < math.inf):
+        raise ScaleError(f"margin={margin!r:.60}", "a positive number, 1.0 for none", "margin=1.5 leaves room")
+    tops = torch.tensor(seen, dtype=torch.float32)
+    top = (tops if per_head else tops.max()[None]) * float(margin)
+    scale = top / largest
+    # Rounded up, so that the largest value itself is not clipped.
+    scale = torch.where(scale * largest < top, scale.nextafter(torch.tensor(float("inf"))), scale)
+    if not bool((scale > 0).all() and scale.isfinite().all()):
+        fix = "calibrate with text that reaches it"
+        if not all(math.isfinite(value) and value >= 0 for value in seen):
+            fix = "calibrate again, with weights and texts whose values are finite"
+        elif per_head and max(seen) > 0:
+            fix = "calibrate with text that reaches every head, or use one scale for all: per_head=False here, "
+            fix += "scales_per_head=False of enable()"
+        raise ScaleError(f"{what} showed magnitudes of {seen}", "positive and finite ones", fix)
+    return scale
+
+
+def check_switches(**switches: object) -> None:
+    """Refuse what is neither `True` nor `False`: any other value would count as one of them.
+
+    Raises:
+        ConfigError: such a value.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
+
+
+def iterable(given: object) -> bool:
+    """Return whether something can be iterated over; tensors and arrays of no dimensions only claim so."""
+    try:
+        iter(given)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def as_calibration(source: Any) -> Calibration:
+    """Return a calibration, read from its file if a path is given.
+
+    Raises:
+        ConfigError: neither. ScaleError: see `Calibration.load`.
+    """
+    if isinstance(source, Calibration):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"calibration={source!r}", "what vattn.calibrate returned, or the path of its file", "vattn.calibrate(...)"
+        )
+    return Calibration.load(source)
+
+
+class _Seen:
+    """Largest magnitudes of one layer, on the device."""
+
+    def __init__(self, layer: CachedAttention) -> None:
+        self.layer = layer
+        self.largest: dict[str, Tensor] = {}
+
+    def note(self, kind: str, values: Tensor | None) -> None:
+        if values is None:
+            return
+        heads = self.layer.num_kv_heads if kind in ("key", "value") else self.layer.num_heads
+        now = values.detach().reshape(values.shape[0], heads, -1).abs().float().amax(dim=(0, 2))
+        self.largest[kind] = torch.maximum(self.largest[kind], now) if kind in self.largest else now
+
+
+def cached_layers(model: nn.Module) -> dict[str, CachedAttention]:
+    """Return the attention layers with a cache by prefix."""
+    return {layer.prefix or name: layer for name, layer in model.named_modules() if isinstance(layer, CachedAttention)}
+
+
+@contextmanager
+def observing(model: nn.Module) -> Iterator[dict[str, _Seen]]:
+    """Note the largest magnitudes of every attention layer with a cache while the block runs; by prefix.
+
+    Hooks do it, so it works in eager steps and without padding rows. Nothing about the layers changes.
+    """
+    seen = {prefix: _Seen(layer) for prefix, layer in cached_layers(model).items()}
+    handles = []
+
+    def before(note: _Seen) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            for kind, values in zip(("query", "key", "value"), args, strict=False):
+                note.note(kind, values)
+
+        return hook
+
+    def after(note: _Seen) -> Any:
+        return lambda layer, args, out: note.note("output", out) if isinstance(out, Tensor) else None
+
+    for note in seen.values():
+        handles += [note.layer.register_forward_pre_hook(before(note)), note.layer.register_forward_hook(after(note))]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """Return the model by whose names checkpoints and calibrations go: what is inside a `PackedModel`.
+
+    Raises:
+        ConfigError: no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a model of type {type(model).__name__}",
+            "a torch.nn.Module",
+            "load it first, such as by transformers.AutoModelForCausalLM.from_pretrained(folder)",
+        )
+    inner = getattr(model, "wrapped", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model by name."""
+    return {name: module for name, module in root_of(model).named_modules() if isinstance(module, nn.Linear)}
+
+
+@contextmanager
+def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
+    """Note the largest magnitude of each linear layer's input while the block runs; by name, on the device."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if args[0].numel():
+                now = args[0].detach().abs().amax().float()
+                seen[name] = torch.maximum(seen[name], now) if name in seen else now
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in linears.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@known_keywords
+def calibrate(
+    model: nn.Module, batches: Iterable[Batch], *, linears: bool = False, progress: bool = False
+) -> Calibration:
+    """Run a model on sample text and return what its attention layers reach. Changes nothing about it but its cache.
+
+    Args:
+        model: with a bound cache; takes `(input_ids [T], positions [T])`, such as what
+            `vattn.integrations.transformers.enable` returned. Not compiled: the layers are watched by hooks. Generators
+            that were made on this cache refuse further steps: make a new one.
+        batches: each a list of token lists, or an int tensor `[B, L]`; every text is a request of its own.
+        linears: note the inputs of linear layers too, for `vattn.quantise_linears(model, "fp8_static", ...)`.
+        progress: show a bar (needs tqdm).
+
+    Raises:
+        ConfigError: no layer with a cache, a cache of groups, latent attention, batches that are nested otherwise, an
+            empty text, one that the cache cannot hold, a model in training mode, or a switch that is neither `True` nor
+            `False`.
+        ScaleError: nothing was seen.
+
+    Example:
+        >>> import torch, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> found = vattn.calibrate(model, [[[1, 2, 3, 4], [5, 6]]])
+        >>> found.tokens, len(found.layers)
+        (6, 2)
+    """
+    check_switches(linears=linears, progress=progress)
+    if isinstance(batches, (str, bytes)) or not iterable(batches):
+        raise ConfigError(f"batches={batches!r:.60}", "a list of batches", NESTING)
+    runner, tokens = StepRunner(model), 0
+    with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
+        for number, batch in enumerate(_shown(batches, progress)):
+            for text in _texts(batch, f"batches[{number}]"):
+                for _ in runner.logits(text):
+                    pass
+                tokens += len(text)
+        layers = {
+            prefix: {kind: note.largest[kind].tolist() for kind in note.largest}
+            for prefix, note in seen.items()
+            if set(note.largest) == set(KINDS)
+        }
+    if not layers:
+        raise ScaleError("no layer was called", "batches with at least one token", "pass some text")
+    return Calibration(layers, tokens, {name: float(top) for name, top in inputs.items()})
+
+
+def _texts(batch: Any, where: str) -> list[list[int]]:
+    """Return the texts of a batch.
+
+    Raises:
+        ConfigError: it holds something else than texts.
+    """
+    if isinstance(batch, Tensor) and (batch.dim() != 2 or batch.dtype not in _INTS):
+        raise ConfigError(f"{where}: a tensor {tuple(batch.shape)} in {batch.dtype}", "ints [B, L]", NESTING)
+    if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
+        raise ConfigError(f"{where}={batch!r}", "a list of texts, each a list of token ids", NESTING)
+    return [checked_text(text, f"{where}[{number}]") for number, text in enumerate(batch)]
+
+
+NESTING = "calibrate(model, [[[1, 2, 3], [4, 5]]]): a list of batches, each a list of texts, each a list of token ids"
+
+
+def checked_text(text: Any, where: str) -> list[int]:
+    """Return a text as a list of token ids.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(text, (str, bytes)):
+        raise ConfigError(f"{where} is a text of characters", "a list of token ids", "call tokenizer.encode first")
+    if isinstance(text, Tensor) and text.dim() == 1:
+        text = text.tolist()
+    if not isinstance(text, Sequence):
+        raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", NESTING)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in text):
+        odd = next(token for token in text if not isinstance(token, int) or isinstance(token, bool) or token < 0)
+        raise ConfigError(f"{where} holds {type(odd).__name__} {odd!r:.60}", "token ids from 0", NESTING)
+    return list(text)
+
+
+def _no_cache(model: nn.Module) -> ConfigError:
+    if "_vattn_packed" in model.__dict__:
+        return ConfigError(
+            f"the {type(model).__name__} that enable() was called with", "what enable() returned", "pass that instead"
+        )
+    if callable(getattr(model, "prepare_inputs_for_generation", None)):
+        return ConfigError(
+            f"a {type(model).__name__} that is not on vattn",
+            "a model on vattn, with a cache",
+            "pass what vattn.integrations.transformers.enable(model, memory='1GiB') returns",
+        )
+    if any(isinstance(layer, MLAAttention) for layer in model.modules()):
+        return ConfigError(
+            f"a {type(model).__name__} with latent attention",
+            "layers with keys and values of heads; the scale of a latent cache is given",
+            "QuantConfig(k_scale=...), or a cache format with scales in its rows",
+        )
+    return ConfigError(
+        f"{type(model).__name__} without a bound KV cache",
+        "attention layers with one",
+        "call vattn.allocate_kv_cache(model, ...) first",
+    )
+
+
+class StepRunner:
+    """Run one text at a time through a model, in chunks on the first blocks of its cache, eagerly."""
+
+    def __init__(self, model: nn.Module, chunk: int = CHUNK) -> None:
+        self.model, self.chunk = model, chunk
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{type(model).__name__} for a model", "an nn.Module", "pass the model first")
+        layers = [layer for layer in cached_layers(model).values() if layer.config is not None]
+        if not layers or "_vattn_packed" in model.__dict__:
+            raise _no_cache(model)
+        EvalMode(model).check("magnitudes of ")
+        if any(layer.kv_cache_group is not None for layer in layers):
+            raise ConfigError(
+                f"{type(model).__name__} with a cache of groups",
+                "a cache that all layers read by one block table",
+                "allocate it without hybrid=True, and with groups afterwards",
+            )
+        config, cache = layers[0].config, layers[0].kv_cache
+        assert config is not None and cache is not None
+        probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)
+        assert probe.num_blocks is not None
+        self.capacity = (probe.num_blocks - 1) * config.block_size
+        self.device = cache.device
+        self.storages = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
+        self.builder = AttentionMetadataBuilder(
+            2, max(2, chunk), self.capacity, config.block_size, self.device, layers=model
+        )
+        self.blocks = list(range(1, probe.num_blocks))
+
+    @torch.no_grad()
+    def logits(self, text: list[int]) -> Iterator[Tensor]:
+        """Yield the logits `[n, vocab_size]` of a text, chunk by chunk.
+
+        Raises:
+            ConfigError: an empty text, or one that the cache cannot hold.
+        """
+        if not 0 < len(text) <= self.capacity:
+            raise ConfigError(
+                f"a text of {len(text)} tokens", f"1 to {self.capacity}, what the cache holds", "cut the text"
+            )
+        size = getattr(self.model, "vocab_size", None)
+        if isinstance(size, int) and max(text) >= size:
+            raise ConfigError(f"token {max(text)}", f"0 to {size - 1}, the model's vocabulary", "check the tokenizer")
+        for storage in self.storages:
+            take_cache(storage, self)
+        for start in range(0, len(text), self.chunk):
+            ids = text[start : start + self.chunk]
+            step = self.builder.build([len(ids)], [start + len(ids)], [self.blocks])
+            with forward_context(step):
+                yield self.model(torch.tensor(ids, device=self.device), step.positions)
+
+
+def _shown(batches: Iterable[Batch], progress: bool) -> Iterable[Batch]:
+    if not progress:
+        return batches
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise MissingPackageError("progress=True without tqdm", "tqdm", "pip install tqdm") from error
+    return tqdm(batches, unit="batch")

@@ -1,0 +1,288 @@
+"""The subcommand `bench` of `python -m vattn`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vattn.calibration.result_files import check_output
+from vattn.errors import ConfigError, DeviceError, VattnError
+
+SCRIPTS: dict[str, str] = {
+    "cache-update": "cache_update",
+    "fused-steps": "fused_steps",
+    "compile-time": "compile_time",
+}
+"""Benchmarks that lie beside the package in a checkout, under `benchmarks/`, and in no wheel."""
+
+TAKEN: dict[str, frozenset[str]] = {
+    "attention --from": frozenset({"source", "markdown", "plot"}),
+    "cache-update": frozenset({"json", "markdown", "plot", "peers"}),
+    "fused-steps": frozenset({"json", "plot", "peers", "device"}),
+    "compile-time": frozenset({"json"}),
+}
+"""What each kind of run but a whole one of `bench attention` reads of the command's options; others are refused."""
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the subcommand's arguments."""
+    parser.add_argument("what", choices=("attention", *SCRIPTS), help="what is measured")
+    parser.add_argument("--peers", default="all", help="peers by commas, all or none (default: all that are found)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page with the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (needs matplotlib)")
+    parser.add_argument("--models", default="", help="layers by the beginnings of their names, by commas")
+    parser.add_argument("--work", default="", help="kinds of steps by the beginnings of their names, by semicolons")
+    parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="ROWS",
+        help="rows as MODEL/WORK/CACHE, each the beginning of a name or empty, by semicolons; run in this order",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that the file of --json has, and run those that it lacks"
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    parser.add_argument("--replays", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no further cell after so long (default: all)")
+    parser.add_argument("--fa3", metavar="PATH", help="a FlashAttention-3 library to load")
+    parser.add_argument(
+        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny cells by the clock")
+    parser.add_argument(
+        "--list", action="store_true", help="print models, kinds of steps and peers, and measure nothing"
+    )
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show results of an earlier --json")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the subcommand and return the exit status: 0, 1 where vattn failed in a cell, 2 for a mistake.
+
+    Args:
+        rest: further arguments, for the benchmarks of a checkout.
+    """
+    try:
+        if options.what != "attention":
+            return _script(options, rest)
+        if rest:
+            raise ConfigError(f"arguments {' '.join(rest)}", "those of bench --help", "correct them")
+        return _attention(options)
+    except VattnError as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
+
+
+def _attention(options: argparse.Namespace) -> int:
+    from vattn.cli.bench import report
+
+    if options.list:
+        _list()
+        return 0
+    if options.source:
+        _refuse_ignored("attention --from", options)
+    _check_files(options)
+    result = report.read_result(options.source) if options.source else _measure(options)
+    report.print_table(result)
+    if options.markdown:
+        options.markdown.write_text(report.markdown(result))
+    if options.plot:
+        report.plot(result, options.plot)
+    return 1 if report.failures(result["rows"]) else 0
+
+
+def _refuse_ignored(run: str, options: argparse.Namespace) -> None:
+    """Raise for options that were given and that a kind of run, named as in `TAKEN`, does not read."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    named = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    for name, action in named.items():
+        if name not in TAKEN[run] and getattr(options, name) != action.default:
+            own = ", ".join(named[taken].option_strings[0] for taken in sorted(TAKEN[run]))
+            raise ConfigError(
+                f"{action.option_strings[0]} for bench {run}",
+                own + (" and those of its script" if run in SCRIPTS else ""),
+                f"leave {action.option_strings[0]} out",
+            )
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before anything is measured.
+
+    Raises:
+        ConfigError: a folder that does not exist, or a kind of picture that matplotlib does not draw.
+        MissingPackageError: a picture without matplotlib.
+    """
+    from vattn.cli.bench import report
+
+    for name in ("json", "markdown", "plot"):
+        check_output(f"--{name}", getattr(options, name))
+    if options.plot:
+        report.check_plotting(options.plot)
+
+
+def _list() -> None:
+    from vattn.cli.bench import peers, shapes
+    from vattn.cli.doctor import aligned
+
+    print("models", aligned([[layer.name, str(layer)] for layer in shapes.LAYERS.values()]), sep="\n")
+    print("work", aligned([[name] for name in shapes.WORKS]), sep="\n")
+    print("peers", aligned([[p.key, p.name, p.problem() or "found"] for p in (*peers.PEERS, *peers.BESIDE)]), sep="\n")
+
+
+def _names(text: str, separator: str = ",") -> list[str]:
+    return [name.strip() for name in text.split(separator) if name.strip()]
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from vattn.cli.bench import attention, ceilings, peers, report, shapes
+
+    cpu = options.device == "cpu"
+    if not cpu and not _has_gpu():
+        raise DeviceError(
+            "a benchmark on a machine without a usable GPU",
+            "a CUDA GPU, or --device cpu, which runs tiny cells to try the command",
+            "run `python -m vattn doctor` to see what was found",
+        )
+    if options.replays < 1:
+        raise ConfigError(f"--replays {options.replays}", "1 or more", "leave it out for 7")
+    if options.block_size not in range(8, 257, 8):
+        raise ConfigError(f"--block-size {options.block_size}", "8 to 256, by 8", "leave it out for 16")
+    if options.seconds is not None and not options.seconds >= 0:
+        raise ConfigError(f"--seconds {options.seconds}", "a number from 0 up", "leave it out to measure everything")
+    if options.fa3:
+        from vattn.backends.flash_attn.libraries import load_flash_attn
+
+        load_flash_attn(options.fa3)
+    if options.resume and options.json is None:
+        raise ConfigError("--resume without --json", "--json FILE", "name the file to go on with")
+    forbid_builds(options.build_peers or cpu)
+    only = _names(options.only, ";")
+    asked = _names(options.models), _names(options.work, ";")
+    # Rows may be named that are none of the default ones.
+    cells = shapes.every_cell() if only and not any(asked) else shapes.choose_cells(*asked)
+    rows = shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
+    # Refused on a CPU too, where no peer runs.
+    others = peers.choose_peers(_names(options.peers))
+    chosen = [peers.ON_CPU] if cpu else [*peers.OWN, peers.STREAM, *others]
+    states = {peer.name: peer.problem() or "found" for peer in chosen}
+    settings = attention.Settings(
+        block_size=options.block_size,
+        replays=options.replays,
+        device=options.device,
+    )
+    if cpu:
+        rows = [(*shapes.tiny(layer, work), cache) for layer, work, cache in rows]
+    run: dict[str, Any] = {
+        "format": report.FORMAT,
+        "command": " ".join(["python -m vattn", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": platform.processor() or "CPU" if cpu else torch.cuda.get_device_name(),
+        "capability": [0, 0] if cpu else list(torch.cuda.get_device_capability()),
+        "versions": _versions(),
+        "block_size": options.block_size,
+        "peers": {name: state if state == "found" else f"missing: {state}" for name, state in states.items()},
+        "ceilings": {} if cpu else ceilings.measure(),
+        "rows": [],
+    }
+    result = report.resumed(options.json, run) if options.resume and options.json.exists() else run
+    done = {report.name_of(row) for row in result["rows"]}
+    left = [row for row in rows if (row[0].name, row[1].name, row[2]) not in done]
+    found = [peer for peer in chosen if states[peer.name] == "found"]
+    start, count = time.monotonic(), len(rows) - len(left)
+    for row in attention.run_rows(left, found, settings, run["ceilings"]):
+        result["rows"].append(row)
+        count += 1
+        print(" | ".join(report.cells_of(row)), file=sys.stderr, flush=True)
+        if options.json:
+            report.write_result(options.json, result)
+        if options.seconds is not None and time.monotonic() - start > options.seconds and count < len(rows):
+            print(f"stopped after {options.seconds} s: {count} of {len(rows)} rows", file=sys.stderr)
+            break
+    return result
+
+
+def forbid_builds(allowed: bool) -> None:
+    """Keep FlashInfer from compiling during a measurement, unless that is allowed."""
+    if not allowed:
+        os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run a benchmark of the checkout that the package lies in."""
+    name = SCRIPTS[options.what]
+    folder = Path(__file__).resolve().parents[2]
+    path = folder / "benchmarks" / f"{name}.py"
+    if not path.is_file():
+        raise ConfigError(
+            f"bench {options.what} from an installed package",
+            "a checkout of the repository, whose folder benchmarks/ no wheel has",
+            "clone the repository and run it there; bench attention needs no checkout",
+        )
+    from vattn.cli.bench import report
+
+    if options.source:
+        raise ConfigError(f"--from for bench {options.what}", "bench attention", "run it again with --plot")
+    if options.plot and (options.what == "compile-time" or options.json is None):
+        raise ConfigError(
+            f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
+            "bench attention, or cache-update and fused-steps with --json",
+            "add --json FILE, or leave --plot out: compile-time gives three numbers",
+        )
+    _refuse_ignored(options.what, options)
+    _check_files(options)
+    if options.peers not in ("all", "none"):
+        raise ConfigError(
+            f"--peers {options.peers} for bench {options.what}", "all, none", "name peers in bench attention"
+        )
+    if options.what == "cache-update" and not _has_gpu():
+        raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
+    arguments = [] if options.json is None else ["--json", str(options.json)]
+    everything = options.peers == "all"
+    if options.what == "cache-update":
+        arguments += ["--markdown", str(options.markdown)] if options.markdown else []
+        arguments += ["--flashinfer"] if everything and importlib.util.find_spec("flashinfer") else []
+    elif options.what == "fused-steps":
+        arguments += ["--transformers", "1", "32"] if everything and importlib.util.find_spec("transformers") else []
+        arguments += ["--device", options.device]
+    sys.path.insert(0, str(folder))
+    before = sys.argv
+    sys.argv = [str(path), *arguments, *rest]
+    try:
+        importlib.import_module(f"benchmarks.{name}").main()
+    finally:
+        sys.argv = before
+    if options.plot:
+        report.plot_bars(json.loads(options.json.read_text()), options.plot)
+    return 0

@@ -1,0 +1,256 @@
+"""What a benchmark found, for people: a table in the terminal, Markdown, and a roofline plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vattn.calibration.result_files import check_picture, figures
+from vattn.errors import ConfigError
+
+FORMAT = 1
+"""Version of the JSON; rises when a key changes its meaning."""
+
+COLUMNS = (
+    "model", "work", "cache", "vattn us", "best peer", "peer us", "peer / vattn", "stream / vattn", "of HBM", "of GEMM",
+    "error",
+)  # fmt: skip
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """Return a row of `COLUMNS` of one row of results."""
+    if "failed" in row:
+        return [row["model"], row["work"], row["cache"], f"failed: {row['failed']}", *["-"] * 7]
+    kernels, best, peer = row["kernels"], row.get("best_own"), row.get("best_peer")
+    own = kernels[best] if best else {}
+    name = "" if best in (None, "vattn") else f" ({best.removeprefix('vattn').strip(', ')}{_plain_time(kernels)})"
+    return [
+        row["model"],
+        row["work"],
+        row["cache"],
+        f"{own['us']}{name}" if own else "-",
+        peer or "-",
+        str(kernels[peer]["us"]) if peer else "-",
+        str(row.get("peer_over_own", "-")),
+        str(row.get("stream_over_own", "-")),
+        str(row.get("of_hbm", "-")),
+        str(row.get("of_gemm", "-")),
+        f"{own['error']:.1e}" if own else "-",
+    ]
+
+
+def _plain_time(kernels: dict[str, Any]) -> str:
+    """Return the time of the layer as it is asked for, where one that rounds the query was faster."""
+    us = kernels.get("vattn", {}).get("us")
+    return "" if us is None else f"; {us} with a query of 16 bits"
+
+
+def notes_of(row: dict[str, Any]) -> list[str]:
+    """Return a line for every kernel that failed or was wrong."""
+    where = f"{row['model']}, {row['work']}, {row['cache']}"
+    found = []
+    for name, entry in row.get("kernels", {}).items():
+        for kind in ("failed", "wrong"):
+            if kind in entry:
+                found.append(f"{where}: {name} {kind}: {entry[kind]}")
+    return found
+
+
+def heading(result: dict[str, Any]) -> list[str]:
+    """Return the lines above a table: where and when, the ceilings, and which peers there were."""
+    ceilings = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items()) or "not measured"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [f"{result['device']}, {result['date']}; {versions}", f"ceilings of this run: {ceilings}"]
+    for part in result.get("resumed", ()):
+        told = ", ".join(f"{name} {value}" for name, value in part["ceilings"].items()) or "not measured"
+        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {told}")
+    return lines + [f"{name}: {state}" for name, state in result["peers"].items()]
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print the results, by rich where it is installed."""
+    rows = [cells_of(row) for row in result["rows"]]
+    print("\n".join(heading(result)))
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        from vattn.cli.doctor import aligned
+
+        print(aligned([COLUMNS, *rows]))
+    else:
+        table = Table(title="attention, us a step")
+        for index, name in enumerate(COLUMNS):
+            table.add_column(name, justify="left" if index < 3 or name == "best peer" else "right", overflow="fold")
+        for row, cells in zip(result["rows"], rows, strict=True):
+            ratio = row.get("peer_over_own")
+            table.add_row(*cells, style=None if ratio is None else "green" if ratio >= 1 else "yellow")
+        Console(width=None if Console().is_terminal else 180).print(table)
+    for row in result["rows"]:
+        for note in notes_of(row):
+            print(note)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the results as a page."""
+    lines = [f"# Attention on {result['device']}, {result['date']}", "", f"`{result['command']}`", ""]
+    lines += [f"- {line}" for line in heading(result)]
+    lines += [
+        "",
+        "CUDA-graph replays over rotated inputs, kernels interleaved, medians; every result was compared with fp32 on "
+        "the stored values first. Above 1 in `peer / vattn`, vattn is faster. Schedules and plans, made once a step, "
+        "are not in the times.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---" * len(COLUMNS) + "|",
+    ]
+    lines += ["| " + " | ".join(cells_of(row)) + " |" for row in result["rows"]]
+    notes = [note for row in result["rows"] for note in notes_of(row)]
+    return "\n".join(lines + ([""] + [f"- {note}" for note in notes] if notes else [])) + "\n"
+
+
+def name_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what tells a row from others: model, work and cache."""
+    return row["model"], row["work"], row["cache"]
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a file that is whole, whenever the run ends."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1))
+    os.replace(part, path)
+
+
+def resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Return earlier results, less cells that failed as a whole, for a run to add its rows to.
+
+    Raises:
+        ConfigError: a torn file, or results that were measured in another way than `run`.
+    """
+    result = read_result(path)
+    for key in ("device", "capability", "versions", "peers", "block_size"):
+        # Files from before it was written have blocks of 16.
+        before = result.get(key, 16 if key == "block_size" else None)
+        if before != run[key]:
+            raise ConfigError(
+                f"--resume of {path}, whose {key} is {before}, in a run whose {key} is {run[key]}",
+                "the same machine, versions, peers and block size",
+                "give another --json, or run as before",
+            )
+    result["rows"] = [row for row in result["rows"] if "failed" not in row]
+    part = {name: run[name] for name in ("date", "command", "ceilings")}
+    result.setdefault("resumed", []).append({"first_row": len(result["rows"]), **part})
+    return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read what `--json` wrote.
+
+    Raises:
+        ConfigError: no such file, a torn one, or one that something else wrote.
+    """
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", "a file of `vattn bench attention --json`", "run it again") from error
+    try:
+        whole = result["format"] == FORMAT and bool(markdown(result))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        whole = False
+    if whole is False:
+        raise ConfigError(
+            f"{path}", f"results of format {FORMAT}", "run `python -m vattn bench attention --json` again"
+        )
+    return result  # type: ignore[no-any-return]
+
+
+def check_plotting(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is measured.
+
+    Raises:
+        MissingPackageError: matplotlib is missing.
+        ConfigError: it does not write files of this kind.
+    """
+    figures("--plot without matplotlib", "pip install 'vattn[bench]', or draw later: --from out.json --plot")
+    check_picture(path, f"--plot {path}", "--plot out.png")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw a roofline: what every kernel reached over how much it computes per byte."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(16, 7), gridspec_kw={"width_ratios": (3, 2)})
+    _roofline(axes[0], result)
+    _ratios(axes[1], result)
+    figure.suptitle(f"vattn bench attention: {result['device']}, {result['date']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _roofline(axes: Any, result: dict[str, Any]) -> None:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        for name, entry in row.get("kernels", {}).items():
+            if "us" in entry:
+                place = row["flops"] / row["bytes"], row["flops"] / entry["us"] / 1e6
+                points.setdefault(name, []).append(place)
+    reach = [x for places in points.values() for x, _ in places] or [1.0]
+    left, right = min(reach) / 2, max(reach) * 2
+    hbm = result["ceilings"].get("hbm_tb_s")
+    for name, style in (("bf16_tflops", "-"), ("fp8_tflops", "--")):
+        top = result["ceilings"].get(name)
+        if isinstance(hbm, float) and isinstance(top, float):
+            corner = top / hbm
+            axes.plot([left, corner, max(right, corner)], [left * hbm, top, top], "k" + style, lw=1, label=name)
+    for (name, places), marker in zip(points.items(), "os^vD<>Pph*X" * 3, strict=False):
+        size = 60 if name.startswith("vattn") else 25
+        axes.scatter(*zip(*places, strict=True), s=size, marker=marker, alpha=0.7, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte moved", ylabel="TFLOP/s")
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+
+
+def _ratios(axes: Any, result: dict[str, Any]) -> None:
+    rows = [row for row in result["rows"] if "peer_over_own" in row]
+    names = [f"{row['model']} {row['work']} {row['cache']}" for row in rows]
+    values = [row["peer_over_own"] for row in rows]
+    axes.barh(names, values, color=["tab:green" if value >= 1 else "tab:orange" for value in values])
+    axes.axvline(1, color="k", lw=1)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set_xlabel("time of the best peer / time of vattn")
+
+
+def plot_bars(result: dict[str, Any], path: Path) -> None:
+    """Draw the times of `cache-update` or `fused-steps`, a group of bars per size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    unit = "us" if any("us" in row for row in result["rows"]) else "ms"
+    size = "tokens" if unit == "us" else "batch"
+    groups = [row for row in result["rows"] if row.get(unit)]
+    names = list(dict.fromkeys(name for row in groups for name in row[unit]))
+    figure, axes = pyplot.subplots(figsize=(12, 6))
+    width = 0.8 / max(1, len(names))
+    for index, name in enumerate(names):
+        places = [at + index * width for at, row in enumerate(groups) if name in row[unit]]
+        axes.bar(places, [row[unit][name] for row in groups if name in row[unit]], width=width, label=name)
+    axes.set_xticks([at + 0.4 for at in range(len(groups))], [f"{row[size]} {size}" for row in groups])
+    axes.set(yscale="log", ylabel=unit, title=f"{result.get('gpu') or result.get('device')}, {result['date']}")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def failures(rows: Sequence[dict[str, Any]]) -> int:
+    """Return how many cells vattn itself failed in or was wrong."""
+    return sum(any("vattn" in note.split(": ", 1)[1] for note in notes_of(row)) or "failed" in row for row in rows)

@@ -1,0 +1,108 @@
+"""`python -m vattn explain-fusion module:function`: compile a user's model with the passes and print the report.
+
+The function takes no arguments and returns what to compile and what to call it with: `(model, args)`, or
+`(model, args, metadata)` for a model whose layers take the step from `vattn.forward_context`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vattn.calibration.result_files import check_output
+from vattn.errors import ConfigError, VattnError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the subcommand's arguments."""
+    parser.add_argument("target", metavar="module:function", help="returns (model, args) or (model, args, metadata)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit status 1 unless there is attention and all of it is fused"
+    )
+    parser.add_argument("--dot", metavar="FILE", help="write the graphs before and after the passes for Graphviz")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit status: 0, 1 for a miss under `--strict`, 2 for a mistake."""
+    try:
+        check_output("--dot", Path(options.dot) if options.dot else None)
+        report, pictures = explain_fusion(load(options.target))
+    except VattnError as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict(), indent=1) if options.json else report)
+    if not report:
+        print(
+            f"vattn: no attention was compiled: {report.why_empty}. A layer without metadata makes a profiling call: "
+            "return (model, args, metadata), with a step of the model's builder",
+            file=sys.stderr,
+        )
+    if options.dot:
+        with open(options.dot, "w", encoding="utf-8") as file:
+            file.write("\n".join(pictures))
+    return 1 if options.strict and (not report or report.count("fused") < len(report)) else 0
+
+
+def load(target: str) -> Callable[[], Sequence[Any]]:
+    """Import the function that a `module:function` names, from the working directory too.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"target {target!r}", "module:function", "e.g. my_package.models:example")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"target {target!r}: {error}", "module:function that can be imported", "check both"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"target {target!r} is no function", "a function without arguments", "name the function")
+    return function  # type: ignore[no-any-return]
+
+
+def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
+    """Compile and call once what `make` returns, past every cache.
+
+    Returns:
+        The report of all that was compiled, and one Graphviz text per graph, before and after the passes.
+
+    Raises:
+        ConfigError: `make` returns something else than a model and its arguments.
+    """
+    import vattn
+    from vattn.passes.graphviz import Picturing
+    from vattn.passes.report import clear_fusion_report
+
+    made = make()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
+        raise ConfigError(
+            f"the function returned {type(made).__name__}", "(model, args) or (model, args, metadata)", "see --help"
+        )
+    if not isinstance(made[1], (tuple, list)):
+        raise ConfigError(
+            f"the function returned args of type {type(made[1]).__name__}",
+            "a tuple or list of the model's arguments",
+            "return (model, (x,), metadata)",
+        )
+    model, args, metadata = made[0], tuple(made[1]), made[2] if len(made) == 3 else None
+    clear_fusion_report()
+    picturing = Picturing()
+    # Plain functions as passes have no cache key, so that nothing comes from a cache.
+    options = vattn.options(picturing.options())
+    with torch.no_grad(), vattn.forward_context(metadata):
+        torch.compile(model, options=options)(*args)
+    return vattn.fusion_report(), picturing.texts

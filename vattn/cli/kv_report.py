@@ -1,0 +1,406 @@
+"""`python -m vattn kv-report`: what every KV cache format costs and saves, on a model and a text of the user's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.cache.allocation import parse_bytes
+from vattn.calibration.calibrate import Calibration, StepRunner, calibrate
+from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.config.attention import CacheConfig
+from vattn.errors import ConfigError, VattnError
+from vattn.layers import QuantConfig
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
+
+WINDOW, CHUNK = 1024, 128
+"""Tokens of one request at most, and of one step: most keys and values are read back from the cache."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format on one model.
+
+    Attributes:
+        weights: "as they are", or how they were changed.
+        cache: canonical name of the format.
+        scales: "none", "in the cache", "unit", "calibrated" or "calibrated per head".
+        bytes_per_token: over all layers, what the codes and their scales take.
+        max_tokens: how many tokens the given memory holds.
+        bits_per_byte: of the text.
+        over_plain: relative to the cache in the model's dtype.
+        error: standard error of `over_plain`, from the differences token by token.
+        top1: share of tokens whose likeliest next token is that of the plain cache.
+        worst: largest difference of a logit.
+        refused: why the format cannot run, otherwise "".
+    """
+
+    weights: str
+    cache: str
+    scales: str
+    bytes_per_token: float = math.nan
+    max_tokens: int = 0
+    bits_per_byte: float = math.nan
+    over_plain: float = math.nan
+    error: float = math.nan
+    top1: float = math.nan
+    worst: float = math.nan
+    refused: str = ""
+
+    @property
+    def noise(self) -> bool:
+        """Whether the difference is within two standard errors, where chance alone would put it 19 times in 20."""
+        return not self.refused and self.over_plain != 0 and not abs(self.over_plain) > 2 * self.error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options."""
+    from vattn.cli.generate import DEMO_MODEL
+
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
+    parser.add_argument("--text", type=Path, help="text to measure on; default heldout.txt beside the model")
+    parser.add_argument("--calibration-text", type=Path, help="text for scales; default the first quarter of the text")
+    parser.add_argument(
+        "--margin", type=float,
+        help="calibrated scales, of FP8 and NVFP4 caches, are made for values so many times as large as any seen "
+        "(default 1.25): codes with an exponent lose nothing by that, values beyond the largest code are cut",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rope-length", type=int,
+        help=f"for models whose RoPE goes by lengths (longrope, dynamic): frequencies of that length, for requests of "
+        f"{WINDOW} tokens or of as many",
+    )  # fmt: skip
+    parser.add_argument("--max-bytes", type=int, default=16384, help="how much of the text is measured")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="default every format")
+    parser.add_argument("--memory", default="16GiB", help="cache memory for the column of tokens")
+    parser.add_argument(
+        "--outliers", type=int, nargs="?", const=12, metavar="N",
+        help="measure a variant too in which a few key and value channels are 2^N times as large (default N: 12)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="bits added over bytes per token, as an image (needs matplotlib)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; returns 2 if nothing could be measured."""
+    try:
+        rows = list(measure(options))
+    except VattnError as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
+    print(table(rows, options.memory))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if options.plot:
+        plot(rows, options.plot)
+    return 0
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield one row per variant of the weights, format and source of scales; progress goes to stderr.
+
+    Raises:
+        ConfigError: a text or model that cannot be used, an unknown format, a number out of range, or a file of results
+            that could not be written.
+        MissingPackageError: a plot without matplotlib.
+    """
+    from vattn.cli.generate import load_model
+
+    if options.max_bytes < 2:
+        raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
+    if options.outliers is not None and not 1 <= options.outliers <= 24:
+        raise ConfigError(f"--outliers {options.outliers}", "an exponent of two from 1 to 24", "leave the number out")
+    length = options.rope_length
+    if length is not None and length < 1:
+        raise ConfigError(f"--rope-length {length}", "at least 1", "give the length that the model is meant for")
+    check_output("--json", options.json)
+    check_output("--plot", options.plot)
+    if options.plot:
+        figures()
+    if options.plot and options.plot.suffix:
+        check_picture(options.plot, f"--plot {options.plot}", "--plot out.png")
+    memory = parse_bytes(options.memory)
+    formats = _formats(options.formats)
+    margin = _margin(options.margin, formats)
+    model, tokenizer = load_model(options.model, options.device, options.dtype)
+    plain = dtype_name(model.dtype)
+    path = options.text or options.model / "heldout.txt"
+    text = _read(path, options.max_bytes)
+    most = min(WINDOW, length or WINDOW)
+    windows = _windows(tokenizer.encode(text), f"text {path}", most)
+    sample, what = text[: len(text) // 4], f"the first quarter of text {path}, which scales are calibrated on"
+    if options.calibration_text:
+        sample = _read(options.calibration_text, options.max_bytes)
+        what = f"calibration text {options.calibration_text}"
+    samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what, most)]
+    variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
+    kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
+    bar = _Bar(len(variants) * len(kinds))
+    for weights in variants:
+        if weights != "as they are":
+            _plant(model, options.outliers)
+        subject = _Subject(model, windows, len(text.encode()), memory, weights, length)
+        subject.calibrate(samples, margin)
+        for name, scales in kinds:
+            bar.show(f"{weights}, {name}, scales {scales}")
+            yield subject.row(name, scales)
+    bar.close()
+
+
+class _Subject:
+    """One model and text, measured with one format after the other."""
+
+    def __init__(
+        self, model: Any, windows: list[list[int]], num_bytes: int, memory: int, weights: str, rope_length: int | None
+    ) -> None:
+        self.model, self.windows, self.num_bytes, self.memory, self.weights = model, windows, num_bytes, memory, weights
+        self.rope_length = rope_length
+        self.blocks = 1 + -(-WINDOW // CacheConfig().block_size)
+        self.plain: list[Tensor] = []
+        self.plain_nats: Tensor | None = None
+        self.calibration: Calibration | None = None
+
+    def calibrate(self, windows: list[list[int]], margin: float) -> None:
+        from vattn.integrations.transformers import disable, enable
+
+        seen = calibrate(enable(self.model, num_blocks=self.blocks, rope_length=self.rope_length), [windows])
+        disable(self.model)
+        roomy = {
+            layer: {kind: [margin * value for value in values] for kind, values in kinds.items()}
+            for layer, kinds in seen.layers.items()
+        }
+        self.calibration = replace(seen, layers=roomy)
+
+    def row(self, name: str, scales: str) -> Row:
+        from vattn.integrations.transformers import disable, enable
+
+        config = CacheConfig(cache_dtype=name)
+        try:
+            packed = enable(
+                self.model, cache_config=config, num_blocks=self.blocks, rope_length=self.rope_length,
+                **self._scales(scales),
+            )  # fmt: skip
+        except VattnError as error:
+            return Row(self.weights, name, scales, refused=str(error).splitlines()[0])
+        try:
+            nats, top1, worst = self._run(packed)
+        finally:
+            disable(self.model)
+        cache = packed.kv_cache
+        assert cache is not None
+        per_token = cache.bytes_per_block / cache.block_size
+        bits = float(nats.sum()) / math.log(2) / self.num_bytes
+        if self.plain_nats is None:
+            self.plain_nats = nats
+        over, spread = relative_change(nats, self.plain_nats)
+        return Row(
+            self.weights, name, scales, per_token, int(self.memory / per_token), bits, over, spread, top1, worst
+        )  # fmt: skip
+
+    def _scales(self, scales: str) -> dict[str, Any]:
+        if scales == "unit":
+            return {"quant_config": QuantConfig("unit", "unit")}
+        if scales == "calibrated":
+            return {"calibration": self.calibration}
+        if scales == "calibrated per head":
+            return {"calibration": self.calibration, "scales_per_head": True}
+        return {}
+
+    def _run(self, packed: Any) -> tuple[Tensor, float, float]:
+        """Return nats of each token, share of equal likeliest tokens, and the largest difference of a logit."""
+        runner, first = StepRunner(packed, CHUNK), not self.plain
+        nats: list[Tensor] = []
+        same, worst = 0, 0.0
+        for index, window in enumerate(self.windows):
+            logits = torch.cat(list(runner.logits(window[:-1])))
+            targets = torch.tensor(window[1:], device=logits.device)
+            nats.append(torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none").cpu())
+            if first:
+                self.plain.append(logits.cpu())
+            plain = self.plain[index].to(logits.device)
+            same += int((plain.argmax(-1) == logits.argmax(-1)).sum())
+            worst = max(worst, float((plain.float() - logits.float()).abs().max()))
+        each = torch.cat(nats)
+        return each, same / len(each), worst
+
+
+def relative_change(nats: Tensor, plain: Tensor) -> tuple[float, float]:
+    """Return by how much a text costs more than before, relatively, and the standard error of that.
+
+    The same tokens are compared, so the spread of their differences counts, not that of the text. They are taken as
+    independent.
+
+    Args:
+        nats, plain: `[n]`, of each token with and without the change.
+
+    Returns:
+        The change, and its standard error; NaN for a single token.
+
+    Example:
+        >>> relative_change(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.5, 2.5]))
+        (0.2, 0.1)
+    """
+    more, before = (nats - plain).double(), float(plain.double().sum())
+    error = float(more.std()) * math.sqrt(len(more)) if len(more) > 1 else math.nan
+    return float(more.sum()) / before, error / before
+
+
+def _sources(name: str) -> list[str]:
+    fmt = KV_FORMATS[name]
+    if fmt.quantised:
+        return ["unit", "calibrated", "calibrated per head"]
+    return ["in the cache" if fmt.packed else "none"]
+
+
+def _formats(names: list[str] | None) -> list[str]:
+    """Return canonical names of formats that change what is stored, each once; aliases are understood."""
+    known = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]
+    found = {name: resolve_kv_cache_dtype(name, torch.bfloat16) for name in names or known if name in kv_cache_dtypes()}
+    for name in names or ():
+        if found.get(name) not in known:
+            fix = "separate names by spaces, without commas" if "," in name else "choose among them"
+            raise ConfigError(f"--formats {name}", ", ".join(known), fix)
+    return list(dict.fromkeys(found.values()))
+
+
+def _margin(given: float | None, formats: list[str]) -> float:
+    """Return the margin of calibrated scales; refuse one that no format has a use for."""
+    if given is None:
+        return 1.25
+    if not 1 <= given < 1e6:
+        raise ConfigError(f"--margin {given}", "a number from 1 to a million", "take 1 for no margin")
+    if not any(KV_FORMATS[name].quantised for name in formats):
+        calibrated = [name for name, fmt in KV_FORMATS.items() if fmt.quantised]
+        raise ConfigError(
+            f"--margin {given} with --formats {' '.join(formats)}", ", ".join(calibrated), "leave --margin out"
+        )
+    return given
+
+
+def _read(path: Path, most: int) -> str:
+    try:
+        return path.read_bytes()[:most].decode(errors="ignore")
+    except OSError as error:
+        raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
+
+
+def _windows(ids: list[int], what: str, most: int) -> list[list[int]]:
+    """Cut the ids of a text, which errors call by `what`, into requests of `most` tokens and one to be foretold.
+
+    Each begins with the last token of the one before.
+    """
+    if len(ids) < 2:
+        raise ConfigError(
+            f"{what}: {len(ids)} of the tokenizer's tokens",
+            "at least 2",
+            "pass a longer text, or --calibration-text",
+        )
+    return [list(ids[start : start + most + 1]) for start in range(0, len(ids) - 1, most)]
+
+
+def _plant(model: Any, exponent: int) -> None:
+    """Make a few key and value channels of every head `2^exponent` times as large; the function stays the same."""
+    from types import SimpleNamespace
+
+    from vattn.calibration.plant_outliers import plant_outliers
+
+    inner = model.config
+    shape: Any = SimpleNamespace(
+        num_layers=inner.num_hidden_layers, num_heads=inner.num_attention_heads,
+        num_kv_heads=inner.num_key_value_heads,
+        head_size=getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads,
+    )  # fmt: skip
+    state = model.state_dict()
+    try:
+        planted = plant_outliers(
+            {k: v.cpu() for k, v in state.items()}, shape, key_exponent=exponent, value_exponent=exponent
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"--outliers for a model without {error}", "models with q_proj, k_proj, v_proj and o_proj", "leave it out"
+        ) from error
+    model.load_state_dict(planted)
+
+
+class _Bar:
+    """Progress on stderr: a bar where tqdm is there and somebody looks, otherwise a line per row."""
+
+    def __init__(self, total: int) -> None:
+        self.bar: Any = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        self.bar = tqdm(total=total, unit="format", file=sys.stderr)
+
+    def show(self, what: str) -> None:
+        if self.bar is None:
+            print(what, file=sys.stderr, flush=True)
+            return
+        self.bar.set_description(what)
+        self.bar.update()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def table(rows: list[Row], memory: str) -> str:
+    """Return the rows as a Markdown table, and below it how far the differences can be trusted."""
+    lines = [
+        f"| weights | cache | scales | bytes a token | tokens in {memory} | bits per byte | to plain | standard error "
+        "| same top-1 | worst logit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.refused:
+            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | | |")
+            continue
+        lines.append(
+            f"| {row.weights} | {row.cache} | {row.scales} | {row.bytes_per_token:.0f} | {row.max_tokens:,} | "
+            f"{row.bits_per_byte:.4f} | {row.over_plain:+.2%}{' *' if row.noise else ''} | {row.error:.2%} | "
+            f"{row.top1:.2%} | {row.worst:.3f} |"
+        )
+    if any(row.noise for row in rows):
+        lines += ["", "\\* within two standard errors: chance may make such a difference. Measure a longer text."]
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw what formats add to the bits per byte over their bytes a token, a panel for each variant of the weights.
+
+    Bars are standard errors. The axis is linear within 0.1 % and logarithmic beyond.
+
+    Raises:
+        MissingPackageError: matplotlib is missing.
+    """
+    variants = list(dict.fromkeys(row.weights for row in rows))
+    colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row.cache for row in rows[1:]))}
+    markers = {"unit": "x", "calibrated": "o", "calibrated per head": "^"}
+    figure = figures()(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
+    for panel, weights in zip(panels, variants, strict=True):
+        for row in rows:
+            if row.weights == weights and not row.refused and row.error > 0:
+                panel.errorbar(
+                    row.bytes_per_token, 100 * row.over_plain, 100 * row.error, color=colours[row.cache],
+                    marker=markers.get(row.scales, "s"), markersize=5, capsize=2, linestyle="none",
+                    label=row.cache + (f", {row.scales}" if row.scales in markers else ""),
+                )  # fmt: skip
+        panel.axhline(0, color="grey", linewidth=0.8)
+        panel.set(xlabel="bytes a token", title=f"weights {weights}")
+        panel.set_yscale("symlog", linthresh=0.1)
+    panels[0].set_ylabel(f"bits per byte over {rows[0].cache}, %")
+    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,205 @@
+"""`python -m vattn tune`: time the backends on this GPU, kind of layer by kind of layer, for `auto` to choose by.
+
+What it writes is read through the environment variable `VATTN_CHOICE_TABLE` (`vattn.backends.choice_table`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from vattn.backends import choice_table, selector
+from vattn.backends.choice_table import ChoiceTable, Kind, Measured
+from vattn.cli.bench.command import forbid_builds
+from vattn.config.device import DeviceInfo
+from vattn.errors import ConfigError, DeviceError, VattnError
+
+BACKENDS = ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN")
+"""What is timed, where it is installed; the plain torch backend is no rival."""
+
+STEPS = ("decode 1x8k", "decode 32x1k", "decode 64x4k", "speculative 64x4k, 4", "prefill 1x8k", "chunk 4x512 of 8k")
+"""What a layer meets, each counting alike."""
+
+SHAPES: dict[str, tuple[int, int, int, int | None]] = {
+    "head 128 group 4": (32, 8, 128, None),
+    "head 128 group 8": (64, 8, 128, None),
+    "head 64": (64, 8, 64, None),
+    "head 256": (16, 8, 256, None),
+    "head 128 window": (32, 8, 128, 1024),
+    "head 256 window": (16, 8, 256, 1024),
+}
+"""Heads, KV heads, head size and window of the kinds that are measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the subcommand's arguments."""
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the table goes")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="make the table of results of `bench attention --json`"
+    )
+    parser.add_argument("--check", type=Path, metavar="FILE", help="read a table, say what it changes, measure nothing")
+    parser.add_argument(
+        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+    )
+    parser.add_argument("--shapes", default="", help=f"kinds of layers by semicolons: {'; '.join(SHAPES)}")
+    parser.add_argument("--steps", default="", help=f"kinds of steps by semicolons: {'; '.join(STEPS)}")
+    parser.add_argument("--cache", choices=("both", "bf16", "fp8"), default="both")
+    parser.add_argument("--replays", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit status: 0, or 2 for a mistake."""
+    try:
+        if options.check:
+            _show(choice_table.read_table(options.check))
+            return 0
+        if not options.out:
+            raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
+        if options.source:
+            table = table_of_bench(options.source)
+            _write(options.out, table)
+            _show(table)
+            return 0
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                "tune on a machine without a usable GPU",
+                "a CUDA GPU",
+                "run `python -m vattn doctor` to see what was found",
+            )
+        forbid_builds(options.build_peers)
+        caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
+        shapes = _picked("--shapes", options.shapes, ";", list(SHAPES))
+        table = measure(shapes, _picked("--steps", options.steps, ";", list(STEPS)), caches, options.replays)
+        _write(options.out, table)
+        _show(table)
+        print(f"written to {options.out}; use it with {choice_table.VARIABLE}={options.out}")
+    except (VattnError, OSError) as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _picked(option: str, text: str, separator: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in text.split(separator) if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{option} {name!r}", "; ".join(known), "choose from these")
+    return names or known
+
+
+def _write(path: Path, table: ChoiceTable) -> None:
+    """Write a file that is whole or not there."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(table.dump(), encoding="utf-8")
+    os.replace(part, path)
+
+
+def measure(
+    shapes: Sequence[str], steps: Sequence[str], caches: Sequence[str], replays: int, device_type: str = "cuda"
+) -> ChoiceTable:
+    """Time the usable backends on every kind; each result is compared with fp32 before it counts.
+
+    Args:
+        shapes, steps: names in `SHAPES` and `STEPS`.
+        caches: `"bf16"` and `"fp8"`.
+        replays: interleaved rounds; the median counts.
+        device_type: `"cuda"`, or `"cpu"` for tiny cells whose times mean nothing.
+    """
+    device = DeviceInfo.of(device_type)
+    names = [name for name in BACKENDS if selector.get_backend(name).problem() is None]
+    for name in BACKENDS:
+        print(f"{name}: {selector.get_backend(name).problem() or 'found'}", flush=True)
+    cells = tuple(_cells(shapes, steps, caches, names, replays, device_type))
+    versions: dict[str, str] = {"torch": str(torch.__version__)}
+    for name in names:
+        running = selector.get_backend(name).running()
+        if running is not None:
+            versions[running[0]] = running[1]
+    return ChoiceTable(device.name, device.capability, datetime.date.today().isoformat(), versions, cells)
+
+
+def _cells(
+    shapes: Sequence[str],
+    steps: Sequence[str],
+    caches: Sequence[str],
+    names: Sequence[str],
+    replays: int,
+    device_type: str,
+) -> Iterator[Measured]:
+    from vattn.cli.bench.attention import Settings, run_cell
+    from vattn.cli.bench.peers import backend_peer
+    from vattn.cli.bench.shapes import WORKS, LayerShape, tiny
+
+    peers = [backend_peer(name) for name in names]
+    total, done = len(shapes) * len(caches) * len(steps), 0
+    for shape in shapes:
+        heads, kv_heads, head_size, window = SHAPES[shape]
+        layer = LayerShape(shape, heads, kv_heads, head_size, window)
+        for cache in caches:
+            us: dict[str, dict[str, float]] = {}
+            for step in steps:
+                done += 1
+                settings = Settings(replays=replays, target_ms=5.0, device=device_type)
+                cell = (layer, WORKS[step]) if device_type == "cuda" else tiny(layer, WORKS[step])
+                row = run_cell(*cell, cache, peers, settings, {})
+                if "failed" in row:
+                    print(f"[{done}/{total}] {shape}, {cache}, {step}: failed: {row['failed']}", flush=True)
+                    continue
+                kernels = row["kernels"]
+                us[step] = {peer.name: kernels[peer.name]["us"] for peer in peers if "us" in kernels.get(peer.name, {})}
+                others = {name: entry for name, entry in kernels.items() if "us" not in entry}
+                print(f"[{done}/{total}] {shape}, {cache}, {step}: {us[step]} {others or ''}", flush=True)
+                if device_type == "cuda":
+                    torch.cuda.empty_cache()
+            stored = "fp8_e4m3" if cache == "fp8" else "bfloat16"
+            yield Measured(Kind(head_size, heads // kv_heads, stored, window is not None), us)
+
+
+NAMES_IN_BENCH = {"vattn": "TRITON_ATTN", "vattn FLASHINFER": "FLASHINFER", "vattn FLASH_ATTN": "FLASH_ATTN"}
+"""Backends by the names of `bench attention`."""
+
+
+def table_of_bench(path: Path) -> ChoiceTable:
+    """Return the table of the backends' times in the results of `bench attention --json`.
+
+    Layers with a soft cap or sinks are left out: tables do not tell them apart.
+
+    Raises:
+        ConfigError: a torn file, or results of a CPU.
+    """
+    from vattn.cli.bench.report import read_result
+    from vattn.cli.bench.shapes import LAYERS
+
+    result = read_result(path)
+    major, minor = result.get("capability", (0, 0))
+    if not major:
+        raise ConfigError(f"{path} of {result.get('device')}", "results of a GPU", "run bench attention on a GPU")
+    times: dict[Kind, dict[str, dict[str, float]]] = {}
+    for row in result["rows"]:
+        layer = LAYERS[row["model"]]
+        if layer.soft_cap is not None or layer.sinks:
+            continue
+        cache = "fp8_e4m3" if row["cache"] == "fp8" else "bfloat16"
+        kind = Kind(layer.head_size, layer.heads // layer.kv_heads, cache, layer.window is not None)
+        us = {NAMES_IN_BENCH[name]: entry["us"] for name, entry in row["kernels"].items()
+              if name in NAMES_IN_BENCH and "us" in entry}  # fmt: skip
+        if us:
+            times.setdefault(kind, {})[f"{row['work']}, {layer.name}"] = us
+    cells = tuple(Measured(kind, steps) for kind, steps in times.items())
+    return ChoiceTable(result["device"], (major, minor), result["date"], result["versions"], cells)
+
+
+def _show(table: ChoiceTable) -> None:
+    """Print what each kind of layer gets, beside the speeds."""
+    print(f"{table.gpu} (sm_{table.capability[0]}{table.capability[1]}), {table.date}")
+    for cell in table.cells:
+        names = sorted({name for times in cell.us.values() for name in times})
+        speeds = {name: cell.speed(name, BACKENDS[0]) for name in names}
+        told = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items() if speed is not None)
+        print(f"  {cell.kind}: speed over {BACKENDS[0]}: {told or 'nothing to compare'}")

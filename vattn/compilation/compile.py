@@ -1,0 +1,239 @@
+"""`compile` and `compile_regions`: `torch.compile` for models that run packed tokens through paged attention.
+
+Both mark the first dimension of every tensor argument, and of the step's metadata, as varying, so that nobody has to
+mark anything: one graph serves all token counts and batch sizes from 2 up, and one more serves a single token.
+Errors of `vattn.errors` that are found while compiling come out as such, raised from torch's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vattn import errors
+from vattn.config.arguments import refuse_unknown
+from vattn.errors import ConfigError, RecompilationError, UnknownOptionError, VattnError
+from vattn.metadata import forward_context as context
+from vattn.metadata.attention_metadata import AttentionMetadata, mark_once
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
+    """Mark the first dimension of every tensor in nested containers and metadata; parameters are left alone.
+
+    Args:
+        *values: tensors, metadata, and lists, tuples and dicts of them.
+        num_tokens: of the step, if there is one: `[1, num_tokens, ...]`, as transformers has packed tokens, varies in
+            its second dimension.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dim() and not isinstance(value, nn.Parameter):
+                packed = value.dim() > 1 and value.shape[0] == 1 < num_tokens == value.shape[1]
+                mark_once(value, *([0, 1] if packed else [0]))
+        elif isinstance(value, AttentionMetadata):
+            value.mark_dynamic()
+        elif isinstance(value, (list, tuple)):
+            mark_dynamic(*value, num_tokens=num_tokens)
+        elif isinstance(value, dict):
+            mark_dynamic(*value.values(), num_tokens=num_tokens)
+
+
+def _mark_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    step = context.current
+    mark_dynamic(*args, *kwargs.values(), num_tokens=0 if step is None else step.slot_mapping.shape[0])
+    if step is not None:
+        step.mark_dynamic()
+
+
+def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target:
+    """Compile a model or function as `torch.compile` does, with varying batch sizes and no graph break allowed.
+
+    Args:
+        target: a module, compiled whole, or a function.
+        fullgraph: raise on a graph break; the default, unlike `torch.compile`'s.
+        **options: of `torch.compile`: `mode`, `backend`, `options`, `dynamic`.
+
+    Returns:
+        What `torch.compile` returns. The first dimension of its tensor arguments may vary from call to call.
+
+    Raises:
+        ConfigError: nothing that can be called, or `mode` and `options` together.
+        UnknownOptionError: an option that `torch.compile` does not have, or one of `vattn.backend` for another backend.
+        RecompilationError: when it is called, with more different constants than `torch.compile` compiles it for.
+        VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
+            which has this one's text in it and is its cause here.
+
+    Example:
+        >>> import torch, vattn
+        >>> double = vattn.compile(lambda x: x * 2, backend="eager")
+        >>> [double(torch.ones(n)).sum().item() for n in (2, 7, 64)]
+        [4.0, 14.0, 128.0]
+    """
+    if not callable(target):
+        raise ConfigError(f"compile with {type(target).__name__}", "a module or a function", "pass the model")
+    _check_options("vattn.compile", options)
+    compiled: Any = torch.compile(target, fullgraph=fullgraph, **options)
+    if isinstance(compiled, nn.Module):
+        # A hook of the wrapper, outside of what is compiled.
+        compiled.register_forward_pre_hook(lambda _, args, kwargs: _mark_call(args, kwargs), with_kwargs=True)
+        compiled.forward = _with_own_errors(compiled.forward)
+        return compiled  # type: ignore[return-value]
+    return _marking(compiled)
+
+
+def _check_options(of: str, options: dict[str, Any]) -> None:
+    """Refuse options that `torch.compile` would, with what vattn has for them."""
+    names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    refuse_unknown(of, set(options) - set(names), names)
+    mode, inner = options.get("mode"), options.get("options")
+    if mode is not None and inner is not None:
+        raise ConfigError(
+            f"{of} with mode={mode!r} and options", "one of the two", f"options=vattn.options(mode={mode!r})"
+        )
+    ours = [name for name in inner or () if str(name).startswith("vattn.")]
+    if ours and options.get("backend", "inductor") == "inductor":
+        raise UnknownOptionError(
+            f"{of} with option {ours[0]!r} for Inductor",
+            "vattn.strict, vattn.output_formats and vattn.rope, with backend=vattn.backend",
+            "options=vattn.options(strict=...), or backend=vattn.backend",
+        )
+    if options.get("backend", "inductor") == "inductor":
+        # Where the passes are, what torch has of Inductor is imported.
+        from vattn.passes.entry import check_inductor_options, check_mode
+
+        check_mode(mode)
+        check_inductor_options(inner or ())
+
+
+def _marking(compiled: Any) -> Any:
+    run = _with_own_errors(compiled)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _mark_call(args, kwargs)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _with_own_errors(compiled: Any) -> Any:
+    """Wrap compiled code so that errors of ours are not hidden in torch's."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            limit = torch._dynamo.config.recompile_limit
+            raise RecompilationError(
+                "one more call that differs in what is compiled in, such as a number, a dtype or how many dimensions",
+                f"code compiled {limit} times, torch._dynamo.config.recompile_limit",
+                "pass what changes from call to call as values of a tensor; TORCH_LOGS=recompiles names it",
+            ) from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            own = None if isinstance(error, VattnError) else own_error(error)
+            if own is None:
+                raise
+            raise own from error
+
+    return call
+
+
+def own_error(error: BaseException) -> VattnError | None:
+    """Return the error of ours that an error of torch was made of, `None` if there is none."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, VattnError):
+            return type(found)(found.got, found.allowed, found.fix)
+        if isinstance(found, BaseException) and found not in seen:
+            seen.append(found)
+            waiting += [found.__cause__, found.__context__, getattr(found, "inner_exception", None)]
+    return next(filter(None, map(_from_text, map(str, seen))), None)
+
+
+def _from_text(text: str) -> VattnError | None:
+    """Read an error of ours out of the report of an exception that Dynamo has only traced."""
+    for name, arguments in re.findall(r"raised exception (\w+)\((.*)\)$", text, re.MULTILINE):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, VattnError):
+            try:
+                values = ast.literal_eval(f"({_as_literals(arguments)},)")
+            except (ValueError, SyntaxError):
+                values = (arguments,)
+            return kind(*(values[0] if isinstance(values[0], tuple) else values))
+    return None
+
+
+def _as_literals(arguments: str) -> str:
+    """Return arguments of an exception as Python literals; before torch 2.13 they are shown as Dynamo's variables."""
+    string = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    text = re.sub(rf"ConstantVariable\(\w+: ({string}|[^()]*)\)", r"\1", arguments)
+    text = re.sub(r"\b(?!StringFormat)\w+Variable\([^()]*\)", "'(...)'", text)
+
+    def joined(match: re.Match[str]) -> str:
+        return repr("".join(map(str, ast.literal_eval(match[1]))))
+
+    return re.sub(rf"StringFormatVariable\((?:{string}), (\[.*?\]), {{}}\)", joined, text)
+
+
+def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool = True, **options: Any) -> int:
+    """Compile the repeated layers of a model, in place, each kind once however many layers there are.
+
+    The rest of the model stays as it is. Compile time no longer grows with depth, and code between the layers may do
+    what a full graph cannot.
+
+    Args:
+        model: a model, whose `nn.ModuleList` entries that contain attention are compiled; or the layers themselves.
+        fullgraph: raise on a graph break inside a layer.
+        **options: of `torch.compile`.
+
+    Returns:
+        How many layers were compiled.
+
+    Raises:
+        ConfigError: no model and no layers, no layer with attention in a model, or `mode` and `options` together.
+        UnknownOptionError: as `compile`.
+    """
+    _check_options("vattn.compile_regions", options)
+    given = _repeated(model) if isinstance(model, nn.Module) else model
+    layers = list(given) if isinstance(given, Iterable) else [given]
+    other = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
+    if other is not None or not isinstance(given, Iterable):
+        raise ConfigError(
+            f"compile_regions of {type(other).__name__}", "a model, or a list of layers", "pass the modules themselves"
+        )
+    if not layers:
+        raise ConfigError(
+            f"compile_regions found no nn.ModuleList of layers with attention in {type(model).__name__}",
+            "a model with such a list, or the layers themselves",
+            "pass the layers: vattn.compile_regions([layer0, layer1])",
+        )
+    # One callable for a class: a layer that is compiled for itself gets a backend object, and so a graph, of its own.
+    callables: dict[Callable[..., Any], Any] = {}
+    for layer in layers:
+        forward = type(layer).forward
+        if forward not in callables:
+            callables[forward] = _marking(torch.compile(forward, fullgraph=fullgraph, **options))
+        layer.forward = functools.partial(callables[forward], layer)
+    return len(layers)
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    return [
+        layer
+        for entries in model.modules()
+        if isinstance(entries, nn.ModuleList)
+        for layer in entries
+        if any(hasattr(part, "get_kv_cache_spec") for part in layer.modules())
+    ]

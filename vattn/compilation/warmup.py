@@ -1,0 +1,210 @@
+"""`warmup`: compile ahead what a model's steps will launch, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.config.arguments import known_keywords
+from vattn.config.host_integers import integer
+from vattn.errors import ConfigError
+from vattn.layers.attention import Attention
+from vattn.layers.base.cache_binding import BoundCache
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.forward_context import forward_context
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What was warmed.
+
+    Attributes:
+        seconds: name of a step, with the layer it ran on -> wall time, compilation included.
+        left_out: prefixes of layers that need more than a query, a key and a value, and were not warmed.
+    """
+
+    seconds: dict[str, float]
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{len(self.seconds)} steps warmed in {sum(self.seconds.values()):.1f} s"
+        return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
+
+
+@known_keywords
+def warmup(
+    model: nn.Module,
+    builder: AttentionMetadataBuilder,
+    *,
+    decode_batches: Sequence[int] = (1, 2),
+    prefill_lens: Sequence[int] = (),
+    function: Callable[..., Any] | None = None,
+    make_inputs: Callable[[AttentionMetadata], Sequence[Tensor]] | None = None,
+    progress: bool | Callable[[str], None] = True,
+) -> WarmupReport:
+    """Run empty steps of the given sizes, so that schedules, cache updates and attention are compiled.
+
+    Args:
+        model: holds the attention layers, caches bound. Of equal layers one runs.
+        builder: builds the steps; give it the model's `layers`.
+        decode_batches: numbers of requests with one new token and as many cached ones as the builder allows.
+        prefill_lens: numbers of tokens of a single new request; each also in one step with as many more such
+            requests as the builder holds, which kernels cut in another way, and in one with a decode.
+        function, make_inputs: run this (a compiled model, usually) on the inputs made for a (padded) step, as
+            `CUDAGraphRunner` does, instead of the layers alone: what the compiler passes fuse is other kernels.
+        progress: print a line a step to stderr, or hand it to a function; `False`: say nothing.
+
+    Returns:
+        How long every step took.
+
+    Raises:
+        ArgumentsError: no builder.
+        ConfigError: what is no model, no builder of such steps or no list of sizes, no layer to warm, a size beyond the
+            builder's capacity, `function` without `make_inputs` or the other way round.
+        CacheNotBoundError: a layer without a cache.
+
+    Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
+    after every step. Call it before capturing CUDA graphs, which cannot wait for a compiler.
+
+    Example:
+        >>> import torch, vattn
+        >>> layer = vattn.Attention(num_heads=2, head_size=16, scale=0.25, prefix="attn")
+        >>> _ = vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+        >>> builder = vattn.AttentionMetadataBuilder(4, 8, max_seq_len=32, layers=layer)
+        >>> report = vattn.warmup(layer, builder, decode_batches=[2], prefill_lens=[5], progress=False)
+        >>> list(report.seconds)
+        ['decode of 2: attn', 'prefill of 5: attn', 'prefill of 5 and a decode: attn']
+    """
+    if not hasattr(builder, "build") or not hasattr(builder, "max_num_reqs"):
+        raise ConfigError(
+            f"warmup with a builder of type {type(builder).__name__}",
+            "vattn.AttentionMetadataBuilder(..., layers=model)",
+            "pass what builds the steps",
+        )
+    if (function is None) != (make_inputs is None):
+        raise ConfigError("function or make_inputs alone", "both or neither", "pass both")
+    for name, given in (("function", function), ("make_inputs", make_inputs)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"{name} of type {type(given).__name__}", "a function", f"pass a {name} to call")
+    if not callable(progress) and not isinstance(progress, bool):
+        raise ConfigError(f"progress={progress!r:.60}", "True, False or a function of a line", "progress=False")
+    steps = _steps(builder, decode_batches, prefill_lens)
+    runs, left_out = _runs(model, function, make_inputs)
+    say = progress if callable(progress) else (lambda line: print(line, file=sys.stderr, flush=True))
+    seconds: dict[str, float] = {}
+    total = len(steps) * len(runs)
+    with torch.no_grad():
+        for name, query_lens, seq_lens in steps:
+            step = _build(builder, query_lens, seq_lens)
+            for where, run in runs:
+                start = time.perf_counter()
+                run(step)
+                if builder.device.type == "cuda":
+                    torch.cuda.synchronize(builder.device)
+                seconds[f"{name}: {where}"] = time.perf_counter() - start
+                if progress:
+                    say(f"warmup {len(seconds)}/{total}, {name}: {where}: {seconds[f'{name}: {where}']:.2f} s")
+    return WarmupReport(seconds, left_out)
+
+
+def _steps(
+    builder: AttentionMetadataBuilder, decode_batches: Sequence[int], prefill_lens: Sequence[int]
+) -> list[tuple[str, list[int], list[int]]]:
+    """Return name, query lengths and sequence lengths of each step."""
+    for name, sizes, most in (
+        ("decode_batches", decode_batches, min(builder.max_num_reqs, builder.max_num_tokens)),
+        ("prefill_lens", prefill_lens, min(builder.max_num_tokens, builder.max_seq_len)),
+    ):
+        if not isinstance(sizes, Sequence):
+            raise ConfigError(f"{name}={sizes!r:.60}", "a list of sizes", f"{name}=[1, 2]")
+        for size in sizes:
+            if not 1 <= (integer(size) or 0) <= most:
+                raise ConfigError(
+                    f"{name} with {size}", f"1 to {most}, what the builder holds", "give it more capacity"
+                )
+    longest = builder.max_seq_len
+    steps = [(f"decode of {count}", [1] * count, [longest] * count) for count in dict.fromkeys(decode_batches)]
+    for length in dict.fromkeys(prefill_lens):
+        steps.append((f"prefill of {length}", [length], [length]))
+        count = min(builder.max_num_reqs, builder.max_num_tokens // length)
+        if count > 1:
+            steps.append((f"{count} prefills of {length}", [length] * count, [length] * count))
+        if length < builder.max_num_tokens:
+            steps.append((f"prefill of {length} and a decode", [length, 1], [length, longest]))
+    if not steps:
+        raise ConfigError("no decode_batches and no prefill_lens", "at least one size", "name the sizes that will run")
+    return steps
+
+
+def _build(builder: AttentionMetadataBuilder, query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
+    tables = [[0] * -(-length // builder.block_size) for length in seq_lens]
+    return builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * sum(query_lens))
+
+
+def _runs(
+    model: nn.Module,
+    function: Callable[..., Any] | None,
+    make_inputs: Callable[[AttentionMetadata], Sequence[Tensor]] | None,
+) -> tuple[list[tuple[str, Callable[[AttentionMetadata], None]]], tuple[str, ...]]:
+    """Return what runs every step, by name, and the layers that do not."""
+    if function is not None and make_inputs is not None:
+
+        def call(step: AttentionMetadata) -> None:
+            with forward_context(step):
+                function(*make_inputs(step))
+
+        return [("function", call)], ()
+    found: dict[str, tuple[str, Callable[[AttentionMetadata], None]]] = {}
+    left_out = []
+    for layer in _layers(model):
+        if type(layer).forward is not Attention.forward or layer.kv_sharing_target_layer_name is not None:
+            if layer.kv_sharing_target_layer_name is None:
+                left_out.append(layer.prefix or type(layer).__name__)
+            continue
+        layer._check_bound(torch.empty(0, dtype=_dtype_of(layer)))
+        assert layer.config is not None
+        found.setdefault(layer.config.encode(), (layer.prefix or type(layer).__name__, _caller(layer)))
+    if not found:
+        raise ConfigError(
+            f"no layer of {type(model).__name__} to warm" + (f" beside {', '.join(left_out)}" if left_out else ""),
+            "attention layers that take a query, a key and a value",
+            "pass function= and make_inputs= for other layers",
+        )
+    return list(found.values()), tuple(left_out)
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model of type {type(model).__name__}", "a torch.nn.Module", "nn.ModuleList holds layers")
+    return (layer for layer in model.modules() if isinstance(layer, BoundCache))
+
+
+def _dtype_of(layer: Any) -> torch.dtype:
+    dtype = torch.float32 if layer.config is None else getattr(torch, layer.config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _caller(layer: Any) -> Callable[[AttentionMetadata], None]:
+    config, device, dtype = layer.config, layer.kv_cache.device, _dtype_of(layer)
+
+    def run(step: AttentionMetadata) -> None:
+        tokens = step.slot_mapping.shape[0]
+        rows = (
+            torch.zeros(tokens, heads * width, device=device, dtype=dtype)
+            for heads, width in (
+                (config.num_heads, config.head_size),
+                (config.num_kv_heads, config.head_size),
+                (config.num_kv_heads, config.head_size_v),
+            )
+        )
+        layer(*rows, metadata=step)
+
+    return run

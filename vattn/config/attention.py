@@ -1,0 +1,457 @@
+"""What one attention layer asks for: frozen, hashable, and one canonical string.
+
+`AttentionConfig` is the only static argument of the attention ops. It travels as the string `config.encode()`, equal
+for equal layers, so equal layers share one compiled graph and a graph dump can be read. `AttentionConfig.parse` is
+cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from vattn.config import encoding as canonical
+from vattn.config.arguments import known_fields, known_keywords
+from vattn.config.dcp import Stripe, check_stripe, stripe_of
+from vattn.config.encoding import check as _check
+from vattn.config.host_integers import integer
+from vattn.quantization.formats import (
+    KV_FORMATS,
+    MODEL_DTYPES,
+    OUTPUT_ARITHMETICS,
+    OUTPUT_FORMATS,
+    QUERY_FORMATS,
+    QUERY_LOADS,
+    SCALE_KINDS,
+    kv_cache_dtypes,
+)
+
+CONFIG_VERSION = 1
+
+_HEAD = f"vattn{CONFIG_VERSION}"
+
+
+class AttentionType(str, Enum):
+    """Who attends to what. A string enum, so plain strings compare equal."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+MAX_WINDOW = 1 << 30
+"""Largest sliding window: lengths are int32, and a position plus a window must be one too."""
+
+CAUSALITIES = ("causal", "bidirectional", "per_request")
+ALIBI_KINDS = ("none", "linear", "sqrt")
+MM_PREFIX_KINDS = ("none", "full", "clamped")
+KV_CACHE_LAYOUTS = ("NHD", "HND")
+HEAD_PAIRS = ("none", "even", "odd")
+
+
+def check_window(window: object, name: str = "sliding_window") -> None:
+    """Refuse what is no window; `name`: of the argument that it came as.
+
+    Raises:
+        ConfigError: neither `None` nor an integer in range.
+    """
+    count = integer(window)
+    _check(
+        window is None or (count is not None and 1 <= count <= MAX_WINDOW),
+        f"{name}={window!r:.60}",
+        f"None or an int from 1 to {MAX_WINDOW}",
+        "pass None for none",
+    )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Describe one attention completely and statically.
+
+    Attributes:
+        num_heads, num_kv_heads: query heads and KV heads; the first is a multiple of the second.
+        head_size, head_size_v: key and value width of one head.
+        scale: factor of the scores before anything else.
+        dtype: model dtype by name; also the dtype that a quantised output is rounded to first.
+        kv_cache_dtype: canonical KV format name (`vattn.quantization.formats.KV_FORMATS`), never `"auto"`.
+        block_size: tokens per cache block; 0 for `varlen_attention`, which has no cache.
+        kv_cache_layout: `"NHD"` or `"HND"`, the physical order inside a block.
+        kv_scale, query_scale: `"none"`, `"tensor"` or `"head"` (one value per KV head).
+        head_pairs: `"even"` or `"odd"`: the cache holds pairs of KV heads, `2 * num_kv_heads` of `head_size`. Keys are
+            the even (odd) ones, values those of both side by side: `head_size_v = 2 * head_size`. The two halves of
+            differential attention. `NHD` caches of formats that are not packed only.
+        query_format: `"none"` or `"fp8_e4m3"`.
+        query_load: `"plain"`: the query comes in its format. Other names of `vattn.quantization.formats.QUERY_LOADS`:
+            an FP8 query comes in the model dtype and is rounded as it is loaded; `"divide"` by `q_scale`, or
+            `"multiply"` by its reciprocal, in fp32.
+        output_format: name in `vattn.quantization.formats.OUTPUT_FORMATS`.
+        output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
+            that reciprocal. FP8 formats only. `"approximate_divide"` and `"approximate_multiply"` divide as code that
+            Inductor generates for CUDA does, which may differ in the last two places (`vattn.quantization.formats`).
+        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`. With 0,
+            rows of zeros become NaN.
+        attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
+            sees every key of its request, and nothing that compares positions can be asked for.
+        causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
+        sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
+        chunk_lookback: with `sliding_window=W`: chunks of `W // (lookback + 1)` tokens, a row sees its own chunk and
+            `lookback` chunks before it, instead of the window. 0 is chunked local attention.
+        logits_soft_cap: `cap * tanh(score / cap)` on scaled scores.
+        alibi: `"none"`, `"linear"` or `"sqrt"`; slopes are a tensor argument.
+        sinks: one learned logit per head joins the denominator.
+        tree_bias: `bias` and `tree_id` arguments apply.
+        mm_prefix: `"none"`, `"full"` (bidirectional ranges ignore the window) or `"clamped"`.
+        lse: the op also writes the log-sum-exp.
+        context_parallel: the cache holds one rank's share of each request's tokens, and `local_seq_lens` applies.
+        context_rank, context_world, context_interleave: which share: token i lies on rank
+            `i // context_interleave % context_world` (`vattn.distributed.Stripe`).
+        context_only: rows see keys before their request's first row alone, `k < seq_len - query_len`; those of the step
+            are attended apart, as they are given, and the two results merged (`CacheConfig.exact_prefill`).
+        batch_invariant: results must not depend, bitwise, on the other requests of the batch.
+        backend: name of the backend that runs the op.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int = 16
+    kv_cache_layout: str = "NHD"
+    head_pairs: str = "none"
+    kv_scale: str = "none"
+    query_format: str = "none"
+    query_scale: str = "none"
+    query_load: str = "plain"
+    output_format: str = "none"
+    output_arithmetic: str = "divide"
+    output_min_scale: float | None = None
+    attn_type: str = "decoder"
+    causality: str = "causal"
+    sliding_window: int | None = None
+    chunk_lookback: int | None = None
+    logits_soft_cap: float | None = None
+    alibi: str = "none"
+    sinks: bool = False
+    tree_bias: bool = False
+    mm_prefix: str = "none"
+    lse: bool = False
+    context_parallel: bool = False
+    context_rank: int = 0
+    context_world: int = 1
+    context_interleave: int = 1
+    context_only: bool = False
+    batch_invariant: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        canonical.make_canonical(self)
+        self._check_sizes()
+        self._check_names()
+        self._check_mask()
+        check_stripe(self)
+
+    def _check_sizes(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
+            value = getattr(self, name)
+            _check(value > 0, f"{name}={value!r}", "a positive int", f"pass {name} >= 1")
+        _check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
+            "num_heads % num_kv_heads == 0",
+            "check the head counts of the model (after tensor-parallel splitting)",
+        )
+        _check(self.block_size >= 0, f"block_size={self.block_size}", "a positive int", "pass block_size=16")
+
+    def _check_names(self) -> None:
+        choices = {
+            "dtype": tuple(MODEL_DTYPES),
+            "kv_cache_dtype": tuple(KV_FORMATS),
+            "kv_cache_layout": KV_CACHE_LAYOUTS,
+            "head_pairs": HEAD_PAIRS,
+            "kv_scale": SCALE_KINDS,
+            "query_scale": SCALE_KINDS,
+            "query_format": QUERY_FORMATS,
+            "query_load": QUERY_LOADS,
+            "output_format": tuple(OUTPUT_FORMATS),
+            "output_arithmetic": OUTPUT_ARITHMETICS,
+            "attn_type": tuple(t.value for t in AttentionType),
+            "causality": CAUSALITIES,
+            "alibi": ALIBI_KINDS,
+            "mm_prefix": MM_PREFIX_KINDS,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        quantised = KV_FORMATS[self.kv_cache_dtype].quantised
+        _check(
+            (self.kv_scale != "none") == quantised,
+            f"kv_scale={self.kv_scale!r} with kv_cache_dtype={self.kv_cache_dtype!r}",
+            "kv_scale 'tensor' or 'head' for "
+            + ", ".join(fmt.name for fmt in KV_FORMATS.values() if fmt.quantised)
+            + "; 'none' for the others",
+            "give scales to a format that takes them, and only to one",
+        )
+        _check(
+            (self.query_scale != "none") == (self.query_format != "none"),
+            f"query_scale={self.query_scale!r} with query_format={self.query_format!r}",
+            "query_scale 'tensor' or 'head' for an FP8 query, 'none' otherwise",
+            "give q_scale with an FP8 query, and only with one",
+        )
+        _check(
+            self.query_load == "plain" or self.query_format != "none",
+            f"query_load={self.query_load!r} with query_format={self.query_format!r}",
+            "another query_load than 'plain' for an FP8 query alone",
+            "set query_format='fp8_e4m3'",
+        )
+        self._check_head_pairs()
+        self._check_output_variant()
+        group = OUTPUT_FORMATS[self.output_format].group_size
+        columns = self.num_heads * self.head_size_v
+        _check(
+            group <= 0 or columns % group == 0,
+            f"output_format={self.output_format!r} with rows of {columns} columns",
+            f"rows that are a multiple of {group}",
+            "use another group size or per-token scales",
+        )
+
+    def _check_head_pairs(self) -> None:
+        if self.head_pairs == "none":
+            return
+        asked = f"head_pairs={self.head_pairs!r} with "
+        _check(
+            self.head_size_v == 2 * self.head_size,
+            f"{asked}head_size={self.head_size} and head_size_v={self.head_size_v}",
+            "head_size_v = 2 * head_size: the values of a pair lie side by side",
+            f"pass head_size_v={2 * self.head_size}",
+        )
+        _check(
+            self.kv_cache_layout == "NHD" and self.block_size > 0,
+            f"{asked}kv_cache_layout={self.kv_cache_layout!r} and block_size={self.block_size}",
+            "a cache in the layout 'NHD', where the heads of a token are neighbours",
+            "use kv_cache_layout='NHD' and block_size=16",
+        )
+        packed = [fmt.name for fmt in KV_FORMATS.values() if fmt.packed]
+        _check(
+            self.kv_cache_dtype not in packed,
+            f"{asked}kv_cache_dtype={self.kv_cache_dtype!r}",
+            ", ".join(name for name in KV_FORMATS if name not in packed),
+            "choose a format that stores plain rows",
+        )
+
+    def _check_output_variant(self) -> None:
+        fmt, lowest = OUTPUT_FORMATS[self.output_format], self.output_min_scale
+        fp8 = fmt.container is not None and fmt.container.is_floating_point
+        divides = self.output_arithmetic.removeprefix("approximate_") == "divide"
+        _check(
+            self.output_arithmetic == "divide" or fp8 or (divides and fmt.container is not None),
+            f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
+            "multiplication with FP8 output formats, approximate arithmetic with quantised ones",
+            "use output_arithmetic='divide'",
+        )
+        _check(
+            lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
+            f"output_min_scale={lowest} with output_format={self.output_format!r}",
+            "a number from 0 up with FP8 output formats that compute scales",
+            "pass None for the default",
+        )
+
+    def _check_mask(self) -> None:
+        window, cap, lookback = self.sliding_window, self.logits_soft_cap, self.chunk_lookback
+        check_window(window)
+        _check(
+            cap is None or (cap > 0 and cap < float("inf")),
+            f"logits_soft_cap={cap}",
+            "None or a positive finite number",
+            "pass None for no soft cap",
+        )
+        if lookback is not None:
+            _check(
+                window is not None and lookback >= 0 and window // (lookback + 1) >= 1,
+                f"chunk_lookback={lookback} with sliding_window={window}",
+                "chunk_lookback >= 0 with sliding_window >= chunk_lookback + 1",
+                "give the window that the chunks divide",
+            )
+        causal = self.causality == "causal"
+        asked = {
+            "causality": self.causality != "bidirectional",
+            "sliding_window": window is not None,
+            "alibi": self.alibi != "none",
+            "mm_prefix": self.mm_prefix != "none",
+            "context_only": self.context_only,
+        }
+        for name, compares in asked.items() if self.attn_type == "encoder_decoder" else ():
+            _check(
+                not compares,
+                f"{name}={getattr(self, name)!r} with attn_type='encoder_decoder'",
+                "bidirectional attention without windows, ALiBi and ranges: queries have no position among the keys",
+                "use causality='bidirectional'" if name == "causality" else f"leave {name} to self-attention",
+            )
+        _check(
+            causal or self.alibi != "sqrt",
+            f"alibi='sqrt' with causality={self.causality!r}",
+            "sqrt ALiBi with causal attention",
+            "use linear ALiBi",
+        )
+        _check(
+            not (self.context_only and self.context_parallel),
+            "context_only with context_parallel",
+            "one of the two: a rank's share of the cache holds some tokens of the step",
+            "leave exact_prefill out under context parallelism",
+        )
+        _check(
+            causal or not self.tree_bias,
+            f"tree_bias with causality={self.causality!r}",
+            "a tree over causal attention",
+            "use causality='causal'",
+        )
+
+    def with_plain_output(self) -> AttentionConfig:
+        """Return the same request with results in the model dtype."""
+        return self.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+
+    @property
+    def stripe(self) -> Stripe | None:
+        """The share of each request's tokens that the cache holds; `None`: all."""
+        return stripe_of(self)
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens per local chunk, `None` when `chunk_lookback` is off."""
+        if self.chunk_lookback is None or self.sliding_window is None:
+            return None
+        return self.sliding_window // (self.chunk_lookback + 1)
+
+    @property
+    def takes_fp8_query(self) -> bool:
+        """Whether the query argument of the ops is e4m3; otherwise it is in the model dtype."""
+        return self.query_format != "none" and self.query_load == "plain"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def replace(self, **changes: object) -> AttentionConfig:
+        """Return a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def encode(self) -> str:
+        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
+        return canonical.encode(_HEAD, self)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> AttentionConfig:
+        """Read what `encode` wrote, without a note behind it.
+
+        Raises:
+            ConfigError: another version, an unknown field or a value out of range.
+        """
+        return canonical.parse(_HEAD, AttentionConfig, text)
+
+
+@known_fields
+@dataclass(frozen=True)
+class CacheConfig:
+    """Say how the KV caches of a model are stored.
+
+    Attributes:
+        block_size: tokens per block, any multiple of 8 from 8 to 256.
+        cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` (`"fp8_e4m3"`),
+            `"fp8_e5m2"`, or a packed format of `vattn.quantization.formats.KV_FORMATS`, such as
+            `"int8_per_token_head"`; for latent attention also `"fp8_ds_mla"` and `"nvfp4_ds_mla"`.
+        sliding_window: default window of layers that name none.
+        calculate_kv_scales: compute the scales of a quantised cache on the device, once, from the first real tokens;
+            layers with a cache that takes none refuse it.
+        kv_cache_dtype_skip_layers: layers that keep `"auto"`: a layer index as a string, or `"sliding_window"` for
+            every layer with a window. With `cache_dtype="auto"` they are what all layers are. What matches no layer is
+            refused where the whole model is known (`enable`), and warned of by `vattn.allocate_kv_cache`.
+        kv_cache_layout: `"NHD"` or `"HND"`.
+        exact_prefill: rows see the keys and values of their own step as they are given, and only those of earlier steps
+            as they are stored. Results then depend on how a prompt is cut into steps. Nothing changes in layers whose
+            cache stores the model dtype.
+    """
+
+    block_size: int = 16
+    cache_dtype: str = "auto"
+    sliding_window: int | None = None
+    calculate_kv_scales: bool = False
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    kv_cache_layout: str = "NHD"
+    exact_prefill: bool = False
+
+    def __post_init__(self) -> None:
+        _check(
+            isinstance(self.exact_prefill, bool),
+            f"exact_prefill={self.exact_prefill!r}",
+            "True or False",
+            "exact_prefill=True",
+        )
+        skip = self.kv_cache_dtype_skip_layers
+        _check(
+            isinstance(skip, (tuple, list)),
+            f"kv_cache_dtype_skip_layers={skip!r}",
+            "a tuple of strings",
+            "write a tuple, e.g. ('0', 'sliding_window')",
+        )
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(skip))
+        _check(
+            isinstance(self.block_size, int) and 8 <= self.block_size <= 256 and self.block_size % 8 == 0,
+            f"block_size={self.block_size!r}",
+            "a multiple of 8 from 8 to 256",
+            "block_size=16",
+        )
+        from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
+
+        known = (*kv_cache_dtypes(), *MLA_PACKED_DTYPES)
+        _check(
+            self.cache_dtype in known,
+            f"cache_dtype={self.cache_dtype!r}",
+            ", ".join(known),
+            "choose one of these names",
+        )
+        _check(
+            self.kv_cache_layout in KV_CACHE_LAYOUTS,
+            f"kv_cache_layout={self.kv_cache_layout!r}",
+            ", ".join(KV_CACHE_LAYOUTS),
+            "kv_cache_layout='NHD'",
+        )
+        check_window(self.sliding_window)
+        for entry in self.kv_cache_dtype_skip_layers:
+            _check(
+                entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),
+                f"kv_cache_dtype_skip_layers entry {entry!r}",
+                "a layer index as a string, or 'sliding_window'",
+                "write the index of the layer, e.g. '0'",
+            )
+
+
+@known_keywords
+def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
+    """Return the first and last layers of a model, for `CacheConfig.kv_cache_dtype_skip_layers`.
+
+    They are the most sensitive to coarse caches, and cost little memory among many.
+
+    Args:
+        num_layers: layers of the model.
+        keep: layers at either end; where there are fewer than twice as many, `num_layers // 2` at either end, so that
+            none is named twice: both of 2 layers, `('0', '2')` of 3, and none of 1, which is all that the cache has.
+
+    Raises:
+        ConfigError: a number out of range.
+
+    Example:
+        >>> boundary_layers(32)
+        ('0', '1', '30', '31')
+    """
+    for name, value, least in (("num_layers", num_layers, 1), ("keep", keep, 0)):
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        _check(valid, f"{name}={value!r}", f"an int >= {least}", "count the layers of the model")
+    keep = min(keep, num_layers // 2)
+    return tuple(str(index) for index in (*range(keep), *range(num_layers - keep, num_layers)))

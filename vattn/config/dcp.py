@@ -1,0 +1,110 @@
+"""Which tokens of a request lie on which rank: the arithmetic of striped caches, stated once.
+
+Tokens are dealt out in runs of `interleave`, rank by rank: token i lies on rank `i // interleave % world_size`. A rank
+keeps its tokens in order, so the local index of a token counts the tokens of the same rank before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vattn.config.encoding import check
+
+Number = TypeVar("Number", int, Tensor)
+"""A host integer, or a tensor of any integer dtype."""
+
+Config = TypeVar("Config", bound=Any)
+"""`AttentionConfig` or `MLAConfig`."""
+
+MAX_PERIOD = 1 << 30
+"""Most tokens that are dealt out before it is the first rank's turn again: positions are int32."""
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """One rank's share of the tokens of every request.
+
+    Attributes:
+        rank: this rank, from 0 to `world_size - 1`.
+        world_size: ranks that share the cache.
+        interleave: neighbouring tokens that lie on one rank.
+
+    Example:
+        >>> stripe = Stripe(rank=1, world_size=2, interleave=2)
+        >>> [stripe.position(index) for index in range(4)], stripe.count(7)
+        ([2, 3, 6, 7], 3)
+    """
+
+    rank: int
+    world_size: int
+    interleave: int = 1
+
+    @property
+    def period(self) -> int:
+        """Tokens that are dealt out before it is the first rank's turn again."""
+        return self.world_size * self.interleave
+
+    def count(self, length: Number) -> Number:
+        """Return how many of the first `length` tokens of a request lie on this rank; 0 below 1."""
+        first = self.rank * self.interleave
+        if isinstance(length, Tensor):
+            length = length.clamp(min=0)
+            return length // self.period * self.interleave + (length % self.period - first).clamp(0, self.interleave)
+        length = max(0, length)
+        rest = min(max(length % self.period - first, 0), self.interleave)
+        return length // self.period * self.interleave + rest
+
+    def position(self, index: Number) -> Number:
+        """Return the position in its request of the token with a local index on this rank."""
+        return index // self.interleave * self.period + self.rank * self.interleave + index % self.interleave
+
+    def owns(self, position: Number) -> bool | Tensor:
+        """Return whether the token at a position lies on this rank."""
+        return position // self.interleave % self.world_size == self.rank
+
+    def local_indices(self, positions: Tensor) -> Tensor:
+        """Return the local indices of the tokens at some positions, -1 for those of other ranks and below 0."""
+        return torch.where((positions >= 0) & self.owns(positions), self.count(positions), -1)
+
+    def of_rank(self, rank: int) -> Stripe:
+        """Return another rank's share."""
+        return Stripe(rank, self.world_size, self.interleave)
+
+
+def check_stripe(config: Any) -> None:
+    """Refuse a share that cannot be, in a config with `context_rank`, `context_world` and `context_interleave`."""
+    rank, world, interleave = config.context_rank, config.context_world, config.context_interleave
+    check(
+        world >= 1 and 0 <= rank < world,
+        f"context_rank={rank} with context_world={world}",
+        "a rank from 0 to context_world - 1",
+        "take both from the process group",
+    )
+    check(
+        interleave >= 1 and world * interleave <= MAX_PERIOD,
+        f"context_interleave={interleave} with context_world={world}",
+        f"an int from 1 on, times the ranks at most {MAX_PERIOD}",
+        "use 1, or the block size",
+    )
+    check(
+        config.context_parallel or (rank, world, interleave) == (0, 1, 1),
+        f"context_rank={rank}, context_world={world}, context_interleave={interleave} with context_parallel=False",
+        "0, 1 and 1",
+        "set context_parallel=True",
+    )
+
+
+def stripe_of(config: Any) -> Stripe | None:
+    """Return the share that a config names, `None` without context parallelism."""
+    if not config.context_parallel:
+        return None
+    return Stripe(config.context_rank, config.context_world, config.context_interleave)
+
+
+def without_stripe(config: Config) -> Config:
+    """Return what a config asks for of a cache that holds all tokens."""
+    return config.replace(context_parallel=False, context_rank=0, context_world=1, context_interleave=1)

@@ -1,0 +1,120 @@
+"""What a device is, which sizes a kernel takes, and which optional packages are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from vattn.errors import DeviceError
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+_ARCHITECTURES = tuple(
+    f"sm_{number}"
+    for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+)
+"""Architectures that there are: a request can be explained for a GPU elsewhere, also for one that is too old."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device that a request is for.
+
+    Attributes:
+        type: `"cpu"` or `"cuda"`.
+        capability: compute capability of a CUDA device, `(0, 0)` otherwise.
+        name: for messages.
+        triton_interpreter: whether Triton kernels run on CPU tensors in this process (`TRITON_INTERPRET=1`).
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    name: str = "CPU"
+    triton_interpreter: bool = False
+
+    @staticmethod
+    def of(device: torch.device | str) -> DeviceInfo:
+        """Describe a torch device.
+
+        Raises:
+            DeviceError: torch knows no such device, or this machine has no such GPU.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise DeviceError(f"device {device!r}", "a torch device such as 'cpu' or 'cuda:0'", "correct it") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(
+                f"device {str(device)!r} on a machine with {torch.cuda.device_count()} usable GPUs",
+                "a device of this machine",
+                "run `python -m vattn doctor`; for a GPU elsewhere, vattn.explain(request, 'sm_90')",
+            )
+        interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            return DeviceInfo("cuda", capability, torch.cuda.get_device_name(device), interpreter)
+        return DeviceInfo(device.type, name=device.type.upper(), triton_interpreter=interpreter)
+
+    @staticmethod
+    def anywhere(device: torch.device | str) -> DeviceInfo:
+        """Describe a torch device, or a GPU elsewhere by its architecture, such as `"sm_90"`.
+
+        Raises:
+            DeviceError: neither; see `of`.
+        """
+        if not isinstance(device, str) or not device.startswith("sm"):
+            return DeviceInfo.of(device)
+        if device not in _ARCHITECTURES:
+            raise DeviceError(f"device {device!r}", f"NVIDIA's architectures: {', '.join(_ARCHITECTURES)}", "sm_90")
+        return DeviceInfo("cuda", (int(device[3:-1]), int(device[-1])), "GPU")
+
+    def __str__(self) -> str:
+        if self.type != "cuda":
+            return self.name
+        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]})"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of allowed sizes: multiples of `step` from `low` to `high`, or the listed `values`."""
+
+    step: int = 8
+    low: int = 8
+    high: int = 512
+    values: tuple[int, ...] = ()
+
+    def __contains__(self, size: int) -> bool:
+        if self.values:
+            return size in self.values
+        return self.low <= size <= self.high and size % self.step == 0
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, self.values))
+        steps = "" if self.step == 1 else f"multiples of {self.step} "
+        return f"{steps}from {self.low} to {self.high}"
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, `"2.11.0+cu130"` -> `(2, 11, 0)`."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        digits = ""
+        for character in part:
+            if not character.isdigit():
+                break
+            digits += character
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

@@ -1,0 +1,81 @@
+"""What one layer's rotary position embedding asks for: frozen, hashable, and one canonical string.
+
+`RopeConfig` travels with `vattn::rope_kv_cache_update` as `rope.encode()`, beside the string of the `AttentionConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vattn.config import encoding as canonical
+from vattn.config.encoding import check as _check
+from vattn.quantization.formats import OUTPUT_ARITHMETICS
+
+ROPE_VERSION = 1
+_HEAD = f"rope{ROPE_VERSION}"
+
+ROPE_STYLES = ("neox", "interleaved")
+"""Which columns turn together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J, complex numbers)."""
+
+ROPE_NORMS = ("none", "rms", "rms_one_plus")
+"""RMSNorm of every query and key head ahead of the rotation: none, times the weight, or times 1 + weight (Gemma)."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Describe what happens to queries and keys before they are quantised and cached.
+
+    Attributes:
+        rotary_dim: leading columns of each head that are rotated, even; the others pass.
+        style: `"neox"` or `"interleaved"`, see `ROPE_STYLES`.
+        norm: see `ROPE_NORMS`; over the whole head, ahead of the rotation. Weights are tensor arguments and optional.
+        norm_eps: added to the mean square under the root; 0, which a norm has too unless told otherwise, adds nothing.
+        round_query: round a query that is quantised to the model dtype first, as separate steps would. Compiled code
+            that quantises in the kernel of the rotation does not.
+        query_arithmetic: `"divide"` by `q_scale`, or `"multiply"` by it: then it is the reciprocal of the scale that
+            attention gets.
+
+    Example:
+        >>> RopeConfig(rotary_dim=64, style="interleaved").encode()
+        'rope1 rotary_dim=64 style=interleaved'
+    """
+
+    rotary_dim: int
+    style: str = "neox"
+    norm: str = "none"
+    norm_eps: float = 0.0
+    round_query: bool = True
+    query_arithmetic: str = "divide"
+
+    def __post_init__(self) -> None:
+        canonical.make_canonical(self)
+        _check(
+            self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
+            f"rotary_dim={self.rotary_dim}",
+            "an even number from 2 up",
+            "give the number of columns that turn, not of pairs",
+        )
+        for name, allowed in (("style", ROPE_STYLES), ("norm", ROPE_NORMS), ("query_arithmetic", OUTPUT_ARITHMETICS)):
+            value = getattr(self, name)
+            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        _check(
+            self.norm_eps >= 0 and (self.norm != "none" or self.norm_eps == 0),
+            f"norm_eps={self.norm_eps} with norm={self.norm!r}",
+            "a number from 0 up, and 0 without a norm",
+            "name the norm that the epsilon belongs to",
+        )
+
+    def encode(self) -> str:
+        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
+        return canonical.encode(_HEAD, self)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> RopeConfig:
+        """Read what `encode` wrote, without a note behind it.
+
+        Raises:
+            ConfigError: another version, an unknown field or a value out of range.
+        """
+        return canonical.parse(_HEAD, RopeConfig, text)

@@ -1,0 +1,240 @@
+"""`CacheBlocks`: which blocks of the cache the running requests hold, in every group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.allocation import KVCacheAllocation
+from vattn.cache.block_pool import BlockPool, BlockTable
+from vattn.cache.hybrid_block_table import HybridBlockTable
+from vattn.cache.specs import KVCacheSpec
+from vattn.generation.model_state import ModelState
+from vattn.generation.request import Request
+from vattn.generation.sampler import on_host
+
+
+class CacheBlocks:
+    """Take blocks for requests, give them back, and find them again by their content.
+
+    A cache without groups has one block table, whose blocks a request keeps to its end. In a cache with groups
+    (`hybrid=True`) each group has its own, and blocks behind a window go back to the pool while the request runs.
+
+    Args:
+        cache: what `vattn.allocate_kv_cache` returned.
+        max_num_reqs: requests that run at once; each has a row in the tables.
+        max_seq_len: longest request.
+        reuse: whether whole blocks get a name by their content.
+        model: whose weights and cache scales the content depends on. Where they have changed when a request comes and
+            none runs, no block from before is found any more; what torch does not count (`weight.data.copy_`) is not
+            noticed.
+
+    Attributes:
+        pool: where blocks come from.
+        tables: int64 `[max_num_reqs, ceil(max_seq_len / block_size)]`, one for each group, block ids by row.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheAllocation,
+        max_num_reqs: int,
+        max_seq_len: int,
+        reuse: bool = True,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.cache, self.reuse = cache, reuse
+        self._model = ModelState(model) if reuse and model is not None else None
+        self.block_size = cache.block_size
+        self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
+        width = -(-max_seq_len // cache.block_size)
+        self._all_tables = torch.zeros(len(self._specs) * max_num_reqs, width, dtype=torch.int64)
+        self.tables = self._all_tables.split(max(1, max_num_reqs))
+        self._max_num_reqs = max_num_reqs
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget who holds which blocks, and what they contain."""
+        self.pool = BlockPool(self.cache.num_blocks, reserved=self.cache.reserved_blocks)
+        # What the tables lack: row, column and block.
+        self._fresh: list[tuple[int, int, int]] = []
+        self._rows = list(range(self._max_num_reqs - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that can still be opened."""
+        return len(self._rows)
+
+    def open(self, request: Request) -> None:
+        """Give a request a row, and the blocks that already hold the beginning of its tokens."""
+        if self._model is not None and len(self._rows) == self._max_num_reqs:
+            self._model.look()
+        grouped = bool(self.cache.groups)
+        request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
+        request.row = self._rows.pop()
+        if self.reuse:
+            # One token at least is computed: its logits are needed.
+            count = (request.num_tokens - 1) // self.block_size
+            self._take(request.table, request.keys(count, self.block_size)[:count])
+        found = request.table.num_tokens
+        request.cached = request.room = found
+        request.published = found // self.block_size
+        request.freed = [0] * len(self._specs)
+        self._note(request, 0)
+
+    def grow(self, request: Request, count: int) -> None:
+        """Make room for `count` more tokens behind `request.cached`.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
+        """
+        table = request.table
+        if table is not None and request.cached + count > request.room:
+            before = request.room // self.block_size
+            # What was appended for drafts that were wrong is there again.
+            table.num_tokens = request.cached
+            table.append(count)
+            request.room = len(_rows(table)[0]) * self.block_size
+            if self.cache.groups and count > self.block_size:
+                # What this chunk leaves behind its windows is given back by the next step, not by the next block.
+                request.room = request.cached + count
+            self._note(request, before)
+
+    def begun(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        """Return the blocks in which requests of some lengths have their last token, for each group."""
+        columns = [(length - 1) // self.block_size for length in lengths]
+        return [
+            [_rows(request.table)[group][column] for request, column in zip(requests, columns, strict=True)]
+            for group in range(len(self._specs))
+        ]
+
+    def close(self, request: Request) -> None:
+        """Give a request's row and blocks back."""
+        if request.table is not None:
+            request.table.free()
+            # What is noted for the row would come behind what its next request notes.
+            self._write_fresh()
+            self._rows.append(request.row)
+            request.table, request.row = None, -1
+            request.cached = request.room = request.published = 0
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Make the whole blocks of a request's first tokens, which a step on its way fills, known by their content."""
+        first, last = request.published, num_tokens // self.block_size
+        if not self.reuse or request.table is None:
+            return
+        keys = request.keys(last, self.block_size)
+        for index, row in enumerate(_rows(request.table)):
+            for place in range(first, last):
+                if row[place]:
+                    self.pool.publish(row[place], self._name(keys[place], index))
+        request.published = last
+
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request whose values turned out wrong."""
+        if request.table is not None:
+            self.pool.forget(block for row in _rows(request.table) for block in row if block)
+
+    def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
+        """Return int64 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
+        self._write_fresh()
+        width = -(-num_tokens // self.block_size)
+        rows = on_host([request.row for request in requests])
+        found = [table.narrow(1, 0, width).index_select(0, rows) for table in self.tables]
+        return found if self.cache.groups else found[0]
+
+    def _write_fresh(self) -> None:
+        """Write what the tables lack."""
+        if self._fresh:
+            row, column, block = on_host([number for each in self._fresh for number in each]).view(-1, 3).unbind(1)
+            # Rows of the groups follow each other.
+            self._all_tables[row, column] = block
+            self._fresh = []
+
+    def num_wasted(self, requests: Sequence[Request]) -> int:
+        """Return the places in the blocks of running requests that hold no token which a query still reads."""
+        wasted = 0
+        for request in requests:
+            for spec, row, freed in zip(self._specs, _rows(request.table), request.freed, strict=True):
+                gone = _first_block(spec, request.cached) * self.block_size
+                wasted += (len(row) - freed) * self.block_size - (request.cached - gone)
+        return wasted
+
+    def _note(self, request: Request, first: int) -> None:
+        """Remember a request's blocks from column `first` on, and those that were freed, for the tables."""
+        for group, (spec, row) in enumerate(zip(self._specs, _rows(request.table), strict=True)):
+            place = group * self._max_num_reqs + request.row
+            self._fresh += [(place, column, row[column]) for column in range(first, len(row))]
+            gone = min(_first_block(spec, request.cached), first)
+            self._fresh += [(place, column, 0) for column in range(request.freed[group], gone)]
+            request.freed[group] = max(request.freed[group], gone)
+        if len(self._fresh) > _MOST_FRESH:
+            self._write_fresh()
+
+    def _name(self, key: str, group: int) -> str:
+        name = f"{key}/{group}" if self.cache.groups else key
+        # Another name behind every change of the model.
+        changes = 0 if self._model is None else self._model.changes
+        return f"{changes}/{name}" if changes else name
+
+    def _take(self, table: BlockTable | HybridBlockTable, keys: Sequence[str]) -> None:
+        """Put blocks that hold the first tokens into an empty table, as many as every group has."""
+        names = [[self._name(key, group) for key in keys] for group in range(len(self._specs))]
+        count = self._found(names)
+        for row, spec, name in zip(_rows(table), self._specs, names, strict=True):
+            first = _first_block(spec, count * self.block_size)
+            row += [0] * first + self.pool.take(name[first:count])
+        table.num_tokens = count * self.block_size
+
+    def _found(self, names: Sequence[Sequence[str]]) -> int:
+        """Return how many first blocks can be taken: a group needs those that its next query still reads."""
+        most, windows = len(names[0]), []
+        for spec, group in zip(self._specs, names, strict=True):
+            if spec is not None and spec.first_block(most * self.block_size):
+                windows.append((spec, group))
+            else:
+                most = min(most, self.pool.find(group))
+        held = [(spec, _run_lengths([self.pool.find([name]) for name in group[:most]])) for spec, group in windows]
+        for count in range(most, 0, -1):
+            if all(runs[count - 1] >= count - _first_block(spec, count * self.block_size) for spec, runs in held):
+                return count
+        return 0
+
+
+_MOST_FRESH = 4096
+"""Entries of the tables that are kept to be written at once."""
+
+
+def _rows(table: BlockTable | HybridBlockTable | None) -> list[list[int]]:
+    assert table is not None
+    return [table.blocks] if isinstance(table, BlockTable) else table.rows
+
+
+def blocks_needed(cache: KVCacheAllocation, num_tokens: int, chunk: int) -> int:
+    """Return how many blocks a request of `num_tokens` tokens can need at once, in steps of up to `chunk` tokens."""
+    if not cache.groups:
+        return -(-num_tokens // cache.block_size)
+    return sum(group.spec.max_blocks(num_tokens, min(chunk, num_tokens)) for group in cache.groups)
+
+
+def longest_that_fits(cache: KVCacheAllocation, chunk: int) -> int:
+    """Return how long a request can be that has the cache for itself, in steps of up to `chunk` tokens."""
+    usable = cache.num_blocks - cache.reserved_blocks
+    low, high = 0, usable * cache.block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if blocks_needed(cache, middle, chunk) <= usable else (low, middle - 1)
+    return low
+
+
+def _first_block(spec: KVCacheSpec | None, num_tokens: int) -> int:
+    return 0 if spec is None else spec.first_block(num_tokens)
+
+
+def _run_lengths(present: Sequence[int]) -> list[int]:
+    """Return, for each place, how many places up to it are present without a gap."""
+    lengths: list[int] = []
+    for one in present:
+        lengths.append((lengths[-1] if lengths else 0) + 1 if one else 0)
+    return lengths

@@ -1,0 +1,263 @@
+"""Put a step on the device: inputs, the model or its graph, the choice of tokens. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.compilation.cuda_graph import CUDAGraphRunner
+from vattn.errors import VattnError
+from vattn.generation.cache_blocks import CacheBlocks
+from vattn.generation.request import Request
+from vattn.generation.sampler import choose_tokens, on_device, on_host
+from vattn.generation.scheduler import Batch
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.forward_context import forward_context
+
+Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
+
+
+@dataclass
+class Launched:
+    """A step on its way.
+
+    Attributes:
+        batch: what it computes.
+        tokens: int64 `[N]` on the device, the tokens that it chooses: one for each ready request, and one behind each
+            of its drafts.
+        result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
+        errors: what the logits processors of a request raised, by place in `tokens`.
+        metadata: of the step.
+        runner: the graphs that hold it, `None` if it runs without.
+        begin, done: events around the step, `None` without a GPU.
+        waited: seconds for which `read` waited for the device.
+    """
+
+    batch: Batch
+    tokens: Tensor
+    result: Tensor
+    errors: dict[int, VattnError]
+    metadata: AttentionMetadata
+    runner: CUDAGraphRunner | None = None
+    begin: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+    waited: float = 0.0
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """Wait for the step and return its tokens, and 1 for those whose logits could be used."""
+        if self.done is not None:
+            begin = time.perf_counter()
+            self.done.synchronize()
+            self.waited = time.perf_counter() - begin
+        tokens, usable = self.result.tolist()
+        return tokens, usable
+
+    @property
+    def device_seconds(self) -> float:
+        """Time on the device, after `read`; 0 without a GPU."""
+        if self.begin is None or self.done is None:
+            return 0.0
+        return self.begin.elapsed_time(self.done) / 1e3
+
+
+class Launcher:
+    """Launches the steps that a scheduler plans.
+
+    Args:
+        forward: the model, compiled or not.
+        builder: where metadata comes from.
+        graphs: one runner each, or `None`, for steps of one token a request, with drafts, and with prompts.
+        blocks: whose block tables are used.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        builder: AttentionMetadataBuilder,
+        graphs: tuple[CUDAGraphRunner | None, CUDAGraphRunner | None, CUDAGraphRunner | None],
+        blocks: CacheBlocks,
+    ) -> None:
+        self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
+        self.device = builder.device
+        # As what `launch` makes: rows of another kind would compile a graph of their own.
+        with torch.inference_mode():
+            self._places = torch.arange(builder.max_num_reqs, device=self.device)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
+        """Launch a step.
+
+        Args:
+            batch: what it computes, of requests whose blocks are taken.
+            before: the step before, if it has not been read: tokens that it chooses are taken on the device.
+        """
+        begin = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
+        if before is not None and batch.follows and not self.blocks.cache.groups:
+            logits, metadata, runner = self._run_behind(batch, before, begin)
+        else:
+            logits, metadata, runner = self._run(batch, before, begin)
+        tokens, result, errors = choose_tokens(logits, *_chosen(batch))
+        if begin is None:
+            return Launched(batch, tokens, result, errors, metadata, runner)
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host.copy_(result, non_blocking=True)
+        done = torch.cuda.Event(enable_timing=True)
+        done.record()
+        return Launched(batch, tokens, host, errors, metadata, runner, begin, done)
+
+    def _run(self, batch: Batch, before: Launched | None, begin: torch.cuda.Event | None) -> Outcome:
+        """Run a step, replaying a graph where one holds it; note when it begins."""
+        if batch.follows:
+            ends, counts = batch.places(), [1] * batch.ready
+        else:
+            ends, counts = batch.ends, [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
+        ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
+        tables: Any = self.blocks.rows(batch.requests, max(ends))
+        total = sum(counts)
+        graphs = self._graphs(batch, counts)
+        if graphs is not None and graphs.key_for(len(counts), total) is not None:
+            metadata = graphs.build(on_host(counts), on_host(ends), tables)
+            ids = ids[:total]
+        else:
+            graphs = None
+            metadata = self.builder.build(on_host(counts), on_host(ends), tables, num_tokens_padded=ids.shape[0])
+        return self._forward(ids, metadata, rows, graphs, begin)
+
+    def _graphs(self, batch: Batch, counts: list[int]) -> CUDAGraphRunner | None:
+        """Return the graphs of a kind of step."""
+        plain, with_drafts, mixed = self.graphs
+        if max(counts) <= 1 + max(map(len, batch.drafts), default=0):
+            return with_drafts if batch.drafts else plain
+        # With prompts and guesses in one step no number of rows is known.
+        return None if batch.drafts else mixed
+
+    def _run_behind(self, batch: Batch, before: Launched, begin: torch.cuda.Event | None) -> Outcome:
+        """Run the step behind one on its way, as that ran: with what it adds alone."""
+        count, ids = batch.ready, before.tokens
+        metadata = self.builder.advance(before.metadata, batch.new_blocks[0])
+        if count == 1 and before.runner is None:
+            ids = ids.repeat(2)
+        return self._forward(ids, metadata, self._places[: max(2, count)], before.runner, begin)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None,
+        graphs: CUDAGraphRunner | None,
+        begin: torch.cuda.Event | None,
+    ) -> Outcome:
+        """Return the logits of every chosen token, what describes the step, and the graphs that were replayed."""
+        if begin is not None:
+            begin.record()
+        inputs = model_inputs(ids, metadata, rows)
+        if graphs is not None:
+            return graphs(*inputs, metadata=metadata), metadata, graphs
+        with torch.inference_mode(False):
+            # As what graphs are captured with: inference tensors would compile a whole model once more.
+            inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
+        with forward_context(metadata):
+            return self.forward(*inputs), metadata, None
+
+    def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
+        """Return the rows of a step whose logits are needed; `None` for the last one of each request."""
+        if not batch.drafts:
+            return self._places[: max(2, len(counts))] if max(counts) == 1 else None
+        rows: list[int] = []
+        end = 0
+        for count, drafts in zip(counts[: batch.ready], batch.drafts, strict=False):
+            end += count
+            rows += range(end - 1 - len(drafts), end)
+        return on_device(rows, self.device)
+
+    def _ids(self, batch: Batch, counts: list[int], before: Launched | None) -> Tensor:
+        """Return int64 ids on the device, two at least: one token would compile a graph of its own."""
+        if before is not None and batch.follows:
+            return before.tokens if len(counts) > 1 else before.tokens.repeat(2)
+        if before is not None and max(counts) == 1:
+            return self._single_ids(batch, before)
+        ids: list[int] = []
+        sources: list[int] = []
+        for index, (request, start, count) in enumerate(zip(batch.requests, batch.starts, counts, strict=True)):
+            if request.coming and start + count == request.num_tokens:
+                ids += request.tokens(start, start + count - 1)
+                sources += [-1] * (len(ids) - len(sources))
+                sources.append(request.place)
+                ids.append(0)
+            elif batch.drafts and batch.drafts[index]:
+                ids.append(request.output[-1])
+                ids += batch.drafts[index]
+            else:
+                ids += request.tokens(start, start + count)
+        ids += [0] * (2 - len(ids))
+        if before is None or not sources:
+            return on_device(ids, self.device)
+        sources += [-1] * (len(ids) - len(sources))
+        return _merged(ids, sources, before)
+
+    def _single_ids(self, batch: Batch, before: Launched) -> Tensor:
+        """Return the ids of a step of one token a request."""
+        sources = [request.place if request.coming else -1 for request in batch.requests]
+        if len(sources) > 1 and sources == list(range(before.tokens.shape[0])):
+            return before.tokens
+        ids = [
+            0 if request.coming else request.tokens(start, start + 1)[0]
+            for request, start in zip(batch.requests, batch.starts, strict=True)
+        ]
+        few = 2 - len(ids)
+        return _merged(ids + [0] * few, sources + [-1] * few, before)
+
+
+def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
+    """Return ids on the device: `ids`, and where `sources` has no -1 a token that the step before chooses."""
+    if max(sources) < 0:
+        return on_device(ids, before.tokens.device)
+    both = on_device(ids + sources, before.tokens.device).view(2, -1)
+    return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
+
+
+def _chosen(batch: Batch) -> tuple[list[Request], list[int], list[int]]:
+    """Return the requests and positions of the tokens that a step chooses, and the rows that are not greedy."""
+    requests = batch.requests[: batch.ready]
+    if batch.run is not None:
+        return requests, batch.places() if batch.run.sampled else [], batch.run.sampled
+    places = batch.places()
+    if batch.drafts:
+        requests, places = [], []
+        for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
+            requests += [request] * (1 + len(drafts))
+            places += range(end - len(drafts), end + 1)
+    return requests, places, [row for row, request in enumerate(requests) if not request.greedy]
+
+
+def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:
+    """Return what a model takes for a step: token ids, positions, and the rows whose logits are needed.
+
+    Args:
+        ids: `[T]`.
+        metadata: of the step.
+        rows: int64; default each request's last one.
+    """
+    assert metadata.positions is not None
+    if rows is None:
+        rows = (metadata.query_start_loc[1:] - 1).clamp(min=0).long()
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor(ids).to(rows.device)
+    return [ids, metadata.positions, rows]
+
+
+def sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
+    """Return inputs of any content for a step of one token a request, to capture it with."""
+    return model_inputs([0] * metadata.slot_mapping.shape[0], metadata)
+
+
+def sample_draft_inputs(metadata: AttentionMetadata) -> list[Tensor]:
+    """Return inputs of any content for a step whose tokens all give logits, to capture it with."""
+    count = metadata.slot_mapping.shape[0]
+    return model_inputs([0] * count, metadata, torch.arange(count, device=metadata.slot_mapping.device))

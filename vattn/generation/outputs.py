@@ -1,0 +1,102 @@
+"""What becomes of a request when its next tokens are known: its output, its text, and whether and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from vattn.errors import RequestError, VattnError
+from vattn.generation.request import FAILED, FINISHED, Progress, Request
+
+
+def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], error: VattnError | None) -> Progress:
+    """Give a request the tokens that a step chose for it; it is finished or failed afterwards, or goes on.
+
+    Args:
+        tokens: in order; what follows the end of the request is dropped.
+        usable: 0 for tokens whose logits could not be used.
+        error: what its logits processors raised.
+    """
+    came: list[int] = []
+    text = ""
+    for token, good in zip(tokens, usable, strict=True):
+        if error is None and not good:
+            error = _not_finite(request)
+        if error is not None:
+            request.end(FAILED, "error", error)
+            break
+        if request.first_token is None:
+            request.first_token = time.monotonic()
+            request.plain = request.stream is None and not request.sampling.stopping_criteria
+        known = len(request.output)
+        try:
+            reason = _append(request, token)
+            text += _show(request, bool(reason))
+        except VattnError as failed:
+            request.end(FAILED, "error", failed)
+            break
+        except BaseException:
+            # Interrupted in a criterion or a tokenizer: the token is chosen again.
+            del request.output[known:]
+            raise
+        if reason != "stop token":
+            came.append(token)
+        if request.stream is not None and request.stream.stopped:
+            reason = "stop string"
+        if reason:
+            request.end(FINISHED, reason)
+            break
+    return Progress(request, text, tuple(came))
+
+
+def _append(request: Request, token: int) -> str:
+    """Append a token to a request's output, unless it ends it; return why the request ends, "" if it does not."""
+    # The token is one more that is not in the cache, unless it counted already.
+    request.behind += not request.coming
+    request.coming = False
+    if token in request.stop_token_ids:
+        return "stop token"
+    request.output.append(token)
+    if _criteria_met(request):
+        return "stopping criterion"
+    return "" if len(request.prompt) + len(request.output) < request.limit else "length"
+
+
+def _show(request: Request, last: bool) -> str:
+    """Return the text of a request's output that can be shown now and was not."""
+    if request.stream is None:
+        return ""
+    try:
+        fresh = request.stream.push(request.output, last)
+    except Exception as error:
+        raise RequestError(
+            f"tokens {request.output[-4:]} at the end of the output, of which the tokenizer's decode() raised "
+            f"{type(error).__name__}: {error}",
+            "ids that the tokenizer knows",
+            "check that it is the model's own",
+        ) from error
+    request.text = request.stream.text
+    return fresh
+
+
+def _criteria_met(request: Request) -> bool:
+    criteria = request.sampling.stopping_criteria
+    if not criteria:
+        return False
+    ids = torch.tensor([request.tokens(0, request.num_tokens)])
+    try:
+        return any(bool(torch.as_tensor(met(ids, None)).any()) for met in criteria)
+    except Exception as error:
+        raise RequestError(
+            f"a stopping criterion raised {type(error).__name__}: {error}", "criteria that return a bool", "correct it"
+        ) from error
+
+
+def _not_finite(request: Request) -> RequestError:
+    return RequestError(
+        f"logits that are not finite after {len(request.prompt) + len(request.output)} tokens",
+        "finite logits, of which the logits processors leave some",
+        "check the weights and the scales of the cache (vattn.audit), and the logits processors",
+    )

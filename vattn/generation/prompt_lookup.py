@@ -1,0 +1,94 @@
+"""`PromptLookup`: drafts for speculative decoding, looked up in a request's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vattn.config.arguments import known_fields
+from vattn.errors import ConfigError
+from vattn.generation.sampling import whole_number
+
+
+@known_fields
+@dataclass(frozen=True)
+class PromptLookup:
+    """Speculate that what followed the last tokens before will follow them again.
+
+    Attributes:
+        num_drafts: tokens that are guessed at most; a step then verifies them beside the token that is sure.
+        longest, shortest: how many last tokens have to have occurred before: the longest match is taken, of equally
+            long ones the latest.
+
+    Raises:
+        ConfigError: a value out of range.
+
+    Example:
+        >>> import vattn
+        >>> vattn.PromptLookup(num_drafts=6).num_drafts
+        6
+    """
+
+    num_drafts: int = 4
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("num_drafts", "shortest", "longest"):
+            value = getattr(self, name)
+            if not whole_number(value, 1):
+                raise ConfigError(f"PromptLookup({name}={value!r})", "an int, at least 1", f"change {name}")
+        if self.longest < self.shortest:
+            raise ConfigError(
+                f"PromptLookup(longest={self.longest}, shortest={self.shortest})",
+                "a longest of at least the shortest",
+                "change one of them",
+            )
+
+
+class LookupIndex:
+    """Where in one request's tokens each sequence of a few tokens occurred last.
+
+    Args:
+        settings: which lengths are looked up.
+        tokens: those that the request has.
+
+    Attributes:
+        tokens: all that were given.
+
+    Example:
+        >>> from vattn.generation.prompt_lookup import LookupIndex, PromptLookup
+        >>> index = LookupIndex(PromptLookup(), [7, 1, 2, 3, 9, 1, 2])
+        >>> index.drafts(3)
+        [3, 9, 1]
+        >>> index.extend([8])
+        >>> index.drafts(3)
+        []
+    """
+
+    def __init__(self, settings: PromptLookup, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self._lengths = range(settings.longest, settings.shortest - 1, -1)
+        self._followed: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Put tokens behind those that are known."""
+        begin = max(0, len(self.tokens) - 1)
+        self.tokens += tokens
+        # What ends with the last token is followed by nothing yet.
+        for end in range(begin + 1, len(self.tokens)):
+            for length in self._lengths:
+                if length <= end:
+                    self._followed[tuple(self.tokens[end - length : end])] = end
+
+    def drafts(self, count: int) -> list[int]:
+        """Return `count` tokens that may follow, none if the last tokens are new."""
+        tokens = self.tokens
+        for length in self._lengths:
+            place = self._followed.get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            if place is not None:
+                # A sequence that repeats itself goes on into its own drafts.
+                period = len(tokens) - place
+                return [tokens[place + step % period] for step in range(count)]
+        return []

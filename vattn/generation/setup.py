@@ -1,0 +1,288 @@
+"""What a generator is made of: arguments checked, the cache, end tokens, the compiled model, captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.allocation import KVCacheAllocation
+from vattn.calibration.eval_mode import EvalMode
+from vattn.compilation.compile import compile, compile_regions
+from vattn.compilation.cuda_graph import CUDAGraphRunner
+from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
+from vattn.generation.model_runner import sample_draft_inputs, sample_inputs
+from vattn.generation.prompts import never_chosen
+from vattn.generation.sampling import whole_number
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
+
+Forward = Callable[..., Tensor]
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return an int, or refuse what is none or too small."""
+    if not whole_number(value, least):
+        raise ConfigError(f"{name}={value!r}", f"an int, at least {least}", f"change {name}")
+    return int(value)
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuse what is neither `None` nor of a type."""
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"change {name}, or leave it out")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse what cannot turn texts into ids and back; `None` can be told from that."""
+    if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        raise ConfigError(
+            f"tokenizer={tokenizer!r:.80}",
+            "an object with encode(text) and decode(ids), such as transformers' tokenizers",
+            "transformers.AutoTokenizer.from_pretrained(folder)",
+        )
+
+
+def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
+    """Return the cache of a generator: the given one, or the model's own.
+
+    Raises:
+        ConfigError: no model, no cache, or one that a generator cannot use.
+    """
+    if not callable(model):
+        raise ConfigError(f"a model of type {type(model).__name__}", "a torch.nn.Module", "pass the model first")
+    if not getattr(model, "enabled", True):
+        raise ConfigError("a model that disable() took off vattn", "a model on vattn", "enable it again")
+    EvalMode(model).check()
+    found = getattr(model, "kv_cache", None) if cache is None else cache
+    if not isinstance(found, KVCacheAllocation):
+        raise _no_cache(model, cache)
+    if any(group.kind == "cross" for group in found.groups):
+        raise ConfigError(
+            "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"
+        )
+    return found
+
+
+def _no_cache(model: Any, cache: Any) -> ConfigError:
+    if cache is not None:
+        return ConfigError(
+            f"cache of type {type(cache).__name__}", "what vattn.allocate_kv_cache returned", "leave cache out"
+        )
+    if hasattr(model, "generate") and hasattr(model, "config"):
+        return ConfigError(
+            f"{type(model).__name__}, a model of transformers that is not on vattn",
+            "what enable(model, memory=...) returned",
+            "from vattn.integrations.transformers import enable; Generator(enable(model, memory='1GiB'))",
+        )
+    return ConfigError(
+        "a generator without a KV cache",
+        "cache=, or a model with one in its attribute kv_cache",
+        "vattn.Generator(model, cache=vattn.allocate_kv_cache(model, memory='1GiB')), or enable(model, memory='1GiB')",
+    )
+
+
+def longest_request(model: Any, asked: int | None, most: int) -> int:
+    """Return the longest request: what was asked for, or what the cache can hold.
+
+    Args:
+        model: a transformers model may say how many positions it was trained for.
+        asked: `None` for the default.
+        most: tokens that the cache can hold for one request.
+    """
+    # Some models have frequencies for requests of up to a length alone.
+    turned: Any = getattr(model, "rope_length", None)
+    if whole_number(turned, 1):
+        if asked is not None and check_count("max_seq_len", asked) > turned:
+            raise ConfigError(
+                f"max_seq_len={asked} for a model with rope_length={turned}",
+                f"up to {turned}",
+                "leave max_seq_len out, or call enable(model, rope_length=...) with the longest request",
+            )
+        most = min(most, turned)
+    if asked is None:
+        config: Any = getattr(getattr(model, "model", None), "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        trained: Any = getattr(text, "max_position_embeddings", None)
+        return min(most, int(trained) if whole_number(trained, 1) else most, 32768)
+    if check_count("max_seq_len", asked) > most:
+        raise ConfigError(
+            f"max_seq_len={asked} for a cache that holds a request of {most} tokens",
+            f"up to {most}",
+            "leave max_seq_len out, or allocate more blocks",
+        )
+    return asked
+
+
+def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
+    """Return the given end tokens, or those of the model's generation config.
+
+    Raises:
+        ConfigError: no token ids, or one beyond the model's vocabulary.
+    """
+    asked = given is not None
+    if given is None:
+        inner = getattr(model, "model", model)
+        given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+        given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
+    elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
+    ids = [check_count("stop_token_ids", token, 0) for token in given]
+    # Models may name end tokens of their own that their vocabulary does not have.
+    never = never_chosen(ids, getattr(model, "vocab_size", None)) if asked else None
+    if never is not None:
+        raise ConfigError(*never)
+    return frozenset(ids)
+
+
+def make_builder(
+    model: nn.Module, cache: KVCacheAllocation, max_num_reqs: int, max_num_tokens: int, max_seq_len: int
+) -> AttentionMetadataBuilder:
+    """Return the builder of a cache's steps."""
+    kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
+    return kind(max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device, layers=model)
+
+
+def compiled(model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]) -> Forward:
+    """Return the model compiled as asked for."""
+    how = ("layers" if device.type == "cuda" else "none") if how is None else how
+    if how not in ("layers", "model", "none"):
+        raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
+    if how == "none" and options:
+        raise ConfigError("compile_options without compiling", "compile='layers' or 'model'", "set compile=")
+    if how == "model":
+        return compile(model, **options)
+    if how == "layers":
+        compile_regions(model, **options)
+    return model
+
+
+def mixed_sizes(
+    sizes: Sequence[int] | None,
+    token_budget: int,
+    max_num_reqs: int,
+    decodes: Sequence[int],
+    builder: AttentionMetadataBuilder,
+) -> list[int]:
+    """Return the numbers of tokens to capture for steps with prompts: those asked for, or a ladder on CUDA.
+
+    Args:
+        sizes: `None` for the ladder, `()` for none.
+        token_budget: tokens of the largest step.
+        max_num_reqs: requests that run at once.
+        decodes: numbers of requests that are captured; without any, nothing is by default.
+        builder: of the steps; the ladder is for layers on TRITON_ATTN, where it was measured.
+
+    Raises:
+        ConfigError: no list of ints, or more tokens than a step has.
+    """
+    if sizes is None:
+        if builder.device.type != "cuda" or not decodes or builder.backends != {"TRITON_ATTN"}:
+            return []
+        most = min(token_budget, MIXED_LADDER[-1])
+        # Padding to fewer tokens than requests would be no step that kernels were tuned for.
+        return sorted(size for size in {*MIXED_LADDER, most} if max(2, max_num_reqs) <= size <= most)
+    if not isinstance(sizes, (list, tuple, range)):
+        raise ConfigError(f"mixed_graph_sizes={sizes!r:.80}", "a list of numbers of tokens", "mixed_graph_sizes=[256]")
+    read = sorted({check_count("mixed_graph_sizes", size, 2) for size in sizes})
+    if read and read[-1] > token_budget:
+        raise ConfigError(
+            f"mixed_graph_sizes with {read[-1]} for steps of up to {token_budget} tokens",
+            f"2 to {token_budget}",
+            "raise token_budget, or leave the size out",
+        )
+    return read
+
+
+MIXED_LADDER = (63, 127, 255, 511, 767, 1023, 1279, 1535)
+"""Numbers of tokens up to which launching the layers of an 8B model took an H200's host longer than they ran.
+
+Each fills tiles of rows but for one: a multiple of the requests would not do, see `mixed_pair`.
+"""
+
+_MOST_DRAFTS = 16
+"""Rows of a request that attention takes for drafts at most."""
+
+
+def mixed_pair(max_num_reqs: int, tokens: int, max_seq_len: int) -> tuple[int, int]:
+    """Return requests and tokens of a capture for steps with prompts.
+
+    Attention takes a step of as many tokens for every request for one of drafts, and is slow where one request has most
+    of them: there the capture has one token more.
+    """
+    rows, rest = divmod(tokens, max(2, max_num_reqs))
+    return max_num_reqs, min(tokens + (not rest and rows <= _MOST_DRAFTS), max_num_reqs * max_seq_len)
+
+
+def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> list[int]:
+    """Return the numbers of requests to capture: those asked for, or a ladder on CUDA."""
+    if sizes is None:
+        # Steps of decodes read weights and caches for the most part: rows of padding cost little, captures a tenth of a
+        # second each, and more where a kernel is compiled for them.
+        ladder = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(320, most + 1, 64), most]
+        return sorted({size for size in ladder if size <= most}) if device.type == "cuda" else []
+    if not isinstance(sizes, (list, tuple, range)):
+        raise ConfigError(f"graph_sizes={sizes!r:.80}", "a list of numbers of requests, () for none", "graph_sizes=[8]")
+    return [check_count("graph_sizes", size) for size in sizes]
+
+
+class Graphs(NamedTuple):
+    """The captured graphs of a generator, `None` where nothing is captured.
+
+    Attributes:
+        plain: for steps of one token a request.
+        drafts: for steps with drafts.
+        mixed: for steps with prompts.
+    """
+
+    plain: CUDAGraphRunner | None = None
+    drafts: CUDAGraphRunner | None = None
+    mixed: CUDAGraphRunner | None = None
+
+
+def capture(
+    forward: Forward,
+    builder: AttentionMetadataBuilder,
+    sizes: Sequence[int],
+    num_drafts: int,
+    mixed: Sequence[int] = (),
+    max_num_reqs: int = 1,
+) -> Graphs:
+    """Return graphs for steps of some numbers of requests, and for steps with prompts of some numbers of tokens.
+
+    All lie in one pool of memory: the logits of a step are read before the next one begins.
+
+    Raises:
+        UnsupportedRequestError: a backend, or something else in the model, cannot be captured.
+    """
+    graphs = Graphs()
+    wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
+    if mixed:
+        # The largest of all first: the others fit into their memory.
+        pairs = [mixed_pair(max_num_reqs, tokens, builder.max_seq_len) for tokens in mixed]
+        wanted.append(("mixed", pairs, sample_inputs, {"output_rows": "requests"}))
+    if sizes:
+        wanted.append(("plain", list(sizes), sample_inputs, {"output_rows": "requests"}))
+    if sizes and num_drafts:
+        rows = {"output_rows": "tokens", "tokens_per_request": 1 + num_drafts}
+        wanted.append(("drafts", list(sizes), sample_draft_inputs, rows))
+    first: CUDAGraphRunner | None = None
+    try:
+        for name, numbers, inputs, options in wanted:
+            # As steps are launched: in another mode each layer would be compiled once more for those without a graph.
+            with torch.inference_mode():
+                runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options)
+            first = first or runner
+            graphs = graphs._replace(**{name: runner})
+    except RuntimeError as error:
+        if isinstance(error, VattnError) or "captur" not in str(error):
+            raise
+        raise UnsupportedRequestError(
+            f"a model that cannot be captured as a CUDA graph: {str(error).splitlines()[0]}",
+            "models whose steps neither wait for the device nor copy from the host",
+            "graph_sizes=() without mixed_graph_sizes runs it without graphs; experts of a transformers model can be "
+            "captured in bfloat16, or after model.set_experts_implementation('batched_mm')",
+        ) from error
+    return graphs

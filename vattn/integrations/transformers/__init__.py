@@ -1,0 +1,557 @@
+"""Put a Hugging Face model on vattn: `enable(model)` swaps attention, masks and the cache, and keeps the model's code.
+
+The model then runs steps of packed tokens, `[1, T]` and no padding between requests, under `vattn.forward_context`.
+What a model does is found out by running it once on a few tokens: which modules attend, with which heads, scale,
+window, soft cap and sinks, under which mask, and whether tokens meet anywhere else. What vattn cannot express is
+refused there, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
+from vattn.cache.skip_layers import check_skip_layers
+from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
+from vattn.config.arguments import known_keywords
+from vattn.config.attention import CacheConfig
+from vattn.errors import (
+    ConfigError,
+    MetadataError,
+    MissingPackageError,
+    ScaleError,
+    ShapeError,
+    UnsupportedRequestError,
+)
+from vattn.integrations.transformers import merged_linears
+from vattn.integrations.transformers.checkpoint_scales import checkpoint_configs
+from vattn.integrations.transformers.checks import check_inputs
+from vattn.integrations.transformers.fp8_checkpoint import give_cache_hooks, take_cache_hooks
+from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
+from vattn.integrations.transformers.linears import give_linears, take_linears
+from vattn.integrations.transformers.observe import AttentionCall, observe, own_config, set_attention
+from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
+from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
+from vattn.layers import Attention, QuantConfig
+from vattn.metadata import forward_context as context
+from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
+
+try:
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError as error:
+    raise MissingPackageError(
+        "vattn.integrations.transformers without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
+    ) from error
+
+NAME = "vattn"
+"""Name of our attention and mask functions among those of transformers."""
+
+REPLACED = "vattn_replaced"
+"""Same for models whose attention modules get another forward, and which want a tensor for a mask."""
+
+
+class _NoStates(list[Any]):
+    """The states of layers, of which there are none."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedRequestError(
+            "layers that keep a state beside keys and values (state-space, linear attention, convolution, an indexer)",
+            "models whose tokens meet in causal attention, full or in a window, and nowhere else",
+            "keep this model on transformers' own attention",
+        )
+
+
+class PackedCache(transformers.Cache):
+    """Stand where transformers expects a cache, and hold nothing: the attention layers own the paged cache.
+
+    Keys and values pass through, so that attention gets those of the step's tokens alone. Masks are not asked for the
+    packing of the step, which its metadata describes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=_NoStates())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they came."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0; where tokens sit is in `position_ids`."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the size of a mask over the step's tokens."""
+        return query_length, 0
+
+
+class PackedModel(nn.Module):
+    """A causal language model over packed tokens, as `vattn.Generator` and `CUDAGraphRunner` call it.
+
+    Args:
+        model: what `enable` was called with.
+
+    Attributes:
+        kv_cache: what `allocate` returned last; `None` before.
+        rope_length: the longest request, where `enable` was told one; `None`: any.
+
+    Example: see `enable`.
+    """
+
+    def __init__(self, model: nn.Module, rope_length: int | None = None) -> None:
+        super().__init__()
+        self.model, self.rope_length = model, rope_length
+        self.kv_cache: KVCacheAllocation | None = None
+        self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
+        self.enabled = True
+        model.__dict__.setdefault("_vattn_packed", []).append(weakref.ref(self))
+        self._packed_cache = PackedCache()
+        # Models with ALiBi know no positions.
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model that `enable` was called with, by whose names checkpoints and calibrations go."""
+        return self.model
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
+        """Return logits; the step's metadata is that of `vattn.forward_context`.
+
+        Args:
+            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position.
+            logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
+
+        Returns:
+            `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
+
+        Raises:
+            ConfigError: `disable` took the model off vattn.
+            DtypeError, ShapeError: inputs that are no such tensors.
+            MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
+                that the step does not have; not told by compiled code.
+        """
+        if not self.enabled:
+            raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
+        check_inputs(input_ids, positions, logits_indices, self.model)
+        # Compiled code reads no lengths; a generator refuses longer requests before.
+        if self.rope_length is not None and not torch.compiler.is_compiling():
+            _check_lengths(self.rope_length)
+        options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
+        if logits_indices is not None:
+            options["logits_to_keep"] = logits_indices
+        out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
+        return out.logits[0]
+
+    @known_keywords
+    def allocate(
+        self,
+        *,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        device: torch.device | str | None = None,
+        hybrid: bool = False,
+        max_seq_len: int = 32768,
+    ) -> KVCacheAllocation:
+        """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
+        merged_linears.check_merged(self)
+        self.kv_cache = allocate_kv_cache(
+            self,
+            num_blocks=num_blocks,
+            memory=memory,
+            device=device,
+            dtype=self.model.dtype,  # type: ignore[arg-type]
+            hybrid=hybrid,
+            max_seq_len=max_seq_len,
+        )
+        return self.kv_cache
+
+
+@known_keywords
+def enable(
+    model: Any,
+    *,
+    cache_config: CacheConfig | None = None,
+    quant_config: QuantConfig | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    scales_per_head: bool = False,
+    query_format: str = "none",
+    attn_backend: str | None = None,
+    batch_invariant: bool = False,
+    merge_projections: bool = False,
+    own_linears: bool = False,
+    rope_length: int | None = None,
+    num_blocks: int | None = None,
+    memory: int | str | None = None,
+) -> PackedModel:
+    """Put the attention of a transformers model on vattn, in place.
+
+    Args:
+        model: a causal language model of transformers 5 in eval mode, on its device and in its dtype.
+        cache_config, quant_config, attn_backend, batch_invariant: of every `vattn.Attention`. A layer's own window
+            comes from the model. Scales of the cache that came with a checkpoint (`k_scale` and `v_scale` on the
+            attention modules, or in the local folder that the model was loaded from) are used for an FP8 cache where
+            neither `quant_config` nor `calibration` is given; another cache warns that it has no use for them.
+        calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.
+        scales_per_head: take one scale per KV head from the calibration instead of one.
+        query_format: with a calibration, as in `QuantConfig`; each layer's scale of the query is the calibration's.
+        merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
+            views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
+            format and the scale of their input are the same.
+        own_linears: run linear layers by `vattn::linear`, which has kernels of its own for steps of few tokens, on GPUs
+            of compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
+            Weights must not be computed in the step, as a parametrisation does: they are read before it begins.
+        rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
+            (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
+        num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
+
+    Returns:
+        The model as a function of packed tokens. The model itself has changed too: every attention module has a
+        `vattn.Attention` named `vattn`, and calls outside of `vattn.forward_context`, `model.generate()` among them,
+        raise an error that says what to call.
+
+    Raises:
+        ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
+            neither `True` nor `False`; a `rope_length` that a model has no use for; quantised outputs; an entry of
+            `kv_cache_dtype_skip_layers` that matches no layer.
+        UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
+            not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
+            says which.
+        ScaleError, ...: as `vattn.Attention` and `vattn.allocate_kv_cache`.
+            After any of these the model is as after `disable`: it can be used, and enabled again.
+
+    Example:
+        >>> import torch, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> packed = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> builder = vattn.AttentionMetadataBuilder(4, 16, max_seq_len=64, layers=packed)
+        >>> step = builder.build(query_lens=[3, 2], seq_lens=[3, 2], block_tables=[[1], [2]])
+        >>> with torch.no_grad(), vattn.forward_context(step):
+        ...     packed(torch.arange(5), step.positions, torch.tensor([2, 4])).shape
+        torch.Size([2, 64])
+    """
+    check_model(model)
+    check_switches(
+        scales_per_head=scales_per_head,
+        batch_invariant=batch_invariant,
+        merge_projections=merge_projections,
+        own_linears=own_linears,
+    )
+    if cache_config is not None and not isinstance(cache_config, CacheConfig):
+        raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
+    if cache_config is not None and cache_config.sliding_window is not None:
+        raise ConfigError(
+            f"CacheConfig(sliding_window={cache_config.sliding_window}) for a model of transformers",
+            "no window: each layer's own comes from the model",
+            "leave sliding_window out",
+        )
+    check_quant_config(quant_config)
+    found = None if calibration is None else as_calibration(calibration)
+    scales = _scales(found, quant_config, cache_config, scales_per_head, query_format)
+    own_config(model)
+    frequencies = fix_frequencies(model, rope_length)
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
+    try:
+        calls = observe(model, PackedCache())
+        if found is not None:
+            _check_heads(found, calls)
+        if calibration is None and quant_config is None:
+            scales = checkpoint_configs(model, list(calls), cache_config).get
+        layers = {
+            name: _layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
+            for name, call in calls.items()
+        }
+        check_skip_layers(layers, whole=True)
+        for name, layer in layers.items():
+            module = calls[name].module
+            module.add_module(NAME, layer.to(next(module.parameters()).device))
+        replaced = bool(replaced_modules(model))
+        _register()
+        replace_forwards(model, attend)
+        if merge_projections:
+            merged_linears.merge_projections(model)
+        if own_linears:
+            take_linears(model)
+        set_attention(model, REPLACED if replaced else NAME)
+        packed = PackedModel(model, rope_length)
+        if num_blocks is not None or memory is not None:
+            packed.allocate(num_blocks=num_blocks, memory=memory)
+    except BaseException:
+        disable(model)
+        raise
+    return packed
+
+
+def disable(model: nn.Module) -> None:
+    """Take a model off vattn: its attention, masks and cache are transformers' again, its paged cache is dropped.
+
+    Args:
+        model: what `enable` was called with, or what it returned. One that is not on vattn, or not any more, stays as
+            it is.
+
+    Raises:
+        ConfigError: no module, or one that `enable` does not take, such as a part of a model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"disable with {type(model).__name__}", "a model, or what enable returned for it", "pass the model"
+        )
+    inner: Any = model.model if isinstance(model, PackedModel) else model
+    before = inner.__dict__.pop("_vattn_before", None)
+    if before is None:
+        if not isinstance(inner, transformers.PreTrainedModel) or not _has_head(inner):
+            raise ConfigError(
+                f"disable() of {type(inner).__name__}, a model that is not on vattn",
+                "what enable was called with, or what it returned",
+                "pass the whole model",
+            )
+        return
+    restore_forwards(inner)
+    merged_linears.separate_projections(inner)
+    give_linears(inner)
+    for module in list(inner.modules()):
+        module._modules.pop(NAME, None)
+    implementation, hooks, frequencies = before
+    set_attention(inner, implementation)
+    give_cache_hooks(hooks)
+    restore_frequencies(frequencies)
+    for packed in inner.__dict__.pop("_vattn_packed", []):
+        if packed() is not None:
+            packed().enabled = False
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Run the layer that `enable` made for a module; transformers' attention interface.
+
+    Args:
+        module: the attention module.
+        query, key, value: `[1, heads, T, head_size]`, of the step's tokens.
+        attention_mask: `None`, or without elements; the layer knows its mask.
+        **options: what the model passes; refused where it differs from what `enable` saw.
+
+    Returns:
+        `[1, T, heads, head_size]`, and no weights.
+    """
+    layer = module._modules.get(NAME)
+    if layer is None:
+        raise ConfigError(
+            f"{type(module).__name__} without a vattn layer",
+            "models that enable() was called with",
+            "call enable(model)",
+        )
+    if context.current is None:
+        raise _no_step()
+    if query.shape[0] != 1:
+        raise ShapeError(
+            f"a batch of {query.shape[0]} rows of tokens",
+            "one row of packed tokens, [1, T]",
+            "put the tokens of all requests behind each other, and build a step for them",
+        )
+    if attention_mask is not None and attention_mask.shape != (0,):
+        raise _masked()
+    layer.check_options(options)  # type: ignore[operator]
+    # Heads of a token lie behind each other; tokens may lie apart, as parts of a merged projection do.
+    rows = [t[0].transpose(0, 1).flatten(1).unflatten(1, (t.shape[1], t.shape[3])) for t in (query, key, value)]
+    out = layer(*rows)
+    return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None  # type: ignore[union-attr]
+
+
+def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
+    """Return no mask, since the layers know theirs; transformers' mask interface."""
+    if context.current is None:
+        raise _no_step()
+    if attention_mask is not None:
+        raise _masked()
+
+
+def empty_mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Return a mask without elements, for models that convert it; what they make of packed tokens hides nothing."""
+    no_mask()
+    return torch.empty(0, dtype=torch.bool)
+
+
+def _masked() -> MetadataError:
+    return MetadataError(
+        "an attention_mask in a step of packed tokens",
+        "none: the step's metadata says which tokens see each other",
+        "leave attention_mask out; padding is told by slot_mapping",
+    )
+
+
+def _check_lengths(longest: int) -> None:
+    step = context.current
+    if step is not None and step.max_seq_len > longest:
+        raise MetadataError(
+            f"a request of {step.max_seq_len} tokens for a model with rope_length={longest}",
+            f"requests of up to {longest} tokens",
+            "call disable(model) and enable(model, rope_length=...) with the longest request",
+        )
+
+
+def _no_step() -> MetadataError:
+    return MetadataError(
+        "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
+        "steps of packed tokens",
+        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) first",
+    )
+
+
+def _register() -> None:
+    for name, mask in ((NAME, no_mask), (REPLACED, empty_mask)):
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+
+
+class ModelAttention(Attention):
+    """`Attention` of one module of a transformers model, which knows how the model calls it."""
+
+    _expected: dict[str, Any]
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse a call whose arguments differ from those that the layer was made for."""
+        for name, expected in self._expected.items():
+            if options.get(name) != expected:
+                raise UnsupportedRequestError(
+                    f"{name}={options.get(name)!r} in layer {self.prefix!r}",
+                    f"{expected!r}, as the layer was made",
+                    "call disable(model) and enable(model) again after changing the model",
+                )
+
+
+def check_quant_config(quant_config: object) -> None:
+    """Refuse what is no `QuantConfig`, and quantised outputs, which the model's own projection would get.
+
+    Raises:
+        ConfigError: either.
+    """
+    if quant_config is not None and not isinstance(quant_config, QuantConfig):
+        raise ConfigError(f"quant_config={quant_config!r}", "vattn.QuantConfig(...)", "QuantConfig(k_scale=...)")
+    if isinstance(quant_config, QuantConfig) and quant_config.output_format != "none":
+        raise ConfigError(
+            f"QuantConfig(output_format={quant_config.output_format!r}) for a model of transformers",
+            "outputs in the model's dtype, which its own projection takes",
+            "vattn.quantise_linears(model, ...) and vattn.enable(): the passes quantise outputs",
+        )
+
+
+def _check_heads(found: Calibration, calls: dict[str, AttentionCall]) -> None:
+    """Refuse a calibration of a model with other heads, whose layers may be called the same.
+
+    Raises:
+        ScaleError: a layer has another number of heads than it had.
+    """
+    for name, call in calls.items():
+        seen = found.layers.get(name)
+        heads = call.num_heads, call.num_kv_heads
+        if seen is not None and (len(seen["query"]), len(seen["key"])) != heads:
+            raise ScaleError(
+                f"a calibration in which layer {name!r} has {len(seen['query'])} query and {len(seen['key'])} KV heads",
+                f"{heads[0]} and {heads[1]}, as the model has",
+                "calibrate this model",
+            )
+
+
+def _scales(
+    calibration: Calibration | None,
+    quant_config: QuantConfig | None,
+    cache_config: CacheConfig | None,
+    per_head: bool,
+    query_format: str,
+) -> Callable[[str], QuantConfig | None]:
+    """Return what gives a layer its scales."""
+    if calibration is None:
+        if per_head:
+            raise ConfigError("scales_per_head without calibration", "both", "give QuantConfig scales per head itself")
+        if query_format != "none":
+            raise ConfigError("query_format without calibration", "both", "QuantConfig(query_format=..., q_scale=...)")
+        return lambda name: quant_config
+    if quant_config is not None:
+        raise ConfigError("quant_config and calibration", "one of them", "drop one of them")
+    dtype = "auto" if cache_config is None else cache_config.cache_dtype
+    if dtype == "auto" or not KV_FORMATS[resolve_kv_cache_dtype(dtype, torch.bfloat16)].quantised:
+        raise ConfigError(
+            f"calibration with cache_dtype={dtype!r}", "formats with given scales, such as fp8", "drop it"
+        )
+    return lambda name: calibration.quant_config(name, cache_dtype=dtype, per_head=per_head, query_format=query_format)
+
+
+def _layer(
+    call: AttentionCall,
+    name: str,
+    cache_config: CacheConfig | None,
+    quant_config: QuantConfig | None,
+    attn_backend: str | None,
+    batch_invariant: bool,
+) -> ModelAttention:
+    extra: dict[str, Any] = {"sinks": call.sinks} if call.sinks is not None else {}
+    if batch_invariant:
+        extra["batch_invariant"] = True
+    layer = ModelAttention(
+        call.num_heads,
+        call.head_size,
+        call.scale,
+        call.num_kv_heads,
+        alibi_slopes=call.alibi_slopes,
+        cache_config=cache_config,
+        quant_config=quant_config,
+        logits_soft_cap=call.soft_cap,
+        per_layer_sliding_window=call.window,
+        prefix=name,
+        attn_backend=attn_backend,
+        head_size_v=call.head_size_v,
+        **extra,
+    )
+    layer._expected = call.expected_options()
+    return layer
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no whole causal language model in eval mode that is not on vattn yet."""
+    if isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"enable({str(model)!r:.80}), a name or a folder",
+            "a model of transformers",
+            "load it first: enable(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())",
+        )
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ConfigError(
+            f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
+        )
+    if model.training:
+        raise ConfigError("enable() of a model in training mode", "a model in eval mode", "call model.eval() first")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise ConfigError(
+            f"enable() of a model whose {empty!r} has no values (device meta), as after offloading",
+            "a model whose weights are all on its device",
+            "load it whole, with device_map=None or one device",
+        )
+    if "_vattn_before" in model.__dict__:
+        raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
+    if not _has_head(model):
+        raise ConfigError(
+            f"enable() of {type(model).__name__}",
+            "a causal language model with its head",
+            "load it with transformers.AutoModelForCausalLM",
+        )
+
+
+def _has_head(model: Any) -> bool:
+    """Return whether a model of transformers is a causal language model with its head."""
+    generates = callable(getattr(model, "prepare_inputs_for_generation", None))
+    return generates and model.get_output_embeddings() is not None

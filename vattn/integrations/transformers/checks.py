@@ -1,0 +1,71 @@
+"""What a model over packed tokens refuses about a step's token ids, positions and rows of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.errors import DtypeError, MetadataError, ShapeError
+from vattn.quantization.formats import dtype_name
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_inputs(input_ids: Any, positions: Any, logits_indices: Any, model: Any = None) -> None:
+    """Refuse inputs by what the host knows of them: values of tensors on another device are not read.
+
+    Args:
+        model: that of transformers, which knows its ids.
+
+    Raises:
+        DtypeError: no tensors of integers.
+        ShapeError: other than one dimension, or other numbers of ids and positions.
+        MetadataError: ids that the model does not know, or rows that the step does not have; on the CPU alone, and not
+            in compiled code.
+    """
+    _check_line("input_ids", input_ids, "T", "pack the requests of a step one behind the other, without a batch")
+    _check_line("positions", positions, "T", "pass the positions of the step's metadata")
+    if logits_indices is not None:
+        _check_line("logits_indices", logits_indices, "B", "pass the rows of the step that go through the head")
+    if positions.shape[0] != input_ids.shape[0]:
+        raise ShapeError(
+            f"{positions.shape[0]} positions for {input_ids.shape[0]} tokens",
+            "as many",
+            "pass the positions of the metadata that was built for these tokens",
+        )
+    if not _readable(input_ids):
+        return
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embedding, "num_embeddings", None)
+    if isinstance(vocabulary, int):
+        fix = "encode the text with the model's own tokenizer; rows of padding hold any valid id"
+        _check_values("input_ids", input_ids, vocabulary, "the model's vocabulary", fix)
+    if logits_indices is not None and _readable(logits_indices):
+        fix = "count rows from the first of the step: query_start_loc[1:] - 1 for the last one of each request"
+        _check_values("logits_indices", logits_indices, input_ids.shape[0], "the rows of the step", fix)
+
+
+def _check_line(name: str, given: Any, rows: str, fix: str) -> None:
+    if not isinstance(given, Tensor):
+        raise DtypeError(f"{name} of type {type(given).__name__}", f"an int64 tensor [{rows}]", fix)
+    if given.dtype not in _INTEGERS:
+        raise DtypeError(f"{name} of {dtype_name(given.dtype)}", "int64 (int32 too)", fix)
+    if given.ndim != 1:
+        raise ShapeError(f"{name} of shape {list(given.shape)}", f"[{rows}]", fix)
+
+
+def _readable(given: Tensor) -> bool:
+    """Whether values can be read without waiting for a device; tensors of other classes may have none, in traces."""
+    return type(given) is Tensor and given.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_values(name: str, given: Tensor, end: int, what: str, fix: str) -> None:
+    """Refuse values from `end` on, and negative ones, which would count from there backwards."""
+    if not given.numel():
+        return
+    lowest, highest = (int(value) for value in torch.aminmax(given))
+    if lowest < 0 or highest >= end:
+        wrong = lowest if lowest < 0 else highest
+        raise MetadataError(f"{name} with {wrong}", f"0 to {end - 1}, {what}", fix)

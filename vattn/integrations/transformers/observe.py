@@ -1,0 +1,331 @@
+"""Find out what attention a transformers model needs, by running it once with attention that only takes notes.
+
+Nothing is read from the model's configuration: names of fields differ between families, what attention is called with
+does not. With attention that gives all tokens the same, they must not meet anywhere else in the model, and that is
+tested too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
+from vattn.integrations.transformers.replaced_forwards import (
+    alibi_slopes,
+    replace_forwards,
+    replaced_modules,
+    restore_forwards,
+)
+from vattn.layers.fp8_linear import exact_inputs
+
+PROBE = "vattn_probe"
+TOKENS = 3
+
+SAME = 2.0**-6
+"""What attention gives every token while notes are taken."""
+
+_CONSTANTS = {"scaling": None, "sliding_window": None, "softcap": None}
+"""Arguments of attention that become arguments of our layer."""
+
+_NO_MEANING = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "dropout",
+        "position_embeddings",
+        "past_key_values",
+        "past_key_value",
+    }
+)
+"""Arguments that attention is passed and has no use for; dropout is 0 in eval mode."""
+
+
+@dataclass
+class MaskCall:
+    """What a model asked for where it wanted a mask: the rule, and the window that it names."""
+
+    rule: Callable[..., Any]
+    local_size: int | None
+    ndim = 0
+
+    def to(self, dtype: torch.dtype) -> MaskCall:
+        """Return itself: some models convert their mask."""
+        return self
+
+    def __getitem__(self, index: Any) -> MaskCall:
+        raise _unsupported("attention that reads or changes its mask itself, as sparse attention does")
+
+    def window(self) -> int | None:
+        """Return the causal window, `None` for all earlier tokens.
+
+        Raises:
+            UnsupportedRequestError: another rule than these.
+        """
+        size = self.local_size
+        near = 40 if size is None else 2 * size + 3
+        at = sorted({p for p in (0, 1, 2, 7, near // 2 - 1, near // 2, near // 2 + 1, near) if p >= 0})
+        rows = torch.tensor(at)
+        index = (torch.tensor(0), torch.tensor(0))
+        q, k = rows[:, None], rows[None, :]
+        try:
+            seen = torch.stack([torch.as_tensor(self.rule(*index, *pair)) for pair in _pairs(at)]).view(len(at), -1)
+        except IndexError as error:
+            raise UnsupportedRequestError(
+                "a mask that reads the tokens of the step",
+                "causal masks and causal windows",
+                "run the text model alone",
+            ) from error
+        expected = k <= q
+        if size is not None:
+            expected &= k > q - size
+        if not torch.equal(seen.bool(), expected):
+            raise UnsupportedRequestError(
+                f"a mask by {getattr(self.rule, '__qualname__', self.rule)}",
+                "causal masks and causal windows",
+                "keep this model on transformers' own attention",
+            )
+        return size
+
+
+def _pairs(positions: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    for q in positions:
+        for k in positions:
+            yield torch.tensor(q), torch.tensor(k)
+
+
+@dataclass
+class AttentionCall:
+    """How a model calls one attention module.
+
+    Attributes:
+        module: the attention module.
+        num_heads, num_kv_heads, head_size, head_size_v, scale: as in `vattn.Attention`.
+        window, soft_cap, sinks, alibi_slopes: `None` for none.
+        queries: the queries of the run, `[1, heads, T, head_size]`.
+    """
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    queries: Tensor | None = None
+
+    def expected_options(self) -> dict[str, Any]:
+        """Return the arguments that each later call must repeat."""
+        return {name: self.options[name] for name in _CONSTANTS if name in self.options}
+
+
+def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
+    """Run a model on a few tokens and return how it calls attention, by name of the module.
+
+    Raises:
+        UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
+    """
+    _check_signature(model)
+    with _taking_notes(model) as notes, exact_inputs(model):
+        first = _run(model, cache, [1, 2, 3], [0, 1, 2])
+        calls, notes.calls = notes.calls, {}
+        other = _run(model, cache, [4, 2, 5], [0, 1, 2])
+        notes.calls = {}
+        moved = _run(model, cache, [1, 2, 3], [0, 1, _far(model)])
+        moved_calls = notes.calls
+    names = {module: name for name, module in model.named_modules()}
+    for module, call in calls.items():
+        call.alibi_slopes = alibi_slopes(module, model.config)
+    _check_layers(model, calls)
+    _check_tokens_apart(first, other)
+    places = [(first, moved)] + [(calls[m].queries, moved_calls[m].queries) for m in calls]
+    if not any(call.alibi_slopes is not None for call in calls.values()) and all(
+        torch.equal(a, b) for a, b in places if a is not None and b is not None
+    ):
+        raise UnsupportedRequestError(
+            f"{type(model).__name__}, in which position_ids change nothing",
+            "models that take the positions of packed tokens from position_ids",
+            "keep this model on transformers' own attention",
+        )
+    for module, call in calls.items():
+        _check_positions_apart(model, call.queries, moved_calls[module].queries)
+    return {names[module]: call for module, call in calls.items()}
+
+
+def _far(model: Any) -> int:
+    """Return the last position that a model was made for, as far as it says so."""
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return trained - 1 if isinstance(trained, int) and trained > 5 else 5
+
+
+class _Notes:
+    """What attention and masks were asked for during a run."""
+
+    def __init__(self, replaced: bool) -> None:
+        self.calls: dict[nn.Module, AttentionCall] = {}
+        self.replaced = replaced
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Note a call and return the same for all tokens, `[1, T, heads, head_size_v]`.
+
+        Not zeros: quantisers without a floor divide a row by its largest value.
+        """
+        name = type(module).__name__
+        if module in self.calls:
+            raise _unsupported(f"{name} attends twice in a step")
+        if not isinstance(attention_mask, MaskCall):
+            raise _unsupported(f"{name} got a mask of its own ({type(attention_mask).__name__})")
+        if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
+            raise _unsupported(f"{name} attends to {key.shape[2]} keys from {query.shape[2]} tokens")
+        window = attention_mask.window()
+        if options.get("sliding_window") not in (None, window):
+            raise _unsupported(
+                f"{name} has sliding_window={options['sliding_window']} under a mask with "
+                f"{'no window' if window is None else f'a window of {window}'}"
+            )
+        sinks, scale = options.get("s_aux"), options.get("scaling")
+        known = {*_CONSTANTS, *_NO_MEANING, "s_aux", "is_causal"}
+        odd = {k: v for k, v in options.items() if k not in known and v is not None and not isinstance(v, (bool, str))}
+        if odd or options.get("is_causal") is False:
+            raise _unsupported(f"{name} passes {', '.join(odd) or 'is_causal=False'} to attention")
+        self.calls[module] = AttentionCall(
+            module,
+            query.shape[1],
+            key.shape[1],
+            query.shape[3],
+            value.shape[3],
+            query.shape[3] ** -0.5 if scale is None else float(scale),
+            window,
+            options.get("softcap"),
+            sinks,
+            options=options,
+            queries=query.detach().clone(),
+        )
+        return query.new_full((1, query.shape[2], query.shape[1], value.shape[3]), SAME), None
+
+    def mask(
+        self,
+        mask_function: Callable[..., Any],
+        local_size: int | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> MaskCall:
+        """Note which mask was asked for; modules with a forward of ours have no use for one that the model makes."""
+        if attention_mask is not None and not self.replaced:
+            raise _unsupported("a padding mask that the model makes itself")
+        return MaskCall(mask_function, local_size)
+
+
+@contextmanager
+def _taking_notes(model: Any) -> Iterator[_Notes]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    notes, before = _Notes(bool(replaced_modules(model))), model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
+    try:
+        replace_forwards(model, notes.attention)
+        set_attention(model, PROBE)
+        yield notes
+    finally:
+        restore_forwards(model)
+        set_attention(model, before)
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+
+
+def own_config(model: Any) -> None:
+    """Give a model a config of its own, since which attention runs is written there and models may share a config."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if hasattr(value, "_attn_implementation") and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Switch a model to the attention and mask functions of a name, also where transformers would not."""
+    if replaced_modules(model):
+        model.config._attn_implementation = name
+    else:
+        model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _unsupported(f"{type(model).__name__} has no exchangeable attention")
+
+
+def _run(model: Any, cache: Any, ids: list[int], positions: list[int]) -> Tensor:
+    device = next(model.parameters()).device
+    inputs = {"input_ids": torch.tensor([ids], device=device)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.tensor([positions], device=device)
+    try:
+        # Layers that were compiled while the model was on vattn before must run our notes as they are written.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return model(**inputs, past_key_values=cache, use_cache=False).logits[0].float()
+    except VattnError:
+        raise
+    except Exception as error:
+        # Layers that keep a state of another kind ask the cache for it.
+        raise _unsupported(f"{type(model).__name__} fails on packed tokens: {type(error).__name__}: {error}") from error
+
+
+def _check_signature(model: Any) -> None:
+    taken = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "logits_to_keep") if name not in taken]
+    if missing and not replaced_modules(model):
+        raise _unsupported(f"{type(model).__name__}.forward takes no {' and no '.join(missing)}")
+
+
+def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(calls) != expected:
+        raise _unsupported(f"{len(calls)} of {expected} layers of {type(model).__name__} call attention")
+
+
+def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
+    """Refuse a model in which the middle token's logits depend on its neighbours outside of attention."""
+    if not bool(first.isfinite().all()):
+        raise ConfigError(
+            "a model whose logits are not finite for a few tokens",
+            "finite weights",
+            "check the checkpoint and its dtype",
+        )
+    difference = float((first[1] - other[1]).abs().max())
+    # Products of other rows may be summed in another order where experts take different numbers of tokens.
+    if not difference <= 1e-2 * float(first[1].abs().max()):
+        raise _unsupported("tokens meet outside of attention (convolution, recurrence or the like)")
+
+
+def _check_positions_apart(model: Any, near: Tensor | None, far: Tensor | None) -> None:
+    """Refuse a model in which the first tokens' queries depend on how far the last one is, which moved alone."""
+    if near is None or far is None:
+        return
+    first, other = near[:, :, : TOKENS - 1].float(), far[:, :, : TOKENS - 1].float()
+    if not float((first - other).abs().max()) <= 1e-2 * float(first.abs().max()):
+        raise _unsupported(
+            f"{type(model).__name__}, in which the position of one token changes how others are turned (RoPE by length)"
+        )
+
+
+def _unsupported(got: str) -> UnsupportedRequestError:
+    return UnsupportedRequestError(
+        got,
+        "models whose tokens meet in causal attention, full or in a window, and nowhere else",
+        "keep this model on transformers' own attention",
+    )

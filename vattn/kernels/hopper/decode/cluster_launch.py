@@ -1,0 +1,138 @@
+"""Decode of few requests in clusters of CTAs: which steps may go this way, and the launch.
+
+Every request has as many CTAs as the whole card, so requests of any lengths keep it busy. What splits cost otherwise, a
+schedule before the keys and a second kernel behind them, is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.kernels import variants
+from vattn.kernels.hopper import fp4_rows
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
+from vattn.kernels.triton.common.epilogue import groups_fit_heads
+from vattn.ops.arguments import AttentionArgs
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+
+HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
+MAX_GROUP_SIZE = 8
+"""Query heads per KV head: the rows that the kernel keeps of a product, and CTAs of the smaller clusters."""
+
+LEAST_CTAS = 64
+"""Of a request; with fewer the card is not full, and a schedule that splits further does better."""
+
+SLOTS = 4
+"""Warps of a CTA, a tile of 16 keys each."""
+
+MOST_HEADS, MOST_TOKENS = 16, 2048
+"""KV heads of all requests, and tokens of a request, up to which clusters are faster: of more, splits keep the card
+busier."""
+
+
+def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether a step that `decode_fast.accepts` took, of one row a request, is to go this way and can."""
+    num_reqs, way = args.seq_lens.shape[0], variants.current().few_requests
+    if way == "split" or not 0 < num_reqs <= decode_fast.FEW_REQUESTS:
+        return False
+    # Lengths are on the device; what the host knows of them is how many blocks a request can have.
+    tokens, heads = args.block_table.shape[1] * config.block_size, num_reqs * config.num_kv_heads
+    if way == "measured" and (heads > MOST_HEADS or tokens > MOST_TOKENS):
+        return False
+    return args.query.shape[0] == num_reqs and not refusals(args, config)
+
+
+def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
+    """Return what the kernel lacks of a layer that the fast decode path runs, empty if nothing."""
+    found = []
+    if config.head_size not in HEAD_SIZES:
+        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
+    if config.group_size > MAX_GROUP_SIZE:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
+    if config.num_kv_heads * cluster_size(config, 1) < LEAST_CTAS:
+        found.append(f"{config.num_kv_heads} KV heads (runs {LEAST_CTAS // 16} or more)")
+    if config.query_load != "plain":
+        found.append(f"query_load {config.query_load} (runs plain)")
+    if args.kv_cache.data_ptr() % 16 or args.query.data_ptr() % 16:
+        found.append("a query or a cache that is not aligned to 16 bytes")
+    return found
+
+
+def cluster_size(config: AttentionConfig, num_reqs: int) -> int:
+    """Return how many CTAs share a KV head of a request: 8 where that fills the card, else 16."""
+    return 8 if config.num_kv_heads * num_reqs * 8 >= 128 else 16
+
+
+def decode(args: AttentionArgs, config: AttentionConfig) -> None:
+    """Run `vattn::attention` for a step that `takes` took."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, written, finished = args.output, config, not fmt.group_size or groups_fit_heads(config)
+    if not finished:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=args.query.device)
+        written = config.with_plain_output()
+    launch(args, written, output)
+    if not finished:
+        fp4_rows.finish(args, config, args.seq_lens.shape[0], output)
+
+
+def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> None:
+    """Launch the kernel; `output` is the final one, or another in the model dtype."""
+    num_reqs = args.seq_lens.shape[0]
+    size = cluster_size(config, num_reqs)
+    arguments = kernel_arguments(args, config, output, size)
+    launch_in_clusters(decode_cluster_kernel, (num_reqs * config.num_kv_heads,), size, arguments)
+
+
+def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments: dict[str, Any]) -> None:
+    """Launch a grid of clusters of a kernel that was compiled for CTAs on their own.
+
+    Clusters of the compiler's own divide every tensor among their CTAs, or let one CTA alone store it.
+    """
+    compiled = kernel.warmup(grid=grid, **arguments)
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = (warps, size, shared)
+    kernel[grid](**arguments)
+
+
+def stages(config: AttentionConfig) -> int:
+    """Return how many tiles a warp holds.
+
+    More than 48 KB of shared memory need the driver's leave, for which the runtime asks by what the compiler allocates
+    alone: the inbox stands beside that, so the stages take more by themselves or leave room for it.
+    """
+    if config.kv_cache_dtype not in decode_fast.QUANTISED_CACHES:
+        return 3
+    return 5 if config.head_size == 128 else 4
+
+
+def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor, size: int) -> dict[str, Any]:
+    """Return what the kernel is launched with, in clusters of `size`."""
+    quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
+    tuning = decode_fast.Tuning(1, stages(config))
+    key, value = key_value_views(args.kv_cache, config)
+    num_blocks = key.shape[0]
+    if quantised:
+        key, value = key.view(torch.int16), value.view(torch.int16)
+    common = decode_fast._common_arguments(args, config, output)
+    score_scale, soft_cap = decode_fast.score_scales(config)
+    constants = decode_fast.decode_constants(config, tuning)
+    return {
+        **common, **{name: constants[name] for name in _CONSTANTS}, "query": args.query, "key_cache": key,
+        "value_cache": value, "block_table": args.block_table, "query_start_loc": args.query_start_loc,
+        "seq_lens": args.seq_lens, "q_scale": args.q_scale, "k_scale": args.k_scale,
+        "query_stride": args.query.stride(0), "query_head_stride": args.query.stride(1),
+        "block_stride": key.stride(0), "token_stride": key.stride(1), "head_stride": key.stride(2),
+        "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
+        "num_blocks": num_blocks, "num_reqs": args.seq_lens.shape[0], "score_scale": score_scale,
+        "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages,
+        "num_warps": SLOTS, "launch_pdl": True,
+    }  # fmt: skip
+
+
+_CONSTANTS = ("BLOCK_SIZE", "WINDOW", "FP8", "QUERY_SCALE", "SOFT_CAP", "DTYPE")

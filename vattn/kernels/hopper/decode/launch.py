@@ -1,0 +1,573 @@
+"""The fast decode path of TRITON_ATTN on Hopper: who may use it, its schedule, and the launches.
+
+Shapes choose it: as many query rows as requests, the shape of a decode step, or a few times as many, that of a
+speculative one. The op reads no length on the host, so counts do not prove that rows are dealt out evenly; the
+schedule, made on the device, is right for any split of the rows. Where several rows of a request are attended at a
+time, requests are cut into chunks of so many, which are spread over CTAs; otherwise a request of several rows is walked
+by one CTA, one row after the other (slow, but right). Short requests that fill the card go without a schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vattn.cache.layout import key_value_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.features import requested_features
+from vattn.errors import ShapeError
+from vattn.kernels.hopper import availability as hopper
+from vattn.kernels.hopper.decode.schedule import WAVE_CHOICES, plan_kernel
+from vattn.kernels.hopper.decode.triton_kernel import (
+    FP16_QUERY_SHRINK,
+    ITEM_FIELDS,
+    LOG2E,
+    QUERY_ROWS,
+    TILE_TOKENS,
+    decode_kernel,
+    reduce_kernel,
+)
+from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
+from vattn.kernels.variants import current
+from vattn.ops.arguments import AttentionArgs
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+
+HEAD_SIZES = Sizes(values=(64, 128, 256))
+SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
+BLOCK_SIZES = Sizes(step=16, low=16, high=256)
+MAX_GROUP_SIZE = 16
+"""Query heads per KV head; where several rows of a request are attended at a time, that times the rows."""
+
+FEW_REQUESTS = 4
+"""Up to so many, programs of the reduction share a head."""
+
+MOST_CHUNKS = 3
+"""Of a request whose rows the decode kernel attends in a step of two kernels."""
+
+LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 7 / 8, 1024
+"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
+
+HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
+"""For which waves were timed; and of those so many that what the last one leaves idle is little."""
+
+MOST_DRAFTS_PER_PROCESSOR = 1 / 2
+"""KV heads of drafting requests below which their rows go in chunks: two chunks each are less than a wave of CTAs."""
+
+DTYPES = ("float16", "bfloat16")
+QUANTISED_CACHES = ("fp8_e4m3",)
+FEATURES = frozenset(
+    {"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "query_scale_per_head", "lse", "hnd_layout"}
+)
+
+_TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
+_SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the main kernel is cut.
+
+    Attributes:
+        heads: KV heads of one CTA. Warps are heads times slots.
+        stages: of the loop. In the Triton kernel one less are buffers in shared memory, in the Gluon kernel all.
+        ctas: CTAs per multiprocessor that the schedule counts on.
+        slots: 0 for the Triton kernel; for the Gluon kernel, the tiles that a CTA works on side by side (1, 2 or 4).
+        overlap: whether the kernel is launched while the one before it may still run; "end": it reads nothing that this
+            one writes, and waits for it at its own end.
+        max_registers: limit per thread, `None` for the compiler's choice.
+        whole: of the Gluon kernel and one row a request: a CTA for each request and its heads, without a schedule or a
+            reduction.
+    """
+
+    heads: int
+    stages: int
+    ctas: float = 2
+    slots: int = 0
+    overlap: bool | Literal["end"] = False
+    max_registers: int | None = None
+    whole: bool = False
+
+
+def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
+    """Return the tuning of a layer for this many requests: what was best on an H200 in `benchmarks/attention.py`.
+
+    The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
+    need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs
+    of one kernel fill the shared memory; otherwise those of the next pile up on some multiprocessors. Over an FP8 cache
+    two CTAs of the Gluon kernel are faster where whole requests fill their waves, four of the Triton kernel elsewhere.
+
+    Args:
+        tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
+    """
+    heads = heads_per_cta(config.num_kv_heads, 2)
+    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
+    plain = config.kv_cache_dtype not in QUANTISED_CACHES
+    if config.head_size == 256 and not plain:
+        return _wide_tuning(config, tokens)
+    large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
+    if tokens > 1 or (large and (plain or config.group_size > 4)):
+        stages = 512 // row_bytes if plain else 5
+        if heads == 1 and chunked:
+            return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
+        if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
+            return Tuning(4, stages, ctas=1, slots=2, overlap=True)
+        # With fewer registers the reduction's programs find room beside this kernel, and the next step's behind them.
+        registers = 128 if plain and tokens == 1 else None
+        return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
+    if large and config.head_size == 128 and _fills_waves(num_reqs, config.num_kv_heads):
+        return Tuning(heads, 4, ctas=2, slots=2, max_registers=128)
+    ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
+    return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
+
+
+def _wide_tuning(config: AttentionConfig, tokens: int) -> Tuning:
+    """Return the tuning of FP8 heads of 256: a stage of two heads and two slots takes 32 KiB of shared memory.
+
+    The Triton kernel's two heads leave room for three CTAs, which took 1.8 times as long as two of the Gluon kernel's.
+    """
+    heads = heads_per_cta(config.num_kv_heads, 2)
+    if config.group_size * tokens > QUERY_ROWS.value // 2:
+        return Tuning(heads, 5, ctas=1, slots=4 // heads, overlap=True)
+    return Tuning(heads, 3, ctas=2, slots=2, max_registers=128) if heads == 2 else Tuning(1, 3, ctas=4)
+
+
+def _fills_waves(num_reqs: int, num_kv_heads: int) -> bool:
+    """Return whether requests that stay whole fill a wave of two CTAs a multiprocessor of an H200, or many."""
+    waves = num_reqs * num_kv_heads / 2 / (2 * HOPPER_MULTIPROCESSORS)
+    return LEAST_WHOLE_WAVE <= waves <= 1 or waves >= MANY_WAVES
+
+
+def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
+    """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
+
+    One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel behind it.
+    How evenly it does is not known here; block tables without room for long requests bound that.
+    """
+    num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
+    plain = config.kv_cache_dtype not in QUANTISED_CACHES
+    fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
+    if current().one_wave == "scheduled" or not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
+        return None
+    if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device) <= 1:
+        return None
+    stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
+    return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
+
+
+def most_ctas(config: AttentionConfig, device: torch.device) -> int:
+    """Return an upper bound of the items that run at a time, whatever the batch; schedules are sized by it."""
+    return 8 * _multiprocessors(device) // config.num_kv_heads + _multiprocessors(device)
+
+
+def heads_per_cta(num_kv_heads: int, most: int) -> int:
+    """Return the power of two up to `most` that wastes the fewest heads in its last CTA."""
+    sizes = [size for size in (8, 4, 2, 1) if size <= most]
+    return min(sizes, key=lambda size: (-num_kv_heads % size, -size))
+
+
+def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    """Return why the fast path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
+    found = hopper.refusals(device, config.dtype, DTYPES)
+    if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
+    if config.head_size not in HEAD_SIZES:
+        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
+    if config.block_size not in BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.group_size > MAX_GROUP_SIZE:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
+    if config.attn_type != "decoder":
+        found.append(f"attn_type {config.attn_type} (runs decoder)")
+    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    return found
+
+
+def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
+    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way.
+
+    All if the kernel takes so many. Drafts of more rows go in up to four chunks, each of which reads the keys, mostly
+    from the L2 cache, where requests are too few to be a tile each of the prefill kernel.
+    """
+    tokens = num_tokens // max(num_reqs, 1)
+    if tokens <= 1 or tokens * num_reqs != num_tokens:
+        return tokens if tokens * num_reqs == num_tokens else 0
+    most = MAX_GROUP_SIZE // config.group_size if attends_drafts(config) else 0
+    if tokens <= most:
+        return tokens
+    if most == 1 or tokens > 4 * most or current().few_drafts == "general":
+        return 0
+    few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * _multiprocessors(device)
+    return most if few else 0
+
+
+def attends_drafts(config: AttentionConfig) -> bool:
+    """Return whether the kernel attends several rows of a request at a time."""
+    return config.head_size in SPECULATIVE_HEAD_SIZES
+
+
+def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether this call goes the fast way: the layer is accepted and so are the rows per request."""
+    num_reqs = args.seq_lens.shape[0]
+    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs, args.query.device)
+    # Queries of several rows of a request have not been rounded in their load on a GPU yet.
+    has_run = config.query_load == "plain" or tokens == 1
+    return tokens > 0 and has_run and runs(config, args.query.device)
+
+
+@lru_cache(maxsize=4096)
+def runs(config: AttentionConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Sizes of the schedule and of the scratch for partial results.
+
+    Attributes:
+        ctas: items that run at a time.
+        waves: waves that one item per request takes.
+        max_items: rows of items in the schedule; also the most partial results. Never falls with the batch.
+    """
+
+    ctas: int
+    waves: int
+    max_items: int
+
+
+def chunks_of(num_reqs: int, tokens: int, num_tokens: int = 0, longest: int = 0) -> int:
+    """Return the most chunks of `tokens` rows that so many requests have between them, by default as many on average.
+
+    With one row at a time requests stay whole, unless there is a `longest` whose rows are cut.
+    """
+    if longest:
+        return num_reqs * -(-longest // tokens)
+    return num_reqs if tokens == 1 else (num_tokens or tokens * num_reqs) // tokens + num_reqs
+
+
+def sizing(
+    config: AttentionConfig,
+    num_reqs: int,
+    tuning: Tuning,
+    device: torch.device,
+    tokens: int = 1,
+    num_tokens: int = 0,
+    longest: int = 0,
+) -> Sizing:
+    """Return the sizes for a batch of this many requests, of `tokens` rows on average unless there are `num_tokens`.
+
+    Requests of more than `longest` rows, unless it is 0, are left out.
+    """
+    groups = -(-config.num_kv_heads // tuning.heads)
+    most = most_ctas(config, device)
+    ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
+    waves = -(-(num_tokens // tokens or num_reqs) // ctas)
+    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens, longest) + WAVE_CHOICES.value * most)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
+    """Return the shape of the int32 schedule of a step, of whatever kind; its size never falls with tokens or requests.
+
+    It tells how many query rows the step has. A prefill's schedule fits in as well, and in steps of both kinds of
+    requests one after the other.
+    """
+    return _plan_rows(config, num_reqs, device) + 4 * max(num_tokens - num_reqs, 0), ITEM_FIELDS.value
+
+
+def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
+    return rows_of_short_requests(config, MOST_CHUNKS * num_reqs, device) + 3 * num_reqs + 8
+
+
+def rows_of_short_requests(config: AttentionConfig, num_chunks: int, device: torch.device) -> int:
+    """Return how many rows a schedule of requests of few rows takes, that have so many chunks between them at most."""
+    return 1 + 2 * num_chunks + WAVE_CHOICES.value * most_ctas(config, device)
+
+
+def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> int:
+    """Return the query rows of the step that a schedule was allocated for.
+
+    Raises:
+        ShapeError: it is of no such step.
+    """
+    rows = schedule.shape[0] - _plan_rows(config, num_reqs, schedule.device) if schedule.ndim == 2 else -1
+    if rows < 0 or rows % 4 or schedule.shape[1] != ITEM_FIELDS.value:
+        expected = plan_shape(config, num_reqs, num_reqs, schedule.device)
+        raise ShapeError(
+            f"schedule has shape {tuple(schedule.shape)}",
+            f"{expected}, and 4 rows more for every row of the query beyond {num_reqs}",
+            "make it by Backend.plan_shape",
+        )
+    return num_reqs + rows // 4
+
+
+def plan(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    schedule: Tensor,
+    config: AttentionConfig,
+    tuning: Tuning | None = None,
+    tokens: int = 1,
+    longest: int = 0,
+    num_tokens: int = 0,
+) -> None:
+    """Fill the schedule of a decode step on the device.
+
+    Args:
+        tokens: rows of a request that are attended at a time.
+        longest: leave requests of more rows, and padding, to another kernel; 0: none.
+        num_tokens: rows of all requests, if they are not `tokens` each on average.
+    """
+    num_reqs = seq_lens.shape[0]
+    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
+    sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens, num_tokens, longest)
+    chunks = None
+    if tokens > 1 or longest:
+        most = chunks_of(num_reqs, tokens, num_tokens, longest)
+        chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
+    plan_kernel[(1,)](
+        query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
+        TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
+    )  # fmt: skip
+
+
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None, tokens: int = 0) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took.
+
+    Args:
+        tuning, tokens: instead of what shapes would choose, and of as many rows of a request at a time.
+    """
+    num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
+    tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs, device)
+    if tuning is None and current().few_requests != "split":
+        from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
+
+        if decode_cluster_launch.takes(args, config):
+            decode_cluster_launch.decode(args, config)
+            return
+    tuning = tuning or whole_tuning(args, config)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
+    sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
+    shape = plan_shape(config, num_tokens, num_reqs, device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if schedule is None and not tuning.whole:
+        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=num_tokens)
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
+    if not finished:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+    launch(args, config, schedule, output, tuning, sizes, tokens)
+    if not finished:
+        from vattn.kernels.triton.attention.launch import _launch_finish
+
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How partial results are combined.
+
+    Attributes:
+        parts: programs that share a head's columns.
+        splits: partial results that a program takes at a time.
+        warps: of a program.
+    """
+
+    parts: int
+    splits: int
+    warps: int
+
+
+def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
+    """Return how the partial results of so many requests are combined.
+
+    Few requests have many splits each. A program that computes scales has whole groups; more warps would wait for each
+    other and leave no room for it beside the main kernel.
+    """
+    if num_reqs > FEW_REQUESTS:
+        return Reduction(1, 16, 1)
+    group = OUTPUT_FORMATS[config.output_format].group_size
+    parts = min(4, config.head_size // group) if group else 4
+    return Reduction(parts, 128 if parts == 4 else 64, 4)
+
+
+def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
+    """Return whether the kernels compute the scales of the output format themselves."""
+    sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
+    # Programs share the heads of few requests. A group of a whole head is made afterwards where they start late.
+    wide = (
+        tuning.overlap is True
+        and num_reqs <= FEW_REQUESTS
+        and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
+    )
+    return groups_fit_heads(config) and not sixteen_rows and not wide
+
+
+def launch(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    schedule: Tensor | None,
+    output: Tensor,
+    tuning: Tuning,
+    sizes: Sizing,
+    tokens: int,
+) -> None:
+    """Launch the main kernel and the reduction; `output` is the final one, or another in the model dtype.
+
+    Args:
+        schedule: unused where requests stay whole.
+        tokens: rows of a request that are attended at a time.
+    """
+    num_reqs, device = args.seq_lens.shape[0], args.query.device
+    finished = output is args.output
+    if tuning.whole:
+        common = _common_arguments(args, config if finished else config.with_plain_output(), output)
+        _launch_decode(args, config, tuning, sizes, None, None, None, tokens, common)
+        return
+    partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
+    written = config.with_plain_output()
+    common = _common_arguments(args, config if finished else written, output)
+    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
+    way = choose_reduction(config if finished else written, num_reqs)
+    most = 6 if tuning.max_registers else 8  # Of a multiprocessor: what there is room for beside the main kernel.
+    programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
+    reduce_kernel[(programs,)](
+        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
+        num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
+        OVERLAP=tuning.overlap is True, num_warps=way.warps, launch_pdl=True, **common,
+    )  # fmt: skip
+
+
+def _scratch(
+    workspace: Tensor | None, config: AttentionConfig, slots: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 room for partial results `[slots, H, D]` and their maxima and sums `[slots, H, 2]`."""
+    values, stats = slots * config.num_heads * config.head_size, slots * config.num_heads * 2
+    need = 4 * (values + stats)
+    if workspace is None or workspace.numel() * workspace.itemsize < need or workspace.data_ptr() % 16:
+        workspace = torch.empty(need, dtype=torch.uint8, device=device)
+    room = workspace.view(-1).view(torch.uint8)[:need].view(torch.float32)
+    return room[:values], room[values:]
+
+
+def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> dict[str, Any]:
+    """Return what the main kernel and the reduction both take."""
+    groups, scales = group_constants(config), args.output_block_scale
+    strides = scales.stride() if groups[0] and scales is not None else (0, 0)
+    if scales is not None and scales.dtype == torch.float8_e4m3fn:
+        scales = scales.view(torch.uint8)
+    return {
+        "sinks": args.sinks, "v_scale": args.v_scale, "output_scale": args.output_scale,
+        "output": output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, "lse": args.lse,
+        "block_scale": scales if groups[0] else None, "GROUPS": groups,
+        "output_stride": output.stride(0), "scale_stride": strides[0], "group_stride": strides[1],
+        "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
+        "HEAD_SIZE": config.head_size, "KV_SCALE": _SCALE_KINDS[config.kv_scale],
+        "MODEL": _TRITON_DTYPES[config.dtype],
+        "OUTPUT": row_output(config),
+    }  # fmt: skip
+
+
+def _boxes(cache: Tensor, tuning: Tuning, quantised: bool) -> Any:
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]`; a box is a tile of the heads of one CTA.
+
+    An FP8 cache is seen as int16 pairs of columns.
+    """
+    if quantised:
+        cache = cache.view(torch.int16)
+    blocks, block_size, num_heads, width = cache.shape
+    by_block, by_token, by_head, _ = cache.stride()
+    shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
+    box = [1, tuning.heads, TILE_TOKENS.value, width]
+    if not tuning.slots:
+        return TensorDescriptor(cache, shape, strides, box)
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+    return GluonDescriptor(cache, shape, strides, box, layout)
+
+
+def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -> dict[str, Any]:
+    """Return what the main kernel is specialised for, the reduction's constants aside."""
+    quantised = config.kv_cache_dtype in QUANTISED_CACHES
+    constants = {
+        "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
+        "FP8": quantised, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
+        "QUERY_LOAD": config.query_load,
+        "SOFT_CAP": config.logits_soft_cap is not None,
+        "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
+        "OVERLAP": tuning.overlap,
+    }  # fmt: skip
+    return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
+
+
+def _launch_decode(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    tuning: Tuning,
+    sizes: Sizing,
+    schedule: Tensor | None,
+    partial_output: Tensor | None,
+    partial_stats: Tensor | None,
+    tokens: int,
+    common: dict[str, Any],
+) -> None:
+    kernel, warps, grid = decode_kernel, tuning.heads, grid_of(config, tuning, sizes)
+    lengths: dict[str, Tensor | None] = {}
+    if tuning.slots:
+        from vattn.kernels.hopper.decode.gluon_kernel import decode_kernel as kernel
+
+        warps *= tuning.slots
+        lengths = {"query_start_loc": None, "seq_lens": None}
+    if tuning.whole:
+        lengths = {"query_start_loc": args.query_start_loc, "seq_lens": args.seq_lens}
+        grid = (args.seq_lens.shape[0] * -(-config.num_kv_heads // tuning.heads),)
+    kernel[grid](
+        query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
+        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
+        launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common, **lengths,
+        **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
+    )  # fmt: skip
+
+
+def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:
+    """Return the grid of the main kernel."""
+    return (sizes.ctas * -(-config.num_kv_heads // tuning.heads),)
+
+
+def score_scales(config: AttentionConfig) -> tuple[float, float]:
+    """Return what products of a query and a key are multiplied by, and the soft cap, in units of log2 e."""
+    scale, soft_cap = config.scale * LOG2E.value, 1.0
+    if config.logits_soft_cap is not None:
+        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
+    if config.kv_cache_dtype in QUANTISED_CACHES:
+        scale /= FP16_QUERY_SHRINK.value
+    return scale, soft_cap
+
+
+def cache_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what a main kernel takes of the cache, its tables and scales, and what it multiplies scores by."""
+    key, value = key_value_views(args.kv_cache, config)
+    quantised = config.kv_cache_dtype in QUANTISED_CACHES
+    score_scale, soft_cap = score_scales(config)
+    return {
+        "key_boxes": _boxes(key, tuning, quantised), "value_boxes": _boxes(value, tuning, quantised),
+        "block_table": args.block_table, "table_stride": args.block_table.stride(0),
+        "table_width": args.block_table.shape[1], "num_blocks": key.shape[0], "q_scale": args.q_scale,
+        "k_scale": args.k_scale, "score_scale": score_scale, "soft_cap": soft_cap,
+    }  # fmt: skip

@@ -1,0 +1,246 @@
+"""Device code of the fast decode path's schedule: one small kernel turns a step's lengths into work items.
+
+The schedule is int32 `[1 + max_items + num_reqs, 8]`:
+
+- row 0: number of CTAs with work, number of split requests, first row of padding;
+- rows 1 to max_items, an item each: request (-1 for a padding row of the query), first row, number of rows, seq_len,
+  first tile, end tile, slot of its partial result (-1: it writes the result itself), next item of the same CTA (-1:
+  none); CTA c starts at item c;
+- the last rows, a split request each: row, first slot, number of slots, number of rows.
+
+Two ways of sharing the work are estimated, and the cheaper one is taken:
+
+- Even chunks: every request is cut into equal chunks, of which CTAs take turns. Of a few numbers of turns the best is
+  kept. Equal lengths get equal splits this way, and a batch that fills the card gets none.
+- Even shares: the requests are laid end to end and the line is cut into as many equal shares as there are CTAs.
+  Lengths of every mixture are balanced this way, at the price of more splits.
+
+Where one row is attended at a time (no `chunks`), a request of several rows is one item, since its slots would not fit,
+and a request without rows stands for a row of padding. Where several are, requests are cut into chunks of so many rows
+first, which are treated like requests, and the reduction takes care of the padding. With LONGEST, unless 0, requests of
+more rows are left out, and so is the padding: another kernel takes them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.kernels.hopper.decode.triton_kernel import ITEM_FIELDS, SPLIT_FIELDS, TILE_TOKENS
+
+WAVE_CHOICES = tl.constexpr(4)
+
+# Estimates are in tiles. Opening and closing an item costs about as much as four tiles of a full card, and the CTAs
+# that still run when others have ended get about twice their share of the memory bandwidth.
+ITEM_COST = tl.constexpr(4.0)
+TAIL_SPEED = tl.constexpr(2.0)
+SHARES_COST = tl.constexpr(3.0)
+"""Items' worth of time that even shares cost, for most CTAs then write partial results."""
+
+
+@triton.jit
+def cut_requests(
+    query_start_loc, seq_lens, chunks, num_reqs, TOKENS: tl.constexpr, LONGEST: tl.constexpr, REQUESTS: tl.constexpr
+):
+    """Cut requests into chunks of up to TOKENS rows, int32 `[B + T / TOKENS, 4]`: request, first row, rows, seq_len.
+
+    Returns:
+        Number of chunks. From here on they are what requests are where TOKENS is 1.
+    """
+    count = tl.zeros([], tl.int32)
+    for start in range(0, num_reqs, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        inside = request < num_reqs
+        first_row = tl.load(query_start_loc + request, mask=inside, other=0)
+        rows = tl.maximum(tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row, 0)
+        seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
+        parts = (rows + TOKENS - 1) // TOKENS
+        if LONGEST:
+            parts = tl.where(rows > LONGEST, 0, parts)
+        place = count + tl.cumsum(parts, 0) - parts
+        for part in range(0, tl.max(parts, 0)):
+            record = chunks + (place + part) * 4
+            before = part * TOKENS
+            now = tl.minimum(rows - before, TOKENS)
+            tl.store(record, request, mask=part < parts)
+            tl.store(record + 1, first_row + before, mask=part < parts)
+            tl.store(record + 2, now, mask=part < parts)
+            tl.store(record + 3, seq_len - rows + before + now, mask=part < parts)
+        count += tl.sum(parts, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return request, first row, rows, seq_len, first tile and visible tiles; tiles count for 1 to TOKENS rows."""
+    if chunks is not None:
+        request = tl.load(chunks + index * 4, mask=inside, other=0)
+        first_row = tl.load(chunks + index * 4 + 1, mask=inside, other=0)
+        rows = tl.load(chunks + index * 4 + 2, mask=inside, other=0)
+        seq_len = tl.maximum(tl.load(chunks + index * 4 + 3, mask=inside, other=0), 0)
+    else:
+        request = index
+        first_row = tl.load(query_start_loc + index, mask=inside, other=0)
+        rows = tl.load(query_start_loc + index + 1, mask=inside, other=0) - first_row
+        seq_len = tl.maximum(tl.load(seq_lens + index, mask=inside, other=0), 0)
+    end_tile = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
+    first_tile = tl.zeros_like(end_tile)
+    few = (rows > 0) & (rows <= TOKENS)
+    if WINDOW:
+        first_tile = tl.where(few, tl.maximum(seq_len - rows + 1 - WINDOW, 0) // TILE_TOKENS, 0)
+    tiles = tl.where(few, end_tile - first_tile, 0)
+    return request, first_row, rows, seq_len, first_tile, tiles
+
+
+@triton.jit
+def request_units(
+    query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr
+):
+    """Return the units of UNIT tiles that requests count as, one at least; 0 outside."""
+    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW)
+    return tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
+
+
+@triton.jit
+def choose_chunk(
+    query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """Return how many units an item may have, 0 for even shares, and the units of all requests."""
+    longest = 1
+    total = tl.zeros([], tl.int32)
+    for start in range(0, num_reqs, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
+        longest = tl.maximum(longest, tl.max(units, 0))
+        total += tl.sum(units, 0)
+    waves = waves_of_requests + tl.arange(0, WAVE_CHOICES)
+    low = tl.full([WAVE_CHOICES], 1, tl.int32)
+    high = low * longest
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        items = tl.zeros([WAVE_CHOICES], tl.int32)
+        for start in range(0, num_reqs, REQUESTS):
+            request = start + tl.arange(0, REQUESTS)
+            units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
+            items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
+        fits = items <= waves * ctas
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, tl.minimum(middle + 1, high))
+    ideal = total.to(tl.float32) / ctas
+    excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
+    is_split = (low < longest).to(tl.float32)
+    chunks = ideal + excess / TAIL_SPEED + ITEM_COST / UNIT * (waves.to(tl.float32) + is_split)
+    shares = ideal + ITEM_COST / UNIT * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
+    best = tl.argmin(chunks, 0)
+    chunk = tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
+    return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
+
+
+@triton.jit
+def share_start(share, total, shares):
+    """Return the first unit of a share of the line."""
+    return (share.to(tl.int64) * total // shares).to(tl.int32)
+
+
+@triton.jit
+def share_of(unit, total, shares):
+    """Return the share that a unit of the line belongs to: the last that starts at or before it."""
+    return (((unit.to(tl.int64) + 1) * shares - 1) // total).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
+def plan_kernel(
+    query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
+    LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
+    PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
+    padding_row = tl.load(query_start_loc + num_reqs)
+    # Where the reduction is to start with padding: behind every row if that is not its business.
+    tl.store(schedule + 2, 0x7FFFFFFF if LONGEST else padding_row)
+    if chunks is not None:
+        num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, LONGEST, REQUESTS)
+    chunk, total = choose_chunk(
+        query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS
+    )
+    even_shares = chunk == 0
+    chunk = tl.maximum(chunk, 1)
+    total = tl.maximum(total, 1)
+    shares = tl.minimum(ctas, total)
+    num_chunks = tl.zeros([], tl.int32)
+    for start in range(0, num_reqs, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
+        num_chunks += tl.sum((units + chunk - 1) // chunk, 0)
+    line = 0
+    num_items = 0
+    num_slots = 0
+    num_splits = 0
+    for start in range(0, num_reqs, REQUESTS):
+        index = start + tl.arange(0, REQUESTS)
+        inside = index < num_reqs
+        request, first_row, rows, seq_len, first_tile, tiles = request_tiles(
+            query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW
+        )
+        is_empty = inside & (rows <= 0)
+        pads_before = tl.cumsum(is_empty.to(tl.int32), 0) - is_empty.to(tl.int32)
+        first_row = tl.where(is_empty, padding_row + pads_before, first_row)
+        padding_row += tl.sum(is_empty.to(tl.int32), 0)
+        # A request without rows is written without rows where there is no padding left for it.
+        if chunks is None:
+            rows = tl.where(is_empty, (first_row < num_reqs).to(tl.int32), rows)
+        else:
+            rows = tl.maximum(rows, 0)
+        seq_len = tl.where(is_empty, 0, seq_len)
+        many_rows = rows > TOKENS
+        base_tile = tl.where(many_rows, 0, first_tile)
+        all_tiles = tl.where(many_rows, (seq_len + TILE_TOKENS - 1) // TILE_TOKENS, tiles)
+
+        units = tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
+        on_line = line + tl.cumsum(units, 0) - units
+        first_share = share_of(on_line, total, shares)
+        parts_of_line = share_of(on_line + units - 1, total, shares) - first_share + 1
+        parts = tl.where(even_shares, parts_of_line, (units + chunk - 1) // chunk)
+        parts = tl.where(inside, parts, 0)
+        is_split = (parts > 1).to(tl.int32)
+        item = num_items + tl.cumsum(parts, 0) - parts
+        slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
+        split = num_splits + tl.cumsum(is_split, 0) - is_split
+        for first_part in range(0, tl.max(parts, 0), PARTS):
+            part = first_part + tl.arange(0, PARTS)[None, :]
+            count, length, place = tl.maximum(parts, 1)[:, None], units[:, None], on_line[:, None]
+            share = first_share[:, None] + part
+            share_begin = share_start(share, total, shares)
+            share_end = share_start(share + 1, total, shares)
+            begin = tl.where(even_shares, tl.maximum(share_begin - place, 0), length * part // count)
+            end = tl.where(even_shares, tl.minimum(share_end - place, length), length * (part + 1) // count)
+            # In even shares the item that opens a share has its number, the others follow by request.
+            of_line = tl.where(place + begin == share_begin, share, shares + index[:, None])
+            next_of_line = tl.where(place + end < share_end, shares + index[:, None] + 1, -1)
+            number = tl.where(even_shares, of_line, item[:, None] + part)
+            next_of_turn = tl.where(number + ctas < num_chunks, number + ctas, -1)
+            record = schedule + (1 + number) * ITEM_FIELDS
+            mask = (part < parts[:, None]) & (number < max_items)
+            tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
+            tl.store(record + 1, first_row[:, None], mask=mask)
+            tl.store(record + 2, rows[:, None], mask=mask)
+            tl.store(record + 3, seq_len[:, None], mask=mask)
+            tl.store(record + 4, base_tile[:, None] + tl.minimum(begin * UNIT, all_tiles[:, None]), mask=mask)
+            last = tl.where(part + 1 == count, all_tiles[:, None], tl.minimum(end * UNIT, all_tiles[:, None]))
+            tl.store(record + 5, base_tile[:, None] + last, mask=mask)
+            tl.store(record + 6, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
+            tl.store(record + 7, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
+        record = schedule + (1 + max_items + split) * SPLIT_FIELDS
+        tl.store(record, first_row, mask=is_split > 0)
+        tl.store(record + 1, slot, mask=is_split > 0)
+        tl.store(record + 2, parts, mask=is_split > 0)
+        tl.store(record + 3, rows, mask=is_split > 0)
+        line += tl.sum(units, 0)
+        num_items += tl.sum(parts, 0)
+        num_slots += tl.sum(parts * is_split, 0)
+        num_splits += tl.sum(is_split, 0)
+    active = tl.where(even_shares, shares, tl.minimum(ctas, num_chunks))
+    tl.store(schedule, tl.where(num_items > 0, active, 0))
+    tl.store(schedule + 1, num_splits)

@@ -1,0 +1,210 @@
+"""The fast decode path of TRITON_ATTN for packed KV formats on Hopper: who may use it, and the launches.
+
+Schedule, scratch and reduction are those of `decode_fast`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vattn.cache.layout import packed_views
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.features import requested_features
+from vattn.kernels.hopper import availability as hopper
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.launch import Tuning
+from vattn.kernels.hopper.decode.triton_kernel import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
+from vattn.kernels.hopper.decode_packed.kernel import decode_packed_kernel
+from vattn.ops.arguments import AttentionArgs
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.packed import query_factor
+from vattn.quantization.packed.hadamard import block_width, row_shift
+
+KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4), ("codebook", 3)}
+VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4), ("uniform", 3)}
+"""Codecs and bits that the kernel unpacks."""
+
+TUNINGS: dict[str, Tuning] = {
+    "int8_per_token_head": Tuning(2, 4, 4),
+    "fp8_per_token_head": Tuning(2, 4, 4),
+    "turboquant_k8v4": Tuning(2, 4, 4),
+    "int4_per_token_head": Tuning(2, 3, 6, slots=2, max_registers=168),
+    "turboquant_4bit_nc": Tuning(2, 3, 6, max_registers=168),
+    "nvfp4": Tuning(2, 3, 6, slots=2, max_registers=168),
+    "turboquant_k3v4_nc": Tuning(1, 3, 8, slots=2),
+    "turboquant_3bit_nc": Tuning(1, 3, 8, slots=2),
+}
+"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200 in
+`benchmarks/packed.py`."""
+
+MANY_TUNINGS: dict[str, Tuning] = {
+    "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
+    "turboquant_4bit_nc": Tuning(1, 3, 16, max_registers=128),
+    "nvfp4": Tuning(1, 3, 16, max_registers=128),
+}
+"""The same where requests outnumber the CTAs of that: more of them, which need not share requests; barriers of a single
+warp cost nothing. Groups of more than four query heads per KV head leave too few registers."""
+
+HEAD_SIZES = Sizes(values=(64, 128))
+SHORT_HEAD_SIZES = Sizes(values=(128,))
+"""With codes of three bits: tensor maps want heads multiples of 16 bytes apart, and 64 columns take 24."""
+
+FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
+
+
+def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
+    fmt, found = KV_FORMATS[config.kv_cache_dtype], hopper.refusals(device, config.dtype, decode_fast.DTYPES)
+    if not fmt.packed or not _is_unpacked(config):
+        found.append(f"kv_cache_dtype {fmt.name}")
+    short = fmt.packed and any(part.bits == 3 for part in fmt.parts)
+    sizes = SHORT_HEAD_SIZES if short else HEAD_SIZES
+    if config.head_size not in sizes or config.head_size != config.head_size_v:
+        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs equal ones of {sizes})")
+    if config.block_size not in decode_fast.BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {decode_fast.BLOCK_SIZES})")
+    if config.group_size > QUERY_ROWS.value:
+        found.append(f"{config.group_size} query heads per KV head (runs up to {QUERY_ROWS.value})")
+    if config.attn_type != "decoder" or config.query_format != "none":
+        found.append(f"attn_type {config.attn_type}, query_format {config.query_format} (runs decoder, none)")
+    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    return found
+
+
+def _is_unpacked(config: AttentionConfig) -> bool:
+    key, value = KV_FORMATS[config.kv_cache_dtype].parts
+    return (key.codec, key.bits) in KEY_CODECS and (value.codec, value.bits) in VALUE_CODECS
+
+
+@lru_cache(maxsize=4096)
+def runs(config: AttentionConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused."""
+    return not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
+    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
+
+
+def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
+    """Return how the kernel is cut for a layer and this many requests, with heads that fill their CTAs."""
+    tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
+    groups = -(-config.num_kv_heads // tuning.heads)
+    if num_reqs * groups > tuning.ctas * decode_fast._multiprocessors(device) and config.group_size <= 4:
+        tuning = MANY_TUNINGS.get(config.kv_cache_dtype, tuning)
+    heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
+    return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
+
+
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: AttentionConfig) -> None:
+    """Fill the schedule of a decode step on the device."""
+    tuning = choose_tuning(config, seq_lens.shape[0], seq_lens.device)
+    decode_fast.plan(query_start_loc, seq_lens, schedule, config, tuning)
+
+
+def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None) -> None:
+    """Run `vattn::attention` for a decode step that `accepts` took; `tuning` overrides what the config would choose."""
+    num_reqs, device = args.seq_lens.shape[0], args.query.device
+    tuning = tuning or choose_tuning(config, num_reqs, device)
+    sizes = decode_fast.sizing(config, num_reqs, tuning, device)
+    shape = decode_fast.plan_shape(config, num_reqs, num_reqs, device)
+    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    if schedule is None:
+        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+        decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
+    fmt = OUTPUT_FORMATS[config.output_format]
+    output, written = args.output, config
+    if fmt.group_size:
+        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+        written = config.with_plain_output()
+    partial_output, partial_stats = decode_fast._scratch(args.workspace, config, sizes.max_items, device)
+    common = decode_fast._common_arguments(args, written, output)
+    _launch(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
+    few = num_reqs <= 4
+    parts = 4 if few else 1
+    programs = min(num_reqs * config.num_heads * parts, 8 * decode_fast._multiprocessors(device))
+    reduce_kernel[(programs,)](
+        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
+        num_tokens=num_reqs, TOKENS=1, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=False,
+        num_warps=16 // parts if few else 1, launch_pdl=True, **common,
+    )  # fmt: skip
+    if fmt.group_size:
+        from vattn.kernels.triton.attention.launch import _launch_finish
+
+        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+
+def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
+    """Return a tensor map over codes `[blocks, block_size, K, bytes]` seen as int16; a box holds a CTA's tile."""
+    codes = codes.view(torch.int16)
+    blocks, block_size, num_heads, width = codes.shape
+    by_block, by_token, by_head, _ = codes.stride()
+    shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
+    box = [1, tuning.heads, TILE_TOKENS.value, triton.next_power_of_2(width)]
+    return TensorDescriptor(codes, shape, strides, box)
+
+
+def _byte_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """Return how many bytes the scales, or codes, of blocks, tokens and heads are apart; zeros where there are none."""
+    return (0, 0, 0) if scales is None else tuple(step * scales.itemsize for step in scales.stride()[:3])
+
+
+def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
+    """Return what the main kernel is specialised for, strides of scales and the reduction's constants aside."""
+    constants: dict[str, Any] = {
+        "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
+        "ASSEMBLY": True, "SOFT_CAP": config.logits_soft_cap is not None, "STAGES": tuning.stages,
+        "PAIR": tuning.slots == 2,
+    }  # fmt: skip
+    width = config.head_size
+    for name, part in zip(("KEY", "VALUE"), KV_FORMATS[config.kv_cache_dtype].parts, strict=True):
+        constants |= {
+            f"{name}_CODEC": part.codec, f"{name}_COUNT": 16 // part.bits,
+            # What rotated rows are held at is made up for here, once.
+            f"{name}_FACTOR": query_factor(width, part.rotation) * 2.0 ** -row_shift(width, part.rotation),
+            f"{name}_BLOCK": block_width(width, part.rotation),
+            f"{name}_FLIP": part.rotation == "block_hadamard",
+        }  # fmt: skip
+    return constants
+
+
+def _launch(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    tuning: Tuning,
+    sizes: decode_fast.Sizing,
+    schedule: Tensor,
+    partial_output: Tensor,
+    partial_stats: Tensor,
+    common: dict[str, Any],
+) -> None:
+    key, value = packed_views(args.kv_cache, config)
+    log2_e = LOG2E.value
+    score_scale, soft_cap = config.scale * log2_e, 1.0
+    if config.logits_soft_cap is not None:
+        score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
+    short = KV_FORMATS[config.kv_cache_dtype].parts[0].bits == 3
+    names = ("sinks", "output_scale", "output", "lse", "output_stride", "NUM_HEADS", "NUM_KV_HEADS", "HEAD_SIZE")
+    decode_packed_kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
+        query=args.query, key_codes=key.codes if short else None, key_boxes=_boxes(key.codes, tuning),
+        value_boxes=_boxes(value.codes, tuning),
+        key_scales=key.scales, value_scales=value.scales, block_table=args.block_table, schedule=schedule,
+        partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
+        query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
+        table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
+        score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads,
+        maxnreg=tuning.max_registers, KEY_STRIDES=_byte_strides(key.scales), VALUE_STRIDES=_byte_strides(value.scales),
+        CODE_STRIDES=_byte_strides(key.codes if short else None),
+        k_scale=args.k_scale, v_scale=args.v_scale, MODEL=common["MODEL"], OUTPUT=common["OUTPUT"],
+        KV_SCALE=common["KV_SCALE"], **{name: common[name] for name in names},
+        **decode_constants(config, tuning),
+    )  # fmt: skip

@@ -1,0 +1,385 @@
+"""The latent decode path of Hopper: who may use it, its schedule, and the launches.
+
+The numbers of the schedule (`vattn.kernels.hopper.mla.schedule`) lie in a tensor whose first dimension tells how many
+tokens of the query a split request may have: requests of more tokens than the shapes of a step let expect run unsplit,
+which is slow, but right.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.mla import MLAConfig
+from vattn.errors import ShapeError
+from vattn.kernels import variants
+from vattn.kernels.hopper import availability as hopper
+from vattn.kernels.hopper.mla.decode_16_32 import mla_decode_kernel
+from vattn.kernels.hopper.mla.decode_64 import mla_decode_turns_kernel
+from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
+from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
+from vattn.kernels.hopper.mla.reduce import merge_parts
+from vattn.kernels.hopper.mla.schedule import FIELDS, WAVES, mla_schedule_kernel
+from vattn.kernels.hopper.mla.split_requests import Parts, cut_requests
+from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
+from vattn.kernels.triton.common.tiles import next_power_of_two
+from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
+from vattn.kernels.triton.mla.plan_layout import MIXED, line_room, planned_tokens, tile_room
+from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.quantization.formats import MODEL_DTYPES
+
+DTYPES = ("bfloat16",)
+"""Of the kernels' two; in the other one they have not run on a GPU."""
+BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
+NUM_HEADS = Sizes(values=(8, 16, 32, 64, 128))
+FP8 = "fp8_e4m3"
+FP8_HEADS = Sizes(values=(8, 16))
+"""With 16, which are one program, FP8 caches were timed faster here than in the plain kernel; 8 fill half of one."""
+
+LEAST_SCALE = 1e-20
+"""Smallest scale of scores of which 64 rows are attended at a time: hidden ones are a number, to be divided by it."""
+
+MOST_QUERY_TOKENS = 8
+"""Longest query of a request that is split over programs."""
+
+_LOG2E = 1.4426950408889634
+_STAGES = 2
+_REGISTERS = 152
+"""Registers of a thread that the narrow kernel starts with at 16 rows, which its warpgroups share out among themselves:
+few enough to start beside the merge before it. With 32 rows it was slower so."""
+FP8_STAGES = 4
+
+
+def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
+    found = hopper.refusals(device, config.dtype, DTYPES)
+    if config.kv_cache_dtype not in (config.dtype, FP8):
+        found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {FP8})")
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    if widths != (LATENT.value, ROPE.value):
+        found.append(f"rows of {widths[0]} + {widths[1]} columns (runs {LATENT.value} + {ROPE.value})")
+    if config.block_size not in BLOCK_SIZES:
+        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    if config.num_heads not in NUM_HEADS:
+        found.append(f"num_heads {config.num_heads} (runs {NUM_HEADS})")
+    if config.sparse:
+        found.append("sparse is not implemented")
+    return found
+
+
+def runs(config: MLAConfig, device: torch.device) -> bool:
+    """Return whether nothing is refused, and this way is the one that is taken."""
+    if config.kv_cache_dtype == FP8:
+        way = variants.current().latent_fp8
+        if way == "plain" or (way == "measured" and config.num_heads not in FP8_HEADS):
+            return False
+    return _can_run(config, device)
+
+
+@lru_cache(maxsize=4096)
+def _can_run(config: MLAConfig, device: torch.device) -> bool:
+    return not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether this call goes this way: the layer is accepted, and the shapes are those of a decode step."""
+    num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
+    return 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs and runs(config, absorbed.device)
+
+
+def query_tokens(num_tokens: int, num_reqs: int) -> int:
+    """Return how many tokens of the query a split request may have in a step of these shapes: 1, 2, 4 or 8."""
+    return min(MOST_QUERY_TOKENS, next_power_of_two(max(1, -(-num_tokens // num_reqs))))
+
+
+def rows_per_program(config: MLAConfig, tokens: int) -> int:
+    """Return the rows of the query that one program works on: the fewest that waste no program."""
+    sizes: tuple[int, ...] = (16, 32, 64) if config.scale >= LEAST_SCALE else (16, 32)
+    if config.kv_cache_dtype == FP8:
+        # Twice as many rows of widened codes do not fit into registers.
+        sizes = (16,)
+    return next(rows for rows in sizes if config.num_heads * tokens <= rows or rows == sizes[-1])
+
+
+def groups_of_rows(config: MLAConfig, tokens: int) -> int:
+    """Return how many programs share the rows of a request."""
+    return -(-config.num_heads * tokens // rows_per_program(config, tokens))
+
+
+def plan_key(config: MLAConfig) -> str:
+    """Return what layers that share a schedule have in common."""
+    return f"num_heads={config.num_heads} rows={rows_per_program(config, MOST_QUERY_TOKENS)}"
+
+
+class Way(NamedTuple):
+    """What one launch attends: requests of at least `shortest` and at most `longest` rows, split up to `split` rows."""
+
+    split: int
+    """Most rows of a request that is split over programs."""
+    longest: int
+    """Requests of more rows are not attended; 0: all are."""
+    shortest: int = 0
+    """Requests of fewer rows are not attended."""
+
+
+def fewest(config: MLAConfig) -> int:
+    """Return the most rows of a request that are absorbed and ask for no more programs than one row does."""
+    least, longest = groups_of_rows(config, 1), longest_absorbed(config)
+    return next(n for n in (8, 4, 2, 1) if n <= longest and groups_of_rows(config, n) == least)
+
+
+def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
+    """Return the most rows of the parts that the requests of a step are cut into, 0 for steps that are not cut.
+
+    Steps of as many rows as requests are decodes. Of twice as many or another multiple all have equally many, more
+    likely than not, and keep them together. In others these differ; where most have one row, programs for one row read
+    a few keys again in less time than those for `fewest` rows take for all.
+    """
+    if num_tokens == num_reqs or num_tokens > MOST_QUERY_TOKENS * num_reqs:
+        return 0
+    if num_tokens % num_reqs == 0:
+        return query_tokens(num_tokens, num_reqs)
+    return 1 if 2 * num_tokens < 3 * num_reqs else fewest(config)
+
+
+def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether requests of fewest rows go this way in a step that has others."""
+    many = args.query.shape[0] > MOST_QUERY_TOKENS * args.seq_lens.shape[0]
+    return many and runs(config, args.query.device)
+
+
+def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
+    """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
+    room = _schedule_room(num_reqs, device) + tile_room(config, num_tokens, num_reqs, device)
+    if num_tokens > MOST_QUERY_TOKENS * num_reqs:
+        return MIXED, room // MIXED
+    most = rows_of_parts(num_tokens, num_reqs, config)
+    return (most, room // most, 1) if most else (1, room)
+
+
+def _schedule_room(num_reqs: int, device: torch.device) -> int:
+    """Return how many integers a plan has for all but the row tiles of prompts."""
+    parts = most_parts(num_reqs, 1)
+    records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
+    return records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
+
+
+def _even(count: int) -> int:
+    return -(-count // 16) * 16
+
+
+def most_parts(num_reqs: int, most: int) -> int:
+    """Return how many parts of `most` rows the requests of a step may be cut into, empty ones included."""
+    return num_reqs * (MOST_QUERY_TOKENS // most + 1)
+
+
+def parts_in(plan: Tensor, num_reqs: int) -> Parts:
+    """Return where the plan of a step that is cut has its parts: views."""
+    parts = most_parts(num_reqs, plan.shape[0])
+    end = plan.numel() - line_room(num_reqs)
+    starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
+    return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
+    return max(1, _multiprocessors(device) // groups_of_rows(config, tokens))
+
+
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> int:
+    """Fill the schedule of a step on the device; where other kernels attend a whole step, there is none to fill.
+
+    Returns:
+        Tokens of the step, where its plan has room for row tiles and so tells them; else 0.
+
+    Raises:
+        ShapeError: the schedule was made for another batch size.
+    """
+    num_reqs, shape, device = seq_lens.shape[0], tuple(schedule.shape), seq_lens.device
+    room, tokens = _schedule_room(num_reqs, device), shape[0] if shape else 0
+    num_tokens = planned_tokens(schedule.numel() - room, num_reqs, config, device)
+    room += tile_room(config, max(num_tokens, 0), num_reqs, device)
+    if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
+        raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
+    if len(shape) == 3:
+        parts = parts_in(schedule, num_reqs)
+        cut_requests(query_start_loc, seq_lens, parts, tokens)
+        # Parts without rows have no item.
+        lay_schedule(parts.starts, parts.lengths, schedule, Way(tokens, tokens, 1), config, parts.owners)
+    else:
+        way = Way(fewest(config), fewest(config)) if tokens == MIXED else Way(tokens, 0)
+        lay_schedule(query_start_loc, seq_lens, schedule, way, config)
+    return num_tokens
+
+
+def lay_schedule(
+    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig,
+    owners: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the schedule of one launch; `owners`: the requests that those of `seq_lens` are parts of."""
+    num_reqs, ctas = seq_lens.shape[0], _ctas(config, way.split, seq_lens.device)
+    requests = min(1024, next_power_of_two(max(32, num_reqs)))
+    mla_schedule_kernel[(1,)](
+        query_start_loc, seq_lens, owners, schedule, num_reqs, ctas, _max_items(num_reqs, ctas),
+        SPLIT_QUERY=way.split, TILE=TILE.value, REQUESTS=requests, PARTS=2048 // requests, LONGEST=way.longest,
+        SHORTEST=way.shortest, LEAST=_least_tiles(rows_per_program(config, way.split)), num_warps=8,
+    )  # fmt: skip
+
+
+def _least_tiles(rows: int) -> int:
+    """Return the tiles of the smallest part of a request, by the rows of a program: smaller ones cost more to merge."""
+    return 4 if rows == 64 else 2
+
+
+def _max_items(num_reqs: int, ctas: int) -> int:
+    return num_reqs + WAVES.value * ctas
+
+
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
+
+    In steps of more than MOST_QUERY_TOKENS rows a request on average, those of more rows than `fewest` are left to
+    other kernels: their rows are not written in either.
+    """
+    num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
+    most = rows_of_parts(num_tokens, num_reqs, config)
+    if most:
+        return _launch(absorbed, args, config, most, num_tokens // most + num_reqs, most_parts(num_reqs, most))
+    tokens = 1 if num_tokens == num_reqs else fewest(config)
+    return _launch(absorbed, args, config, tokens, num_reqs, num_reqs)
+
+
+def planned(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Return the plan of a step, made now where a builder made none."""
+    device = absorbed.device
+    shape = plan_shape(config, absorbed.shape[0], args.seq_lens.shape[0], device)
+    found = next((given for given in args.plan if tuple(given.shape) == shape), None)
+    if found is None:
+        found = torch.empty(shape, dtype=torch.int32, device=device)
+        plan(args.query_start_loc, args.seq_lens, found, config)
+    return found
+
+
+def _launch(
+    absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, tokens: int, busy: int, scheduled: int
+) -> Tensor:
+    """Attend the items of a step's schedule.
+
+    Args:
+        tokens: most rows of a request that is split.
+        busy: how many requests, or parts of them, may have items.
+        scheduled: how many requests or parts the schedule has room for.
+    """
+    num_tokens, num_reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
+    output = absorbed.new_empty((num_tokens, config.num_heads, LATENT.value), dtype=MODEL_DTYPES[config.dtype])
+    schedule = planned(absorbed, args, config)
+    rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
+    ctas = _ctas(config, tokens, device)
+    slots = _max_items(busy, ctas)
+    partial, stats = partial_results(slots, rows, groups, device)
+    common: dict[str, Any] = {
+        "query_start_loc": args.query_start_loc,
+        "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
+        "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
+        "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
+        "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
+        "num_warps": 4, "launch_pdl": True,
+    }  # fmt: skip
+    grid = (ctas * groups,)
+    if config.kv_cache_dtype == FP8:
+        boxes, native = _code_boxes(args.kv_cache, config), absorbed.dtype == torch.float8_e4m3fn
+        mla_decode_fp8_kernel[grid](
+            query=absorbed.view(torch.uint8) if native else absorbed,
+            q_scale=args.q_scale if native else None,
+            k_scale=args.k_scale,
+            ROWS=rows,
+            STAGES=FP8_STAGES,
+            NATIVE=native,
+            cache=None,
+            GATHER=False,
+            **boxes,
+            **common,
+        )
+    elif rows == 64:
+        boxes = row_boxes(absorbed, args.kv_cache, rows, config)
+        boxes |= result_boxes(output, partial)
+        if variants.current().latent_scores == "turns":
+            mla_decode_turns_kernel[grid](**boxes, **common)
+        else:
+            mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+    else:
+        boxes = row_boxes(absorbed, args.kv_cache, rows, config)
+        mla_decode_kernel[grid](
+            ROWS=rows, STAGES=_STAGES, maxnreg=_REGISTERS if rows == 16 else None, **boxes, **common
+        )
+    # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
+    tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
+    parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
+    merge_parts(
+        busy * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), True,
+        schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
+        lse=args.lse, max_items=_max_items(scheduled, ctas),
+    )  # fmt: skip
+    return output
+
+
+def partial_results(slots: int, rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for the results of parts, and for their rows' maxima and sums, by the rows of a program."""
+    dtype = torch.bfloat16 if rows == 64 else torch.float32
+    partial = torch.empty((slots, rows * groups, LATENT.value), dtype=dtype, device=device)
+    return partial, torch.empty((slots, rows * groups, 2), dtype=torch.float32, device=device)
+
+
+def result_boxes(output: Tensor, partial: Tensor) -> dict[str, TensorDescriptor]:
+    """Return tensor maps over the results of 64 rows `[T * N, 512]` and those of parts `[slots * rows, 512]`."""
+    layout, width = gl.NVMMASharedLayout(128, 16, 2), LATENT.value
+    return {
+        name: TensorDescriptor(rows, list(rows.shape), [width, 1], [64, width // 2], layout)
+        for name, rows in (("output_boxes", output.view(-1, width)), ("partial_boxes", partial.view(-1, width)))
+    }
+
+
+def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) -> dict[str, Any]:
+    """Return tensor maps over queries `[T * N, 576]` and cached rows `[slots, 576]`.
+
+    With 64 rows of the query the halves of a tile arrive apart.
+    """
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    width = LATENT.value + ROPE.value
+    query, cached = absorbed.view(-1, width), kv_cache.view(-1, width)
+
+    def boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
+        return TensorDescriptor(source, list(source.shape), [width, 1], [high, wide], layout)
+
+    whole = config.block_size >= TILE.value
+    high = TILE.value if whole else config.block_size
+    return {
+        "query_boxes": boxes(query, rows, LATENT.value),
+        "query_rope_boxes": boxes(query, rows, ROPE.value),
+        "boxes": boxes(cached, high, (LATENT.value // (2 if rows == 64 else 1)) if whole else 64),
+        "rope_boxes": boxes(cached, high, ROPE.value),
+    }
+
+
+def _code_boxes(kv_cache: Tensor, config: MLAConfig) -> dict[str, Any]:
+    """Return tensor maps over cached rows of codes, pairs of which are int16 `[slots, 288]`."""
+    cached = kv_cache.view(-1, LATENT.value + ROPE.value).view(torch.int16)
+    whole = config.block_size >= TILE.value
+    high = TILE.value if whole else config.block_size
+
+    def boxes(wide: int, swizzle: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle, 16, 2)
+        return TensorDescriptor(cached, list(cached.shape), [cached.shape[1], 1], [high, wide], layout)
+
+    return {"boxes": boxes(PAIRS.value if whole else 64, 128), "rope_boxes": boxes(ROPE_PAIRS.value, 64)}

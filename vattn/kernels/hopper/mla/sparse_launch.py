@@ -1,0 +1,115 @@
+"""Sparse latent decode on Hopper, over keys that every token lists: 64 query rows a program, or 16 from FP8 caches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config.device import DeviceInfo
+from vattn.config.mla import MLAConfig
+from vattn.kernels import variants
+from vattn.kernels.hopper.mla import launch as mla_launch
+from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
+from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
+from vattn.kernels.hopper.mla.reduce import merge_parts
+from vattn.kernels.hopper.mla.schedule import FIELDS
+from vattn.kernels.hopper.mla.sparse_slots import mla_slots_kernel
+from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
+from vattn.kernels.hopper.prefill.launch import multiprocessors
+from vattn.kernels.triton.common.tiles import next_power_of_two
+from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.quantization.formats import MODEL_DTYPES
+
+ROWS = 64
+_LOG2E = 1.4426950408889634
+
+
+def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
+    """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
+    found = mla_launch.refusals(config.replace(sparse=False), device)
+    if config.kv_cache_dtype != mla_launch.FP8 and config.num_heads % ROWS:
+        found.append(f"num_heads {config.num_heads} (runs multiples of {ROWS})")
+    if config.kv_cache_dtype != mla_launch.FP8 and config.scale < mla_launch.LEAST_SCALE:
+        found.append(f"scale {config.scale} (runs {mla_launch.LEAST_SCALE} and more)")
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _can_run(config: MLAConfig, device: torch.device) -> bool:
+    return config.sparse and not refusals(config, DeviceInfo.of(device))
+
+
+def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
+    """Return whether this call goes this way: the layer does, keys are listed, and int32 can count those there are."""
+    chosen = variants.current()
+    if chosen.latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
+        return False
+    if config.kv_cache_dtype == mla_launch.FP8 and chosen.latent_fp8 == "plain":
+        return False
+    slots = args.kv_cache.shape[0] * config.block_size
+    return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
+
+
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, processors: int = 0) -> Tensor:
+    """Attend absorbed queries `[T, N, 576]` to listed rows of the cache; return `[T, N, 512]` and write the LSE.
+
+    Args:
+        processors: multiprocessors to count on, by default those of the device.
+    """
+    topk = args.topk_indices
+    assert topk is not None
+    tokens, reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
+    from_codes = config.kv_cache_dtype == mla_launch.FP8
+    rows = mla_launch.rows_per_program(config, 1) if from_codes else ROWS
+    groups = -(-config.num_heads // rows)
+    ctas = max(1, (processors or multiprocessors(device)) // groups)
+    splits = max(1, min(-(-topk.shape[1] // TILE.value), ctas // tokens))
+    items = tokens * splits
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    slots, starts, lengths = integers(tokens, topk.shape[1]), integers(tokens + 1), integers(tokens)
+    schedule = integers(1 + items + tokens, FIELDS.value)
+    mla_slots_kernel[(tokens,)](
+        topk, args.query_start_loc, args.seq_lens, args.block_table, slots, starts, lengths, schedule, tokens, reqs,
+        args.kv_cache.shape[0], args.block_table.stride(0), args.block_table.shape[1], topk.stride(0), topk.shape[1],
+        ctas, SPLITS=splits, PARTS=next_power_of_two(splits), TILE=TILE.value, BLOCK_SIZE=config.block_size,
+        BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+    parts = items if splits > 1 else 1
+    shape = tokens, config.num_heads, LATENT.value
+    output = absorbed.new_empty(shape, dtype=MODEL_DTYPES[config.dtype])
+    partial, stats = mla_launch.partial_results(parts, rows, groups, device)
+    common: dict[str, Any] = {
+        "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
+        "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
+        "table_width": slots.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads, "GROUPS": groups,
+        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "GATHER": True, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
+    grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
+    if from_codes:
+        native = absorbed.dtype == torch.float8_e4m3fn
+        mla_decode_fp8_kernel[grid](
+            query=absorbed.view(torch.uint8) if native else absorbed, boxes=None, rope_boxes=None,
+            cache=cached.view(torch.int16), q_scale=args.q_scale if native else None, k_scale=args.k_scale, ROWS=rows,
+            STAGES=mla_launch.FP8_STAGES, NATIVE=native, **common,
+        )  # fmt: skip
+    else:
+        boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
+        mla_decode_wide_kernel[grid](
+            query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
+            cache=cached, **mla_launch.result_boxes(output, partial), **common,
+        )  # fmt: skip
+    if splits > 1:
+        merge_parts(
+            tokens * rows * groups, splits, config.num_heads, rows * groups,
+            processors or multiprocessors(device), False, schedule=schedule, partial=partial, stats=stats,
+            query_start_loc=starts, output=output, lse=args.lse, max_items=items,
+        )  # fmt: skip
+    return output

@@ -1,0 +1,158 @@
+"""The producer warp of the Hopper prefill kernel: bulk tensor copies of queries, keys and values into shared memory.
+
+Nothing that no row may see is read, or it cannot matter:
+
+- a box of keys and values (a block, or a part of a large one) past the end of a request or before every window is
+  asked for at block -1, where the hardware fills zeros without reading;
+- the last, partly filled box of a request is loaded shifted: its rows end with the last token, and what the shift
+  brings in front is zero (or, in a large block, earlier tokens). Keys and values shift alike, so only the mask knows;
+- a block id out of range becomes block -1 too, and a word per tile tells the consumers to hide its keys.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from vattn.kernels.hopper.compat import as_boxes, as_words, load_box
+from vattn.kernels.hopper.prefill.tile_queue import announce, read_word
+
+GROUP_ROWS = gl.constexpr(64)
+"""Query rows of a consumer warpgroup."""
+
+WORDS = gl.constexpr(8)
+"""Key tiles whose words about missing blocks are kept: more than there are stages anywhere."""
+
+
+@gluon.jit
+def find_blocks(
+    table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX: gl.constexpr, BOXES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Write the block id of every box of a tile, -1 where nothing is to be read.
+
+    Returns:
+        A bit for each box that is needed but whose block id is out of range.
+    """
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    box = gl.arange(0, BOXES, layout=lanes)
+    token = (key_tile * BOXES + box) * BOX
+    column = token // BLOCK_SIZE
+    block = gl.load(table + gl.minimum(column, table_width - 1))
+    needed = (token < seq_len) & (token + BOX > left)
+    exists = (block >= 0) & (block < num_blocks) & (column < table_width)
+    blocks.store(gl.where(needed & exists, block, -1))
+    return gl.sum(gl.where(exists, 0, needed.to(gl.int32) << box), 0)
+
+
+@gluon.jit
+def load_tile(
+    boxes, memory, ready, blocks, key_tile, head, seq_len, BOX: gl.constexpr, BOXES: gl.constexpr,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, HND: gl.constexpr,
+):  # fmt: skip
+    """Load the boxes of one tile of keys or values, panel by panel."""
+    PANEL: gl.constexpr = boxes.block_shape[2]
+    PANELS: gl.constexpr = D // PANEL
+    parts = as_boxes(memory, boxes, PANELS * BOXES)
+    ids = as_words(blocks, BOXES)
+    for box in range(BOXES):
+        block = read_word(ids.index(box), 1)
+        token = (key_tile * BOXES + box) * BOX
+        row = token % BLOCK_SIZE + gl.minimum(seq_len - token - BOX, 0)
+        for panel in gl.static_range(PANELS):
+            part = parts.index(panel * BOXES + box)
+            if HND:
+                load_box(boxes, [block * KV_HEADS + head, row, panel * PANEL], ready, part)
+            else:
+                load_box(boxes, [block, row, head * D + panel * PANEL], ready, part)
+
+
+@gluon.jit
+def produce(arguments, SHAPE: gl.constexpr):
+    """Take row tiles from the counter, announce them, and load their queries, keys and values."""
+    (
+        query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
+        query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
+        key_empty, value_full, value_empty, message_full, message_empty,
+    ) = arguments  # fmt: skip
+    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
+    D: gl.constexpr = SHAPE.D
+    PACK: gl.constexpr = SHAPE.PACK
+    KEYS: gl.constexpr = SHAPE.KEYS
+    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
+    HND: gl.constexpr = SHAPE.HND
+    WINDOW: gl.constexpr = SHAPE.WINDOW
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    KEY_STAGES: gl.constexpr = SHAPE.RAW_STAGES if SHAPE.CACHE == "widened" else SHAPE.STAGES
+    VALUE_STAGES: gl.constexpr = SHAPE.STAGES if SHAPE.CACHE == "plain" else SHAPE.RAW_STAGES
+    GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
+    FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
+    HEADS: gl.constexpr = SHAPE.HEADS // FILLED
+    TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // FILLED
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
+    BOXES: gl.constexpr = KEYS // BOX
+    QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
+    TILE_BYTES: gl.constexpr = KEYS * D * key_boxes.dtype.primitive_bitwidth // 8
+    LATE: gl.constexpr = SHAPE.LATE
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    item = gl.program_id(0)
+    turn = 0
+    used = 0
+    step = 0
+    rows = 1
+    while rows > 0:
+        fields, rows = announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
+        turn += 1
+        first = read_word(fields.index(5), 1)
+        end = read_word(fields.index(6), 1)
+        if rows > 0:
+            if LATE:
+                if first >= end:
+                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            else:
+                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            if first < end:
+                first_row = read_word(fields.index(1), 1)
+                seq_len = read_word(fields.index(4), 1)
+                head = read_word(fields.index(7), 1) * FILLED
+                for group in gl.static_range(GROUPS):
+                    mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
+                    mbarrier.expect(query_full.index(group), QUERY_BYTES)
+                    if PACK == 1:
+                        place = [first_row + group * GROUP_ROWS, head * query_head_stride]
+                        load_box(query_boxes, place, query_full.index(group), queries.index(group))
+                    else:
+                        rows_of_group = as_boxes(queries.index(group), query_boxes, 1).index(0)
+                        place = [first_row + group * (GROUP_ROWS // PACK), head, 0]
+                        load_box(query_boxes, place, query_full.index(group), rows_of_group)
+                used += 1
+                table = block_table + read_word(fields.index(0), 1).to(gl.int64) * table_stride
+                kv_head = head // GROUP
+                left = 0
+                if WINDOW:
+                    left = read_word(fields.index(3), 1) - WINDOW + 1
+                for back in range(end - first):
+                    key_tile = end - 1 - back
+                    if LATE:
+                        if key_tile == first:
+                            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+                    stage = step % KEY_STAGES
+                    missing = find_blocks(
+                        table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE
+                    )
+                    mbarrier.wait(key_empty.index(stage), ((step // KEY_STAGES) & 1) ^ 1)
+                    words.index(step % WORDS).store(gl.zeros([1], gl.int32, lanes) + missing)
+                    mbarrier.expect(key_full.index(stage), TILE_BYTES)
+                    load_tile(
+                        key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
+                        BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
+                    )  # fmt: skip
+                    stage = step % VALUE_STAGES
+                    mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
+                    mbarrier.expect(value_full.index(stage), TILE_BYTES)
+                    load_tile(
+                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len,
+                        BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, HND,
+                    )  # fmt: skip
+                    step += 1

@@ -1,0 +1,70 @@
+"""Row tiles on their way through the Hopper prefill kernel: the producer warp takes them and tells the other warps."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from vattn.kernels.hopper.compat import as_words
+
+RECORD = gl.constexpr(8)
+"""Words of a row of the schedule: request, first row, rows, position of the first, seq_len, first and end key tile."""
+
+
+@gluon.jit
+def read_word(cell, NUM_WARPS: gl.constexpr):
+    """Load a scalar from shared memory `[1]`."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.max(cell.load(layout), 0)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return COUNT barriers, each complete after ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def announce(schedule, messages, message_full, message_empty, item, turn, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
+    """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
+
+    Returns:
+        The words of the record in shared memory, and its rows.
+    """
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_tiles = gl.load(schedule)
+    slot = turn % 2
+    at = gl.minimum(item, num_tiles * HEADS - 1)
+    of_group = num_tiles * TOGETHER
+    rest = at % of_group
+    head = at // of_group * TOGETHER + rest % TOGETHER
+    word = gl.arange(0, RECORD, layout=lanes)
+    record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
+    record = gl.where(word == 7, head, record)
+    record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
+    mbarrier.wait(message_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    messages.index(slot).store(record)
+    mbarrier.arrive(message_full.index(slot), count=1)
+    fields = as_words(messages.index(slot), RECORD)
+    return fields, read_word(fields.index(2), 1)
+
+
+@gluon.jit
+def receive(messages, message_full, message_empty, turn, NUM_WARPS: gl.constexpr):
+    """Return the next row tile: rows (0: no more), first row, position, seq_len, first and end key tile, head."""
+    slot = turn % 2
+    fields = as_words(messages.index(slot), RECORD)
+    mbarrier.wait(message_full.index(slot), (turn // 2) & 1)
+    first_row = read_word(fields.index(1), NUM_WARPS)
+    rows = read_word(fields.index(2), NUM_WARPS)
+    position = read_word(fields.index(3), NUM_WARPS)
+    seq_len = read_word(fields.index(4), NUM_WARPS)
+    first = read_word(fields.index(5), NUM_WARPS)
+    end = read_word(fields.index(6), NUM_WARPS)
+    head = read_word(fields.index(7), NUM_WARPS)
+    mbarrier.arrive(message_empty.index(slot), count=1)
+    return rows, first_row, position, seq_len, first, end, head

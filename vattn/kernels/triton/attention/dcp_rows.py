@@ -1,0 +1,116 @@
+"""Rows of a step over striped caches as requests of their own, one launch: what a rank holds of the keys they see.
+
+A causal row without a window sees the first tokens of its request up to its own. Of these a rank holds a run from the
+start of its share, in order, so that the row is a decode of that many keys to any kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vattn.config.attention import AttentionConfig
+from vattn.config.dcp import Stripe, without_stripe
+from vattn.config.mla import MLAConfig
+from vattn.kernels.triton.common.mask import count_held
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.arguments_mla import MLAAttentionArgs
+
+_COLUMNS = 1024
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_reqs", "width", "stride_table"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "local_seq_lens", "block_table"],
+)
+def striped_rows_kernel(
+    query_start_loc, seq_lens, local_seq_lens, block_table, starts_out, lengths_out, table_out,
+    num_rows, num_reqs, width, stride_table,
+    RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row's offset, its keys on this rank and the used part of its table. Grid: rows."""
+    row = tl.program_id(0)
+    # The last request that starts at or before the row; rows of padding belong to none.
+    low = tl.zeros([], tl.int32)
+    high = low + num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        behind = tl.load(query_start_loc + middle) > row
+        high = tl.where(behind, middle, high)
+        low = tl.where(behind, low, middle)
+    end = tl.load(query_start_loc + low + 1)
+    visible = tl.where(row < end, tl.load(seq_lens + low) - (end - 1 - row), 0)
+    held = tl.minimum(count_held(visible, RANK, WORLD, INTERLEAVE), tl.load(local_seq_lens + low))
+    held = tl.maximum(held, 0)
+    tl.store(lengths_out + row, held)
+    tl.store(starts_out + row, row)
+    if row == num_rows - 1:
+        tl.store(starts_out + num_rows, num_rows)
+    used = tl.minimum((held + BLOCK_SIZE - 1) // BLOCK_SIZE, width)
+    source = block_table + low.to(tl.int64) * stride_table
+    target = table_out + row.to(tl.int64) * width
+    for first in range(0, used, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        tl.store(target + column, tl.load(source + column, mask=column < used, other=0), mask=column < used)
+
+
+def write_rows(
+    rows: int,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    local_seq_lens: Tensor,
+    block_table: Tensor,
+    stripe: Stripe,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `query_start_loc` `[rows + 1]`, `seq_lens` `[rows]` and `block_table` of a step's rows as requests."""
+    width = block_table.shape[1]
+    starts, lengths = (seq_lens.new_empty(size) for size in (rows + 1, rows))
+    table = torch.empty((rows, width), dtype=torch.int32, device=block_table.device)
+    block = min(_COLUMNS, triton.next_power_of_2(width))
+    striped_rows_kernel[(rows,)](
+        query_start_loc, seq_lens, local_seq_lens, block_table, starts, lengths, table,
+        rows, seq_lens.shape[0], width, block_table.stride(0),
+        RANK=stripe.rank, WORLD=stripe.world_size, INTERLEAVE=stripe.interleave, BLOCK_SIZE=block_size, BLOCK=block,
+        num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return starts, lengths, table
+
+
+def _as_requests(args: Any, config: Any) -> Any:
+    starts, lengths, table = write_rows(
+        args.query.shape[0],
+        args.query_start_loc,
+        args.seq_lens,
+        args.local_seq_lens,
+        args.block_table,
+        config.stripe,
+        config.block_size,
+    )
+    return args._replace(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=table,
+        local_seq_lens=None,
+        plan=[],
+        config=without_stripe(config).encode(),
+    )
+
+
+def attention_rows(args: AttentionArgs, config: AttentionConfig) -> AttentionArgs:
+    """Return `vattn::attention` of a step's rows as decodes; the config must ask for nothing that has a position."""
+    return _as_requests(args, config)
+
+
+def latent_rows(args: MLAAttentionArgs, config: MLAConfig) -> tuple[MLAAttentionArgs, MLAConfig]:
+    """Return `vattn::mla_attention` of a step's rows as decodes, and its config."""
+    stripe, whole = config.stripe, without_stripe(config)
+    if args.query.shape[0] == 0 or stripe is None:
+        return args._replace(local_seq_lens=None), whole
+    if args.topk_indices is not None:
+        args = args._replace(topk_indices=stripe.local_indices(args.topk_indices))
+    return _as_requests(args, config), whole

@@ -1,0 +1,151 @@
+"""Stored values to and from arithmetic ones, shared by every Triton kernel. `vattn.quantization.codecs` says what each
+means.
+
+FP8 reaches the kernels as bytes. Two lowerings decode e4m3: the plain one moves bits and runs everywhere, the
+interpreter and machines without FP8 included; the native one is the hardware's own conversion (CUDA sm_89 and newer).
+Encoding is one lowering on every target, so that a cache is bit for bit the same wherever it was written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+"""Whether kernels of this process run in Triton's interpreter, which cannot multiply bf16 matrices."""
+
+
+@triton.jit
+def cast(x, DTYPE: tl.constexpr):
+    """Return x rounded to the nearest DTYPE; the interpreter's own cast to bf16 cuts bits off instead."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _e4m3_to_float16(raw):
+    # As fp16 bits the value is 2^-8 of what it means (exponent bias 7 against 15), subnormals included.
+    sign_and_rest = ((raw & 0x80).to(tl.uint16) << 8) | ((raw & 0x7F).to(tl.uint16) << 7)
+    small = sign_and_rest.to(tl.float16, bitcast=True)
+    return tl.where((raw & 0x7F) == 0x7F, float("nan"), small * 256.0).to(tl.float16)
+
+
+@triton.jit
+def _e5m2_to_float16(raw):
+    return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode(raw, FORMAT: tl.constexpr, TARGET: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return stored elements (bytes for FP8) as TARGET, without their scale."""
+    if FORMAT == "fp8_e4m3":
+        if NATIVE_FP8:
+            value = raw.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            value = _e4m3_to_float16(raw)
+    elif FORMAT == "fp8_e5m2":
+        value = _e5m2_to_float16(raw)
+    else:
+        value = raw
+    return value.to(TARGET)
+
+
+@triton.jit
+def _encode_bits(
+    x, MAX: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr, TINY: tl.constexpr, MAGIC: tl.constexpr
+):
+    """Round fp32 to the nearest even FP8 code: SHIFT mantissa bits dropped; below TINY the codes are equally spaced."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), MAX)
+    m_bits = magnitude.to(tl.uint32, bitcast=True)
+    half = (1 << (SHIFT - 1)) - 1
+    normal = ((m_bits + half + ((m_bits >> SHIFT) & 1)) >> SHIFT) - (BIAS << (23 - SHIFT))
+    # Adding MAGIC, whose unit in the last place is the spacing of the subnormals, lets the adder round.
+    magic = tl.full(x.shape, MAGIC, tl.float32)
+    subnormal = (magnitude + magic).to(tl.uint32, bitcast=True) - magic.to(tl.uint32, bitcast=True)
+    code = tl.where(magnitude < TINY, subnormal, normal)
+    code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Return fp32 values as e4m3 bytes: saturating, nearest even, NaN stays NaN."""
+    return _encode_bits(x, 448.0, 20, 120, 0.015625, 16384.0)
+
+
+@triton.jit
+def encode_e5m2(x):
+    """Return fp32 values as e5m2 bytes: saturating, nearest even, NaN stays NaN."""
+    return _encode_bits(x, 57344.0, 21, 112, 0.00006103515625, 128.0)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Return fp32 values as e2m1 codes 0 to 15 in int32: saturating, nearest even."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return code | (sign << 3)
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, STORED: tl.constexpr):
+    """Return values divided by their scale already as what the cache stores."""
+    if FORMAT == "fp8_e4m3":
+        return encode_e4m3(x.to(tl.float32))
+    elif FORMAT == "fp8_e5m2":
+        return encode_e5m2(x.to(tl.float32))
+    else:
+        return cast(x, STORED)
+
+
+@triton.jit
+def encode_quotient(x, scale, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return fp32 x over a scale that broadcasts over it as FP8 bytes: saturating, nearest even, NaN stays NaN.
+
+    Both lowerings give the same bytes, except which NaN it is. The native one divides by multiplication: a product with
+    the reciprocal is within two units of the quotient's last place, its remainder, which FMA gives exactly, corrects
+    it to the nearest. Scales so small or large that a step of that leaves fp32's range are divided by.
+    """
+    if NATIVE_FP8:
+        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        product = x * reciprocal
+        corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + scale, x), tl.zeros_like(x) + reciprocal, product)
+        # Beyond 2^40, infinities included, the code is the largest one or NaN whatever the last places hold; below
+        # 2^-40 it is a zero, whose sign the correction may lose.
+        largeness = tl.abs(product)
+        quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+        size = tl.abs(scale)
+        usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
+        if usual == 0:
+            quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
+        return encode_native(quotient, FORMAT)
+    else:
+        return encode(tl.div_rn(x, tl.zeros_like(x) + scale), FORMAT, tl.uint8)
+
+
+@triton.jit
+def encode_native(x, FORMAT: tl.constexpr):
+    """Return fp32 values as FP8 bytes by the hardware's conversion, which saturates and rounds to nearest even."""
+    if FORMAT == "fp8_e4m3":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """Return a @ b + acc in fp32; fp32 operands are multiplied exactly as IEEE says."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)

@@ -1,0 +1,294 @@
+"""Results to what the caller asked for, shared by every kernel.
+
+They are rounded to the model dtype first, then quantised in fp32. ARITHMETIC is `output_arithmetic` of the config. With
+"divide" and "multiply" every division is IEEE's, so that codes equal those of `vattn.quantization.codecs` bit for bit;
+the
+approximate ones divide as code that Inductor generates for CUDA: `/` is `div.full`, and a divisor known at compile time
+is multiplied by its reciprocal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from vattn.config.attention import AttentionConfig
+from vattn.kernels.triton.common.codec import INTERPRETED, cast, decode, encode_e2m1, encode_e4m3, encode_native
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
+MIN_ABSMAX = tl.constexpr(1e-10)
+"""`vattn.quantization.codecs.MIN_ABSMAX`; a test compares them."""
+
+
+def groups_fit_heads(config: AttentionConfig) -> bool:
+    """Return whether a kernel that owns whole heads can compute the scales of the output format."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
+
+
+def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
+    """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
+
+    Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic, of
+    which "corrected" is "divide" by corrected products.
+    """
+    fmt = OUTPUT_FORMATS[config.output_format]
+    least = -1.0 if config.output_min_scale is None else config.output_min_scale
+    size = fmt.group_size if groups_fit_heads(config) else 0
+    arithmetic = config.output_arithmetic
+    return size, fmt.static_scale, fmt.power_of_two, least, "corrected" if arithmetic == "divide" else arithmetic
+
+
+def row_output(config: AttentionConfig) -> str:
+    """Return how a kernel that owns whole rows stores them: `OUTPUT` of `store_rows`.
+
+    Formats that compute scales are stored in the model dtype here, for the finishing kernel.
+    """
+    if config.output_format != "fp8_static":
+        return "none"
+    arithmetic = config.output_arithmetic
+    return "fp8_" + ("multiply" if arithmetic.endswith("multiply") else arithmetic)
+
+
+@triton.jit
+def load_scale(output_scale):
+    """Return a given scale, long before it is needed; 1 if there is none."""
+    if output_scale is None:
+        return 1.0
+    else:
+        return tl.load(output_scale)
+
+
+@triton.jit
+def store_rows(pointer, x, mask, scale, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
+    """Store fp32 results as they are ("partial"), in the model dtype ("none") or as static FP8 under a loaded scale.
+
+    OUTPUT is then "fp8_divide", "fp8_approximate_divide", or "fp8_multiply" with the reciprocal of the scale.
+    """
+    if OUTPUT == "partial":
+        tl.store(pointer, x, mask=mask)
+    elif OUTPUT == "none":
+        tl.store(pointer, cast(x, MODEL), mask=mask)
+    else:
+        rounded = cast(x, MODEL).to(tl.float32)
+        if OUTPUT == "fp8_multiply":
+            quotient = rounded * scale
+        else:
+            quotient = divide(rounded, scale, OUTPUT == "fp8_approximate_divide")
+        tl.store(pointer, encode_e4m3(quotient), mask=mask)
+
+
+@triton.jit
+def divide(x, divisor, APPROXIMATE: tl.constexpr):
+    """Return fp32 quotients."""
+    if APPROXIMATE:
+        return x / (tl.zeros_like(x) + divisor)
+    else:
+        return tl.div_rn(x, tl.zeros_like(x) + divisor)
+
+
+@triton.jit
+def divide_by_constant(x, DIVISOR: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Return fp32 quotients by a number."""
+    if APPROXIMATE:
+        return x * (1.0 / DIVISOR)
+    else:
+        return tl.div_rn(x, tl.zeros_like(x) + DIVISOR)
+
+
+@triton.jit
+def encode_output(x, NATIVE_FP8: tl.constexpr):
+    """Return fp32 values as e4m3 bytes; both lowerings give the same, except which NaN it is."""
+    if NATIVE_FP8:
+        return encode_native(x, "fp8_e4m3")
+    else:
+        return encode_e4m3(x)
+
+
+@triton.jit
+def quantise_static(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return e4m3 bytes of x under a given scale, which is the reciprocal already where ARITHMETIC multiplies."""
+    if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
+        return encode_output(x * scale, NATIVE_FP8)
+    else:
+        return encode_output(divide(x, scale, ARITHMETIC == "approximate_divide"), NATIVE_FP8)
+
+
+@triton.jit
+def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return e4m3 bytes of x under a computed scale."""
+    if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
+        one = tl.zeros_like(scale) + 1.0
+        return encode_output(x * divide(one, scale, ARITHMETIC == "approximate_multiply"), NATIVE_FP8)
+    else:
+        return encode_output(divide(x, scale, ARITHMETIC == "approximate_divide"), NATIVE_FP8)
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger of two numbers, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=EVERY_NAN)
+
+
+@triton.jit
+def absolute_maximum(x, AXIS: tl.constexpr = -1):
+    """Return the largest magnitude along an axis, NaN if there is one."""
+    if INTERPRETED:
+        # Which reduces by its own maximum in one step, by another function value by value.
+        largest = tl.max(tl.abs(x), axis=AXIS)
+        has_nan = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
+        return tl.where(has_nan, float("nan"), largest)
+    else:
+        return tl.reduce(tl.abs(x), AXIS, larger)
+
+
+@triton.jit
+def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default."""
+    APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide" or ARITHMETIC == "approximate_multiply"
+    if MIN_SCALE >= 0.0:
+        scale = divide_by_constant(absmax, 448.0, APPROXIMATE)
+        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+    else:
+        scale = divide_by_constant(tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
+    if POWER_OF_TWO:
+        # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
+        bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
+    return scale
+
+
+@triton.jit
+def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return the e4m3 bytes of the block scales of groups with these maxima, and what their values are divided by."""
+    per_block = divide(divide_by_constant(absmax, 6.0, APPROXIMATE), scale, APPROXIMATE)
+    block_scale = encode_output(per_block, NATIVE_FP8)
+    step = decode(block_scale, "fp8_e4m3", tl.float32, NATIVE_FP8) * scale
+    return block_scale, tl.where(step == 0.0, float("inf"), step)
+
+
+@triton.jit
+def divide_by_steps(x, step):
+    """Return IEEE's fp32 quotients by steps that broadcast: see `vattn.kernels.triton.common.codec.encode_quotient`."""
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    product = x * reciprocal
+    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
+    largeness = tl.abs(product)
+    quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+    size = tl.abs(step)
+    usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
+    if usual == 0:
+        quotient = tl.div_rn(x, tl.zeros_like(x) + step)
+    return quotient
+
+
+@triton.jit
+def quotients(x, step):
+    """Return IEEE's fp32 quotients without a branch a value, but for some that codes round to zero or to their limit.
+
+    As `divide_by_steps`, for steps of any size: `vattn.kernels.hopper.epilogue.quotients` says how.
+    """
+    size = tl.abs(step)
+    factor = tl.where(size < 8.6736174e-19, 1.8446744e19, tl.where(size > 1.1529215e18, 5.421011e-20, 1.0))
+    step = step * factor
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    x = x * factor
+    product = x * reciprocal
+    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
+    largeness = tl.abs(product)
+    return tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+
+
+@triton.jit
+def round_e2m1(x):
+    """Return fp32 values as e2m1 codes 0 to 15 in int32, as `encode_e2m1`, in half as many instructions.
+
+    Adding a power of two whose unit in the last place is the spacing of the codes there lets the adder round.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    magic = binade + (22 << 23)
+    rounded = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return (rounded - magic + (binade >> 22) - 254) | (sign << 3)
+
+
+@triton.jit
+def nvfp4_codes(x, step, APPROXIMATE: tl.constexpr, MANY: tl.constexpr = False):
+    """Return e2m1 codes in int32; `step` broadcasts. MANY: of so many values that instructions count, not latency."""
+    if MANY and not APPROXIMATE:
+        ratio = divide_by_steps(x, step)
+    else:
+        ratio = divide(x, step, APPROXIMATE)
+    if MANY:
+        codes = round_e2m1(ratio)
+    else:
+        codes = encode_e2m1(ratio)
+    return tl.where(ratio == ratio, codes, 7)
+
+
+@triton.jit
+def quantise_nvfp4(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return e2m1 codes (int32) of groups `[groups, 16]` and the e4m3 bytes of their block scales."""
+    APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide"
+    block_scale, step = nvfp4_scales(absolute_maximum(x), scale, APPROXIMATE, NATIVE_FP8)
+    return nvfp4_codes(x, step[:, None], APPROXIMATE, NATIVE_FP8), block_scale
+
+
+@triton.jit
+def group_scales(absmax, scale, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return what is stored as the scales of groups with these maxima, and what their values are divided by."""
+    if GROUPS[1]:
+        stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide", NATIVE_FP8)
+        return stored, step
+    else:
+        # Names first: Triton 3.6 does not take an element of a tuple for a constexpr argument.
+        POWER_OF_TWO: tl.constexpr = GROUPS[2]
+        LEAST: tl.constexpr = GROUPS[3]
+        ARITHMETIC: tl.constexpr = GROUPS[4]
+        made = dynamic_scale(absmax, POWER_OF_TWO, LEAST, ARITHMETIC)
+        return made, made
+
+
+@triton.jit
+def group_codes(x, step, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return codes of values under the second result of `group_scales`: e4m3 bytes, or e2m1 in int32."""
+    if GROUPS[1] and GROUPS[4] == "corrected":
+        ratio = quotients(x, step)
+        return tl.where(ratio == ratio, round_e2m1(ratio), 7)
+    elif GROUPS[1]:
+        return nvfp4_codes(x, step, GROUPS[4] == "approximate_divide")
+    elif GROUPS[4] == "corrected":
+        return encode_output(quotients(x, step), NATIVE_FP8)
+    else:
+        ARITHMETIC: tl.constexpr = GROUPS[4]
+        return quantise_dynamic(x, step, ARITHMETIC, NATIVE_FP8)
+
+
+@triton.jit
+def store_group_row(
+    output, scales, x, scale, stride_group, COLUMNS: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Quantise and store fp32 columns `[COLUMNS]` of whole groups and their scales, from these addresses on."""
+    SIZE: tl.constexpr = GROUPS[0]
+    COUNT: tl.constexpr = COLUMNS // SIZE
+    groups = tl.reshape(cast(x, MODEL).to(tl.float32), [COUNT, SIZE])
+    stored, step = group_scales(absolute_maximum(groups), scale, GROUPS, NATIVE_FP8)
+    codes = tl.reshape(group_codes(groups, step[:, None], GROUPS, NATIVE_FP8), [COLUMNS])
+    if GROUPS[1]:
+        pairs = tl.reshape(codes, [COLUMNS // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
+        tl.store(output + tl.arange(0, COLUMNS // 2), tl.sum(pairs, axis=1).to(tl.uint8))
+    else:
+        tl.store(output + tl.arange(0, COLUMNS), codes)
+    tl.store(scales + tl.arange(0, COUNT) * stride_group, stored)
+
+
+@triton.jit
+def swizzled_offset(row, column, COLUMNS: tl.constexpr):
+    """Return where a block scale lies in 128 x 4 tiles, COLUMNS being the padded number of columns."""
+    tile = (row // 128) * (COLUMNS // 4) + column // 4
+    return tile.to(tl.int64) * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4

@@ -1,0 +1,92 @@
+"""Small tensors of a layer that keep their dtype, their values and their identity, whatever happens to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.config.attention import AttentionConfig
+from vattn.errors import ConfigError
+
+_OWN_BUFFERS = (
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "output_scale",
+    "scales_ready",
+    "clip_counts",
+    "alibi_slopes",
+    "sinks",
+    "sink_blocks",
+    "lambda_q1",
+    "lambda_k1",
+    "lambda_q2",
+    "lambda_k2",
+    "amax_history",
+    "amax_steps",
+)
+"""Small tensors that follow the cache to its device and keep their dtype; sinks and lambdas only where they are no
+parameter."""
+
+
+class OwnBuffers(nn.Module):
+    """Attention layer with buffers named in `_OWN_BUFFERS`, and maybe a cache; any of them may be missing or `None`."""
+
+    prefix: str
+    config: AttentionConfig | None
+    kv_cache: Tensor | None
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        found = {name: self._buffers.get(name) for name in _OWN_BUFFERS}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def _check_values(self) -> None:
+        """Refuse tensors that were given without values, and never got any."""
+        empty = [name for name, buffer in self._own_buffers().items() if buffer.is_meta]
+        if empty:
+            raise ConfigError(
+                f"{', '.join(empty)} of layer {self.prefix!r} on meta, without values",
+                "values at construction or in the state dict",
+                "give numbers instead of a tensor made under torch.device('meta')",
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnBuffers:
+        """Move with the module, but keep dtypes: under `model.to(dtype)` a scale stays fp32, a cache keeps its bytes.
+
+        A cache does not move to another device: it is dropped, and using the layer then says so.
+        """
+        kept = self._own_buffers()
+        if self.kv_cache is not None:
+            kept["kv_cache"] = self.kv_cache
+        for name in kept:
+            self._buffers[name] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(kept)
+        for name, buffer in kept.items():
+            device = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device)).device
+            if name == "kv_cache" and device != buffer.device:
+                self.config = self._buffers[name] = None
+            elif not buffer.is_meta:
+                self._buffers[name] = buffer.to(device)
+            elif name not in self._non_persistent_buffers_set:
+                # A state dict will fill it. What no state dict holds stays on meta, and binding a cache says so.
+                self._buffers[name] = torch.empty_like(buffer, device=device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load scales into the tensors there are, with `assign=True` too: other layers and CUDA graphs hold them."""
+        for name in self._own_buffers():
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor) and saved.dim() == 0:
+                state_dict[prefix + name] = saved.reshape(1)  # checkpoints often hold scalars
+        kept = self._own_buffers()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, buffer in kept.items():
+            loaded = self._buffers[name]
+            if loaded is not None and loaded is not buffer:
+                self._buffers[name] = loaded.to(buffer.dtype) if buffer.is_meta else buffer.copy_(loaded)

@@ -1,0 +1,316 @@
+"""`BoundCache`: what a layer with a paged KV cache asks for, and what binding a storage makes of it.
+
+A subclass says what its arguments mean (`__init__`) and what its cache holds (`get_kv_cache_spec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.backends import selector
+from vattn.cache.cache_group import CacheGroup
+from vattn.cache.skip_layers import skip_names
+from vattn.config.attention import AttentionConfig, CacheConfig
+from vattn.config.device import DeviceInfo
+from vattn.distributed.group import ContextParallel
+from vattn.errors import CacheError, ConfigError
+from vattn.layers.base.arguments import (
+    StepKind,
+    check_per_head,
+    check_sharing,
+    check_storage,
+    own_tensor,
+    scale_kind,
+    step_configs,
+)
+from vattn.layers.base.cache_scales import CacheScales
+from vattn.layers.base.cascade import PrefixOps, prefix_ops
+from vattn.layers.base.checks import check_storage_kind
+from vattn.layers.base.dcp import check_context_parallel, partial_request
+from vattn.layers.base.exact_prefill import context_request, step_ops, step_request
+from vattn.layers.base.scales import QuantConfig
+from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
+
+if TYPE_CHECKING:
+    from vattn.cache.allocation import KVCacheSpec
+
+
+class BoundCache(CacheScales):
+    """Layer that asks for an attention over a paged cache, and gets one when a cache is bound to it.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads, head_size_v: as for `Attention`, with `None` for a default.
+        prefix, cache_config, quant_config, kv_sharing_target_layer_name, attn_backend: as for `Attention`.
+        alibi_slopes, sinks: one value per query head, or `None`.
+        fast_prefill: whether queries are `kept_rows` of the step's; only where no key comes from the rows of the query.
+        context_parallel: the ranks that share the cache.
+        **request: further fields of `AttentionConfig`.
+    """
+
+    writes_tokens = True
+    """Whether a layer with a cache of its own writes keys for the rows of its query."""
+
+    takes_exact_prefill = False
+    """Whether `CacheConfig.exact_prefill` can be asked of this class."""
+
+    takes_context_parallel = False
+    """Whether this class runs over a cache that several ranks share."""
+
+    alibi_slopes: Tensor | None
+    kv_cache: Tensor | None
+    kv_transfer_token: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None,
+        head_size_v: int | None,
+        *,
+        prefix: str,
+        cache_config: CacheConfig | None,
+        quant_config: QuantConfig | None,
+        kv_sharing_target_layer_name: str | None,
+        attn_backend: str | None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
+        sinks: Tensor | Sequence[float] | None = None,
+        fast_prefill: bool = False,
+        context_parallel: ContextParallel | None = None,
+        **request: Any,
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.cache_config = cache_config or CacheConfig()
+        self.quant_config = quant_config or QuantConfig()
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.attn_backend = attn_backend or "auto"
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
+        if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
+            raise ConfigError(
+                f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
+            )
+        self._check_exact_prefill()
+        writes_tokens = kv_sharing_target_layer_name is None and self.writes_tokens
+        if not isinstance(fast_prefill, bool) or (fast_prefill and writes_tokens):
+            raise ConfigError(
+                f"fast_prefill={fast_prefill!r} in layer {prefix!r}, which "
+                + ("writes every token to its own KV cache" if writes_tokens else "writes no token of the query"),
+                "True or False in layers that share a KV cache and in cross attention, False elsewhere",
+                "leave fast_prefill out",
+            )
+        self.fast_prefill = fast_prefill
+        if self.attn_backend != "auto":
+            selector.get_backend(self.attn_backend)
+        self.config: AttentionConfig | None = None
+        """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
+        self._request: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": head_size,
+            "head_size_v": self.head_size_v,
+            "scale": scale,
+            "block_size": self.cache_config.block_size,
+            "kv_cache_layout": self.cache_config.kv_cache_layout,
+            "query_format": self.quant_config.query_format,
+            "output_format": self.quant_config.output_format,
+            "sinks": sinks is not None,
+            "backend": self.attn_backend,
+            **request,
+        }
+        self.context_parallel = context_parallel
+        if context_parallel is not None:
+            ordered = bool(request.get("batch_invariant")) and context_parallel.combine != "all_to_all"
+            check_context_parallel(
+                self, num_heads, self.head_size_v, {"batch_invariant and combine='reduce_scatter'": ordered}
+            )
+            self._request.update(partial_request(context_parallel), sinks=False)
+        self._cache_dtype = self._choose_cache_dtype(request.get("sliding_window"))
+        self._ops: dict[StepKind, str] = {}
+        self._step_ops: dict[StepKind, str] = {}
+        """With `exact_prefill`: the part of the step's own keys and values."""
+        self._refused: dict[StepKind, str] = {}
+        self._prefix_ops = PrefixOps({}, "", {}, 0)
+        self._plan_key = ""
+        self.kv_cache_group: CacheGroup | None = None
+        """The layer's group in a cache that was allocated with `hybrid=True`."""
+        self._target: tuple[BoundCache, ...] = ()
+        # Buffers made in inference mode could not be calculated or loaded outside of it.
+        with torch.inference_mode(False):
+            self._register_tensors(alibi_slopes, sinks)
+        self._request_config(torch.bfloat16)
+
+    def _check_exact_prefill(self) -> None:
+        """Refuse `exact_prefill` of a layer that is not called with the keys and values it stores."""
+        if not self.cache_config.exact_prefill:
+            return
+        shared = self.kv_sharing_target_layer_name is not None
+        if shared or not self.takes_exact_prefill:
+            raise ConfigError(
+                f"exact_prefill=True in layer {self.prefix!r}, "
+                + ("which shares a KV cache and gets no keys" if shared else f"a {type(self).__name__}"),
+                "exact_prefill in vattn.Attention layers with a cache of their own",
+                "give this layer a CacheConfig without it",
+            )
+
+    def _choose_cache_dtype(self, window: int | None) -> str:
+        self.skip_names = skip_names(self.prefix, window)
+        """What `kv_cache_dtype_skip_layers` may call this layer."""
+        skipped = not self.skip_names.isdisjoint(self.cache_config.kv_cache_dtype_skip_layers)
+        return "auto" if skipped else self.cache_config.cache_dtype
+
+    def _register_tensors(
+        self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None
+    ) -> None:
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = own_tensor(alibi_slopes)
+            check_per_head("alibi_slopes", slopes, self.num_heads)
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        learned = sinks if sinks is None or isinstance(sinks, nn.Parameter) else own_tensor(sinks)
+        if learned is not None:
+            check_per_head("sinks", learned, self.num_heads)
+        if isinstance(learned, nn.Parameter):
+            self.sinks: Tensor | None = learned
+        else:
+            self.register_buffer("sinks", learned, persistent=False)
+        quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
+        self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)
+        self.register_buffer("kv_cache", None, persistent=False)
+        # Given by KVTransfer; without it the layer has no transfer ops.
+        self.register_buffer("kv_transfer_token", None, persistent=False)
+
+    def _canonical(self, dtype: torch.dtype) -> str:
+        return resolve_kv_cache_dtype(self._cache_dtype, dtype)
+
+    def _request_config(self, dtype: torch.dtype, k_scale: Tensor | None = None) -> AttentionConfig:
+        """Describe the request for a model of `dtype`; `k_scale` stands in for the layer's own (a shared cache's)."""
+        config = AttentionConfig(
+            dtype=dtype_name(dtype),
+            kv_cache_dtype=self._canonical(dtype),
+            kv_scale=scale_kind(self.k_scale if k_scale is None else k_scale),
+            query_scale=scale_kind(self.q_scale),
+            **self._request,
+        )
+        if self.cache_config.exact_prefill and config.kv_cache_dtype != config.dtype:
+            return context_request(config, self.prefix)
+        return config
+
+    def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
+        """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
+        raise NotImplementedError
+
+    def _spec_fields(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the fields that all cache specs have."""
+        config = self._request_config(dtype)
+        return {
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "head_size_v": config.head_size_v,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "block_size": config.block_size,
+            "layout": config.kv_cache_layout,
+        }
+
+    def resolve_config(
+        self, dtype: torch.dtype, device: torch.device | str, target: BoundCache | None = None
+    ) -> AttentionConfig:
+        """Return what binding a cache would make of the request, backend included; changes nothing.
+
+        Raises:
+            CacheError: the layer would read the target's bytes differently.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the device.
+        """
+        if target is not None:
+            self._check_target(target)
+            check_sharing(self.prefix, self._request_config(dtype), target._request_config(dtype))
+        config = self._request_config(dtype, None if target is None else target.k_scale)
+        config = config.replace(backend=self._choose_backend(config, device))
+        if config.context_only:
+            selector.choose(step_request(config), device)
+        return config
+
+    def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
+        """Return the name of the backend that runs what the layer makes of a request.
+
+        Raises:
+            UnsupportedRequestError: none, or not the one asked for, does.
+        """
+        return selector.choose(config, device).name
+
+    def _check_target(self, target: BoundCache) -> None:
+        """Refuse a target of another kind; what configs tell is compared elsewhere."""
+        if type(target) is not type(self):
+            raise CacheError(
+                f"KV sharing target of layer {self.prefix!r} is a {type(target).__name__}, the layer a "
+                f"{type(self).__name__}",
+                "layers of one class",
+                "share the cache of an equal layer",
+            )
+
+    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
+        """Give the layer its raw storage and fix dtype, device and backend.
+
+        Args:
+            storage: contiguous, of `kv_cache_shape(config, num_blocks)`; kept, not copied.
+            dtype: model dtype, that of the queries to come.
+            target: the layer whose storage and scales this one shares; needed with `kv_sharing_target_layer_name`.
+
+        Raises:
+            CacheError: the storage does not fit the request, or the target's geometry differs.
+            DtypeError: no model has the dtype.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
+        """
+        check_storage_kind(self, storage, dtype)
+        if (target is None) != (self.kv_sharing_target_layer_name is None):
+            raise CacheError(
+                f"layer {self.prefix!r} bound {'without' if target is None else 'with'} a target layer",
+                f"target layer {self.kv_sharing_target_layer_name!r}",
+                "use vattn.allocate_kv_cache, which finds it",
+            )
+        if target is not None and (target.config is None or storage is not target.kv_cache):
+            raise CacheError(
+                f"KV sharing target of layer {self.prefix!r} is not bound to this storage",
+                "the target's own storage",
+                "bind the target first",
+            )
+        config = self.resolve_config(dtype, storage.device, target)
+        check_storage(storage, config)
+        self._check_values()
+        device = DeviceInfo.of(storage.device)
+        if config.context_only:
+            self._ops, self._step_ops, self._refused = step_ops(config, device)
+        else:
+            self._ops, self._refused = step_configs(config, device)
+        self._prefix_ops = prefix_ops(config, device)
+        self.config = config
+        self._plan_key = selector.get_backend(config.backend).plan_key(config)
+        self.kv_cache = storage
+        for name, buffer in self._own_buffers().items():
+            self._buffers[name] = buffer.to(storage.device)
+        # In a tuple the target is no submodule of this layer.
+        self._target = () if target is None else (target,)
+        if target is not None:
+            self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
+
+    def extra_repr(self) -> str:
+        """Show the request and the chosen backend."""
+        kv = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
+        if self.head_size_v != self.head_size:
+            kv += f", head_size_v={self.head_size_v}"
+        backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
+        cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
+        if self.kv_sharing_target_layer_name is not None:
+            cache += f" of {self.kv_sharing_target_layer_name!r}" + (", fast_prefill" if self.fast_prefill else "")
+        asked = "" if self.attn_backend == "auto" else " (asked for)"
+        if self.context_parallel is not None:
+            asked += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
+        return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"

@@ -1,0 +1,133 @@
+"""What a call of any layer refuses about its step and its inputs, told in the same words by all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.errors import CacheError, DeviceError, DtypeError, GradientError, MetadataError, ShapeError
+from vattn.metadata import forward_context as context
+from vattn.metadata.attention_metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.ops.schemas import asked_gradient
+from vattn.quantization.formats import MODEL_DTYPES, dtype_name
+
+
+def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
+    """Return the metadata of the call, else of the forward context; `None`: a profiling call.
+
+    Raises:
+        MetadataError: it is something else, its builder has written another step over it, or is for more blocks than
+            the layer's cache has.
+        CacheError: the layer was bound to another cache since its builder was made.
+    """
+    metadata = context.current if metadata is None else metadata
+    if metadata is not None and not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"metadata of type {type(metadata).__name__} in {called(layer)}",
+            "AttentionMetadata, or None for a profiling call",
+            "pass what builder.build returned, or its .common where it has one",
+        )
+    if metadata is None:
+        return None
+    # Layers share compiled code, which may read nothing of one alone: its name is read for errors only, and its cache
+    # is left to `forward_context` and the builder.
+    if is_rewritten(metadata):
+        raise rewritten(metadata, called(layer))
+    if metadata._built is not None and not torch.compiler.is_compiling():
+        metadata._built.check_cache(layer)
+    return metadata
+
+
+def check_tokens(
+    layer: Any, rows: Mapping[str, int], tokens: int, fix: str = "build the step for the tokens of this call"
+) -> None:
+    """Refuse inputs of other row counts than the step's.
+
+    Args:
+        rows: of each input, by its name.
+        tokens: of the step.
+    """
+    wrong = {name: count for name, count in rows.items() if count != tokens}
+    if wrong:
+        raise ShapeError(
+            f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in {called(layer)}",
+            f"{tokens}, the tokens of the metadata, padding included",
+            fix,
+        )
+
+
+def check_block_size(
+    layer: Any, told: int, own: int, fix: str = "give the builder layers=model, or the block_size of CacheConfig"
+) -> None:
+    """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
+    if told not in (0, own):
+        raise MetadataError(f"metadata for blocks of {told} tokens in {called(layer)}", f"blocks of {own} tokens", fix)
+
+
+def check_devices(layer: Any, inputs: Mapping[str, Tensor | None], step: torch.device, own: torch.device) -> None:
+    """Refuse inputs, and a step, that are elsewhere than the layer's cache."""
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.device != own:
+            fix = (
+                "pass a tensor with values" if tensor.is_meta else f"move {name} there, or allocate the cache elsewhere"
+            )
+            raise DeviceError(
+                f"{name} is on {tensor.device} in {called(layer)}", f"{own}, where the layer's KV cache is", fix
+            )
+    if step != own:
+        raise DeviceError(
+            f"metadata on {step} in {called(layer)}",
+            f"{own}, where the layer's KV cache is",
+            f"build it with device={str(own)!r}",
+        )
+
+
+def check_no_gradients(
+    layer: Any,
+    inputs: Iterable[Tensor | None],
+    what: str = "attention has no backward",
+    fix: str = "call the model under torch.no_grad() or torch.inference_mode()",
+) -> None:
+    """Refuse inputs that want a gradient, backwards or forwards."""
+    asked = asked_gradient(inputs)
+    if asked is not None:
+        raise GradientError(f"{called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix)
+
+
+def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
+    """Refuse what is no storage to bind, or no model dtype.
+
+    Raises:
+        CacheError: no tensor. DtypeError: no dtype that models have.
+    """
+    if not isinstance(storage, Tensor):
+        raise CacheError(
+            f"a KV cache storage of type {type(storage).__name__} for {called(layer)}",
+            "a tensor",
+            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+        )
+    if dtype not in MODEL_DTYPES.values():
+        allowed = ", ".join(map(str, MODEL_DTYPES.values()))
+        raise DtypeError(f"dtype={dtype!r:.60} for {called(layer)}", allowed, "pass the dtype of the model")
+
+
+def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
+    """Refuse queries of another dtype than the cache was bound for; `name`: of the argument."""
+    came = dtype_name(query.dtype)
+    if came != dtype:
+        fix = f"pass queries of torch.{dtype}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
+        if came in MODEL_DTYPES:
+            fix = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
+        elif came.startswith("float8"):
+            fix = (
+                "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
+            )
+        raise DtypeError(f"{name} is {came} in {called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
+
+
+def called(layer: Any) -> str:
+    """Return what errors call a layer: by its prefix, if its class has one."""
+    return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__

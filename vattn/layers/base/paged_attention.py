@@ -1,0 +1,278 @@
+"""`CachedAttention`: the forward pass of every attention layer with a paged KV cache, whatever it attends to.
+
+A subclass says which tensors of a step it reads (`_layer_step`) and when it takes keys and values (`_check_given`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config.arguments import refuse_unknown_inputs
+from vattn.config.attention import AttentionConfig
+from vattn.errors import (
+    CacheError,
+    CacheNotBoundError,
+    MetadataError,
+    ShapeError,
+    UnsupportedRequestError,
+)
+from vattn.layers.base.cache_binding import BoundCache
+from vattn.layers.base.cascade import attend_with_prefix, prefix_parts, suffix_config
+from vattn.layers.base.checks import (
+    check_block_size,
+    check_bound_dtype,
+    check_devices,
+    check_no_gradients,
+    check_tokens,
+    given_step,
+)
+from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
+from vattn.layers.base.exact_prefill import attend_in_parts, step_parts
+from vattn.layers.base.step import LayerResult, LayerStep, given, part_of, split_heads
+from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
+from vattn.metadata import forward_context as context
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.hybrid import GroupedMetadata
+from vattn.ops import checks
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.quantization.codecs import encode_query
+from vattn.quantization.formats import MODEL_DTYPES
+
+
+class CachedAttention(BoundCache):
+    """Base of the layers that read keys and values from a paged cache."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new keys and values to the cache and attend.
+
+        Args:
+            query: `[T, num_heads * head_size]` or `[T, num_heads, head_size]`; padding rows may hold anything.
+            key, value: same with KV heads; both `None` for a layer that shares a cache.
+            output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
+            metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
+                result is zero and no cache is needed.
+
+        Returns:
+            The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
+            format that computes scales, `(output, block_scale)`.
+
+        Raises:
+            CacheNotBoundError: metadata but no cache.
+            ShapeError, DtypeError: tensors that contradict the layer.
+        """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
+        metadata = self._own_part(metadata)
+        parallel = self.context_parallel
+        heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
+        query = split_heads("query", query, heads, self.head_size)
+        self._check_given(key, value, metadata)
+        result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
+        if metadata is None:
+            return result.zeroed()
+        output, block_scale, _ = result
+        model_dtype = query.dtype
+        self._check_bound(query)
+        step = self._layer_step(metadata)
+        if self.fast_prefill:
+            step = step.kept(metadata)
+        op_config = self._op_config(step)
+        if key is not None and value is not None:
+            key = split_heads("key", key, self.num_kv_heads, self.head_size)
+            value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
+        if not torch.compiler.is_compiling():
+            check_step_ranks(self.prefix, parallel, metadata)
+            self._check_step(query, key, value, step, output, block_scale, op_config)
+        if self.kv_transfer_token is not None:
+            wait_for_layer_load(self.kv_cache)
+        if key is not None and value is not None and step.key_slots is not None:
+            self._write_cache(query, key, value, step.query_slots, step.key_slots, op_config)
+        if parallel is not None:
+            self._attend_parts(query, step, result, op_config)
+            if self.kv_transfer_token is not None:
+                save_kv_layer(self.kv_cache, self.kv_transfer_token)
+            return result.returned()
+        if self.q_scale is not None:
+            query = encode_query(query, self.q_scale, self.num_kv_heads)
+        arguments = self._arguments(query, step, output, block_scale, op_config)
+        if step.prefix is not None:
+            parts = prefix_parts(arguments, step.prefix, self._prefix_ops, op_config, model_dtype)
+            attend_with_prefix(parts, result, self.quant_config.output_format, self.output_scale)
+        elif self._step_ops and key is not None and value is not None:
+            attend_in_parts(arguments, key, value, self._step_ops[step.kind()])
+        else:
+            torch.ops.vattn.attention(*arguments)
+        if self.kv_transfer_token is not None:
+            save_kv_layer(self.kv_cache, self.kv_transfer_token)
+        return result.returned()
+
+    def _attend_parts(self, query: Tensor, step: LayerStep, result: LayerResult, op_config: str) -> None:
+        """Attend together with the other ranks; `query` has this rank's heads."""
+
+        def encode(gathered: Tensor) -> Tensor:
+            return gathered if self.q_scale is None else encode_query(gathered, self.q_scale, self.num_kv_heads)
+
+        args = AttentionArgs(*self._arguments(query, step, result.output, result.block_scale, op_config))
+        op = torch.ops.vattn.attention
+        attend_parts(op, args, query, result, self, self.head_size_v, sinks=self.sinks, encode=encode)
+
+    def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
+        """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
+        if self.kv_cache_group is not None:
+            own = part_of(self.kv_cache_group, metadata, context.current)
+            if own is not None and own._built is not None and not torch.compiler.is_compiling():
+                own._built.check_cache(self)
+            return own
+        metadata = given_step(self, metadata)
+        if isinstance(metadata, GroupedMetadata):
+            raise MetadataError(
+                f"metadata with groups in layer {self.prefix!r}, whose cache has none",
+                "metadata of AttentionMetadataBuilder",
+                "allocate the cache with hybrid=True, or build steps without groups",
+            )
+        return metadata
+
+    def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:
+        """Refuse a key or value that is missing or too many."""
+        if (key is None) != (value is None) or (key is None) != (self.kv_sharing_target_layer_name is not None):
+            raise ShapeError(
+                f"layer {self.prefix!r} got key {given(key)} and value {given(value)}",
+                "both for a layer with its own cache, neither for one that shares a cache",
+                "pass key and value, or None for both",
+            )
+
+    def _check_bound(self, query: Tensor) -> None:
+        if self.kv_cache is None or self.config is None:
+            raise CacheNotBoundError(
+                f"layer {self.prefix!r} has no KV cache",
+                "a bound cache whenever metadata is given",
+                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            )
+        check_bound_dtype(self, "query", query, self.config.dtype)
+
+    def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
+        """Return what this layer reads of a step."""
+        if not torch.compiler.is_compiling() and metadata.block_table.shape[1:] == (0,):
+            raise MetadataError(
+                f"metadata without block tables in layer {self.prefix!r}, which has a KV cache",
+                "a table with a column per block",
+                "pass block_tables to builder.build",
+            )
+        return LayerStep.of(metadata, self._plan_key)
+
+    def _op_config(self, step: LayerStep) -> str:
+        if step.prefix is not None:
+            return suffix_config(self._prefix_ops, step, self.prefix)
+        variant = step.kind()
+        if variant not in self._ops:
+            raise UnsupportedRequestError(
+                f"layer {self.prefix!r} cannot run this step: causality {variant[0]}, tree bias {variant[1]}, "
+                f"multimodal ranges {variant[2]}\n{self._refused[variant]}\n",
+                "what its backend accepts",
+                "build the step without what the reason names, or ask for another attn_backend",
+            )
+        return self._ops[variant]
+
+    def _check_step(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        step: LayerStep,
+        output: Tensor,
+        block_scale: Tensor | None,
+        op_config: str,
+    ) -> None:
+        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        self._check_inputs(query, key, value, step)
+        config = AttentionConfig.parse(op_config)
+        if key is not None and value is not None and step.key_slots is not None:
+            assert self.kv_cache is not None
+            update = CacheUpdateArgs(key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, op_config)
+            checks.check_kv_cache_update(update, config)
+        if self.context_parallel is not None:
+            self._check_part(query, step, output, block_scale, op_config)
+            return
+        if self.q_scale is not None:
+            query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
+        args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
+        if step.prefix is not None:
+            args, common = prefix_parts(args, step.prefix, self._prefix_ops, op_config, MODEL_DTYPES[config.dtype])
+            checks.check_attention(common, AttentionConfig.parse(common.config))
+        elif self._step_ops and key is not None and value is not None:
+            own_config = self._step_ops[step.kind()]
+            args, own = step_parts(args, key, value, own_config)
+            checks.check_varlen_attention(own, AttentionConfig.parse(own_config))
+        checks.check_attention(args, config)
+
+    def _check_part(
+        self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
+    ) -> None:
+        """Refuse what this rank's part would refuse, before any rank waits for another."""
+        assert self.context_parallel is not None
+        gathered, dtype = all_heads(query, self.context_parallel), query.dtype
+        if self.q_scale is not None:
+            gathered = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
+        args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
+        part = partial_arguments(args, gathered, self.head_size_v, dtype)
+        checks.check_attention(part, AttentionConfig.parse(op_config))
+
+    def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
+        """Refuse tensors that do not go with the step or the layer, whatever the op."""
+        assert self.config is not None and self.kv_cache is not None
+        self._check_rows(query, key, step)
+        for target in self._target:
+            if target.kv_cache is not self.kv_cache:
+                raise CacheError(
+                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
+                    "the cache that both were bound to",
+                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
+                )
+        check_no_gradients(self, (query, key, value, *self._learned()))
+        inputs = {"query": query, "key": key, "value": value}
+        check_devices(self, inputs, step.query_start_loc.device, self.kv_cache.device)
+        check_block_size(self, step.block_size, self.config.block_size)
+
+    def _learned(self) -> tuple[Tensor | None, ...]:
+        """Return the layer's own tensors that could ask for a gradient."""
+        return (self.sinks,)
+
+    def _check_rows(self, query: Tensor, key: Tensor | None, step: LayerStep) -> None:
+        """Refuse tensors of other row counts than the step's."""
+        if key is not None and key.shape[0] != query.shape[0]:
+            raise ShapeError(
+                f"key has {key.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
+                "the same tokens for query, key and value",
+                "check what was projected",
+            )
+        rows, tokens = {"query": query.shape[0]}, step.query_slots.shape[0]
+        if self.fast_prefill:
+            check_tokens(self, rows, tokens, "pass vattn.kept_rows of the queries, or of what they are projected from")
+        else:
+            check_tokens(self, rows, tokens)
+
+    def _arguments(
+        self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
+    ) -> tuple[Any, ...]:
+        inputs = {
+            "output_scale": self.output_scale,
+            "q_scale": self.q_scale,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+        return step.arguments(query, self.kv_cache, output, block_scale, inputs, op_config)

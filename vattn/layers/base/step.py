@@ -1,0 +1,289 @@
+"""`LayerStep`: what one attention layer reads of a step, and the arguments of the op that it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from vattn.cache.cache_group import CacheGroup
+from vattn.errors import MetadataError, ShapeError, StrideError
+from vattn.layers.base.arguments import StepKind
+from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
+from vattn.metadata.hybrid import GroupedMetadata
+from vattn.ops.arguments import AttentionArgs
+from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
+
+
+def part_of(
+    group: CacheGroup, metadata: AttentionMetadata | None, in_context: AttentionMetadata | None
+) -> AttentionMetadata | None:
+    """Return a group's part of a step: of `metadata`, or of the one in the forward context; `None` for neither.
+
+    Raises:
+        MetadataError: metadata without groups, or of another model's.
+    """
+    if metadata is None and in_context is None:
+        return None
+    step: AttentionMetadata | None = group.step
+    if metadata is not None:
+        step = metadata.parts[group.index] if isinstance(metadata, GroupedMetadata) else None
+    if step is None:
+        raise MetadataError(
+            f"metadata without a part for group {group.index} of {group.count}",
+            "metadata of the model's own GroupedMetadataBuilder",
+            "build steps with GroupedMetadataBuilder(..., layers=model)",
+        )
+    if is_rewritten(step):
+        raise rewritten(step, f"a layer of group {group.index} of {group.count}")
+    return step
+
+
+class PrefixStep(NamedTuple):
+    """The prefix that all requests share, as two requests: all rows of the step, and none.
+
+    Attributes:
+        start_loc, lens: int32 `[3]` and `[2]`.
+        block_table: int32 `[2, W]`, the table of the step's first two requests.
+    """
+
+    start_loc: Tensor
+    lens: Tensor
+    block_table: Tensor
+
+
+class LayerStep(NamedTuple):
+    """A layer's own choice among the tensors of `AttentionMetadata`, which has their shapes.
+
+    Attributes:
+        query_slots: one entry per query row, negative for rows that are padding or not stored.
+        key_slots: one slot per row of key and value; `None` where this step writes none.
+        plan: the schedule of this kind of layer, if the builder made one.
+        host_plan: its half on the CPU, for a backend that plans on the host.
+        block_size: tokens per block that table and slots count in; 0: not told.
+        local_seq_lens: keys that this rank holds; `None` without context parallelism.
+        prefix: what all requests share, if it is attended apart; lengths and table are then those behind it.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    query_slots: Tensor
+    key_slots: Tensor | None
+    causal: bool | Tensor = True
+    tree_bias: Tensor | None = None
+    tree_id: Tensor | None = None
+    mm_ranges: Tensor | None = None
+    plan: Tensor | None = None
+    host_plan: Tensor | None = None
+    block_size: int = 0
+    local_seq_lens: Tensor | None = None
+    prefix: PrefixStep | None = None
+
+    @staticmethod
+    def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
+        """Return the step as a layer of plain decoder attention reads it."""
+        seq_lens, table, prefix = metadata.seq_lens, metadata.block_table, None
+        if (
+            metadata.prefix_lens is not None
+            and metadata.prefix_start_loc is not None
+            and metadata.suffix_lens is not None
+            and metadata.suffix_block_table is not None
+        ):
+            prefix = PrefixStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
+            seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
+        return LayerStep(
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=seq_lens,
+            block_table=table,
+            query_slots=metadata.slot_mapping,
+            key_slots=metadata.slot_mapping,
+            causal=metadata.causal,
+            tree_bias=metadata.tree_bias,
+            tree_id=metadata.tree_id,
+            mm_ranges=metadata.mm_ranges,
+            plan=metadata.plans.get(plan_key),
+            host_plan=metadata.plans.get(host_plan_key(plan_key)),
+            block_size=metadata.block_size,
+            local_seq_lens=metadata.local_seq_lens,
+            prefix=prefix,
+        )
+
+    def kept(self, metadata: AttentionMetadata) -> LayerStep:
+        """Return the step of the rows that a layer with `fast_prefill` takes; itself where all are kept.
+
+        Raises:
+            MetadataError: the step has trees, whose rows count from the first new token.
+        """
+        if metadata.logits_indices is None or metadata.logits_start_loc is None:
+            return self
+        if self.tree_bias is not None:
+            raise MetadataError(
+                "a step with tree_bias and num_logits", "one of them in layers with fast_prefill", "keep all tokens"
+            )
+        # Rows that are kept are a request's last ones, so lengths alone place them. The schedule is for other rows, and
+        # one without elements counts as none.
+        return self._replace(
+            query_start_loc=metadata.logits_start_loc,
+            query_slots=metadata.logits_indices,
+            plan=None if self.plan is None else self.plan[:0],
+            host_plan=None if self.host_plan is None else self.host_plan[:0],
+        )
+
+    def kind(self) -> StepKind:
+        """Return what this step changes about a layer's config.
+
+        Raises:
+            MetadataError: `causal` is neither a bool nor a tensor.
+        """
+        if isinstance(self.causal, Tensor):
+            causality = "per_request"
+        elif isinstance(self.causal, bool):
+            causality = "causal" if self.causal else "bidirectional"
+        else:
+            raise MetadataError(
+                f"metadata.causal={self.causal!r}", "a bool, or int32 flags [B]", "make it with builder.build"
+            )
+        return causality, self.tree_bias is not None, self.mm_ranges is not None
+
+    def arguments(
+        self,
+        query: Tensor,
+        kv_cache: Tensor | None,
+        output: Tensor,
+        block_scale: Tensor | None,
+        inputs: dict[str, Tensor | None],
+        op_config: str,
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `vattn::attention` in the schema's order.
+
+        Args:
+            inputs: the layer's own tensors: its scales, `alibi_slopes` and `sinks`.
+        """
+        return (
+            query,
+            kv_cache,
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+            output,
+            block_scale,
+            None,
+            inputs["output_scale"],
+            inputs["q_scale"],
+            inputs["k_scale"],
+            inputs["v_scale"],
+            inputs["alibi_slopes"],
+            inputs["sinks"],
+            self.causal if isinstance(self.causal, Tensor) else None,
+            self.tree_bias,
+            self.tree_id if self.tree_bias is not None else None,
+            self.mm_ranges,
+            self.local_seq_lens,
+            [plan for plan in (self.plan, self.host_plan) if plan is not None],
+            None,
+            op_config,
+        )
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse sparse and nested tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
+
+
+def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
+    """Return `[tokens, heads, width]` of a tensor that has two or three dimensions.
+
+    Raises:
+        ShapeError: other sizes, or no tensor.
+        StrideError: a sparse or nested tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(
+            f"{name} is {None if tensor is None else type(tensor).__name__}",
+            f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
+            f"pass {name}",
+        )
+    check_strided(name, tensor)
+    if tensor.dim() == 2 and tensor.shape[1] == heads * width:
+        # No unflatten: where a default device is set, Dynamo breaks the graph at it.
+        return tensor.view(tensor.shape[0], heads, width)
+    if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:
+        return tensor
+    raise ShapeError(
+        f"{name} has shape {tuple(tensor.shape)}",
+        f"[tokens, {heads * width}] or [tokens, {heads}, {width}]",
+        "reshape it, or check the head counts of the layer",
+    )
+
+
+class LayerResult(NamedTuple):
+    """What a layer returns, as it is written: heads apart, scales beside it."""
+
+    output: Tensor
+    block_scale: Tensor | None
+    shape: torch.Size | Sequence[int] | None
+
+    @staticmethod
+    def empty(
+        query: Tensor, head_size_v: int, output_format: str, shape: torch.Size | Sequence[int] | None
+    ) -> LayerResult:
+        """Allocate the result of a query `[T, num_heads, head_size]`; refuse a shape that does not hold it."""
+        output, block_scale = OUTPUT_FORMATS[output_format].allocate(query, head_size_v, query.dtype)
+        if shape is not None:
+            check_output_shape(output, shape)
+        return LayerResult(output, block_scale, shape)
+
+    def zeroed(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Return zeros and scales of zero, the result of a profiling call."""
+        self.output.zero_()
+        if self.block_scale is not None:
+            self.block_scale.zero_()
+        return self.returned()
+
+    def returned(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output in the shape asked for, `[T, num_heads * head_size_v]` if none was, and its scales."""
+        output = self.output.flatten(1) if self.shape is None else self.output.view(*self.shape)
+        return output if self.block_scale is None else (output, self.block_scale)
+
+
+def with_own_result(args: Args, head_size_v: int, dtype: torch.dtype) -> Args:
+    """Return an op's arguments with a result of its own `[T, heads, head_size_v]` of `dtype`, and an LSE beside it."""
+    tokens, heads = args.query.shape[0], args.query.shape[1]
+    return args._replace(
+        output=args.query.new_empty((tokens, heads, head_size_v), dtype=dtype),
+        output_block_scale=None,
+        lse=args.query.new_empty((tokens, heads), dtype=torch.float32),
+        output_scale=None,
+    )
+
+
+def check_output_shape(output: Tensor, shape: torch.Size | Sequence[int]) -> None:
+    """Refuse an output shape that does not hold the output's elements."""
+    if isinstance(shape, AttentionMetadata):
+        raise ShapeError("metadata in the place of output_shape", "a shape, or None", "pass it as metadata=step")
+    if not isinstance(shape, (tuple, list)):
+        raise ShapeError(f"output_shape={shape!r:.60}", "a shape, or None", "leave it out for the layer's own")
+    size: Any = 1
+    for length in shape:
+        size = size * length if isinstance(length, (int, torch.SymInt)) and length >= 0 else -1
+        if size < 0:
+            break
+    if size != output.numel():
+        raise ShapeError(
+            f"output_shape={tuple(shape)} for {output.numel()} elements",
+            f"a shape of {tuple(output.shape)}'s size, without -1",
+            "leave it out for [tokens, num_heads * head_size_v]",
+        )
+
+
+def given(tensor: Tensor | None) -> str:
+    """Return what a message says about an optional tensor."""
+    return "None" if tensor is None else f"of shape {tuple(tensor.shape)}"

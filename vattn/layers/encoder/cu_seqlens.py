@@ -1,0 +1,90 @@
+"""Offsets of packed sequences, `cu_seqlens`: checked on the host, and padded so that a CUDA graph can be replayed."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from vattn.config.host_integers import read_count
+from vattn.errors import MetadataError, ShapeError
+from vattn.quantization.formats import dtype_name
+
+
+def check_cu_seqlens(
+    cu_seqlens: Tensor, num_tokens: int, max_seqlen: int | Tensor | None = None, *, padded: bool = False
+) -> None:
+    """Refuse offsets that do not describe packed sequences. Reads them on the host, which synchronises on CUDA.
+
+    Args:
+        cu_seqlens: int32 `[sequences + 1]`: they start at 0, never fall and end at the number of tokens.
+        num_tokens: rows of the packed tensors.
+        max_seqlen: no sequence is longer.
+        padded: rows after the last offset are padding.
+
+    Raises:
+        MetadataError: an offset or length is wrong; the message names the first.
+
+    Example:
+        >>> import torch, vattn
+        >>> vattn.check_cu_seqlens(torch.tensor([0, 3, 3, 8], dtype=torch.int32), num_tokens=8, max_seqlen=5)
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
+        raise MetadataError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device.type == "meta":
+        came = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} on {cu_seqlens.device.type}"
+        raise MetadataError(came, "an int32 tensor [sequences + 1] with numbers in it", "pass cu_seqlens.int()")
+    offsets = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
+    if not lengths or offsets[0] != 0:
+        raise MetadataError(f"cu_seqlens {_short(offsets)}", "offsets that start at 0", "pass cumulative lengths")
+    if min(lengths) < 0:
+        row = next(i for i, length in enumerate(lengths) if length < 0)
+        raise MetadataError(
+            f"cu_seqlens falls from {offsets[row]} to {offsets[row + 1]} at entry {row + 1}",
+            "offsets that never fall",
+            "pass cumulative lengths",
+        )
+    if offsets[-1] > num_tokens or (offsets[-1] < num_tokens and not padded):
+        raise MetadataError(
+            f"cu_seqlens ends at {offsets[-1]} for {num_tokens} tokens",
+            f"at most {num_tokens}" if padded else f"{num_tokens}",
+            "pass padded=True if the rows after it are padding" if offsets[-1] < num_tokens else "check the lengths",
+        )
+    if max_seqlen is not None and max(lengths) > int(max_seqlen):
+        raise MetadataError(
+            f"a sequence of {max(lengths)} tokens with max_seqlen={int(max_seqlen)}",
+            "max_seqlen at least as long as every sequence",
+            "pass the longest length, or more",
+        )
+
+
+def pad_cu_seqlens(cu_seqlens: Tensor, num_sequences: int) -> Tensor:
+    """Return offsets of `num_sequences` sequences: the last one repeated, which adds empty sequences. No sync.
+
+    With offsets (and tokens, `padded=True`) padded to a few sizes, one CUDA graph serves all smaller batches.
+
+    Raises:
+        ShapeError: there are more sequences already, or no tensor.
+
+    Example:
+        >>> import torch, vattn
+        >>> vattn.pad_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32), num_sequences=4).tolist()
+        [0, 3, 8, 8, 8]
+    """
+    num_sequences = read_count("num_sequences", num_sequences, 0, "pass how many there shall be", ShapeError)
+    if not isinstance(cu_seqlens, Tensor):
+        raise ShapeError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
+    missing = num_sequences + 1 - cu_seqlens.shape[0]
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or missing < 0:
+        raise ShapeError(
+            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} for {num_sequences} sequences",
+            f"[1] to [{num_sequences + 1}]",
+            "choose a larger bucket",
+        )
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ...]"

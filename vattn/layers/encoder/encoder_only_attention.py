@@ -1,0 +1,298 @@
+"""`EncoderOnlyAttention`: every token of a text sees every other one, without a cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.skip_layers import skip_names
+from vattn.config.arguments import refuse_unknown_inputs, required_arguments
+from vattn.config.attention import AttentionType, CacheConfig, check_window
+from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
+from vattn.layers.base.arguments import (
+    alibi_kind,
+    check_configs,
+    check_extra,
+    check_per_head,
+    check_type,
+    kv_scale,
+    own_tensor,
+    query_scale,
+    refuse_calculation,
+    scale_kind,
+)
+from vattn.layers.base.checks import check_tokens, given_step
+from vattn.layers.base.scales import QuantConfig, make_scale
+from vattn.layers.base.step import LayerResult, split_heads
+from vattn.layers.encoder.varlen_attention import PackedAttention
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.quantization.codecs import encode_kv, encode_query
+from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
+
+
+class EncoderOnlyAttention(PackedAttention):
+    """Attend the tokens of each request to all tokens of the same request, both ways.
+
+    Args:
+        num_heads, head_size, scale: query heads, key width of one head, factor of the scores.
+        num_kv_heads: KV heads, a divisor of `num_heads`; default `num_heads`.
+        alibi_slopes: one slope per query head; scores get minus the slope times the distance.
+        use_alibi_sqrt: refused, since it is defined for causal attention alone.
+        cache_config: this layer has no cache; of the model's `CacheConfig` it takes the default window, and the cache
+            dtype as the format that keys and values are rounded to before attention (FP8 needs scales in
+            `quant_config`). Block size and layout mean nothing to it.
+        quant_config: scales of FP8 keys and values, query and output quantisation.
+        logits_soft_cap: `cap * tanh(score / cap)`.
+        per_layer_sliding_window: window W of this layer: tokens i and j see each other if `|i - j| < W`. Where given,
+            it counts, and `cache_config.sliding_window`, the default of layers that name none, does not.
+        prefix: name of the layer in its model, such as `"encoder.layers.3.attn"`.
+        attn_type: only `"encoder_only"` (or `None`).
+        kv_sharing_target_layer_name: refused; there is no cache to share.
+        attn_backend: name of a backend, never replaced by another; default: the first that accepts on the device.
+        head_size_v: value width; default `head_size`.
+        **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
+            `chunk_lookback` (int >= 0; chunks reach as far to the right), `batch_invariant` (bool). `mm_prefix` and
+            `fast_prefill` are refused.
+
+    Raises:
+        ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: what the values alone decide. What dtype
+            and device decide is refused by the call, before anything is written.
+
+    State: scales are fp32 buffers, saved in the state dict, and keep their dtype under `model.to(dtype)`.
+
+    Compile: one graph for equal layers; lengths are tensors and never recompile. Nothing is bound, so nothing has to
+    happen before the first call.
+
+    Example:
+        >>> import torch, vattn
+        >>> layer = vattn.EncoderOnlyAttention(num_heads=4, head_size=16, scale=0.25)
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=16, max_seq_len=16)
+        >>> step = builder.build(query_lens=[5, 9])
+        >>> qkv = [torch.randn(14, 4 * 16) for _ in range(3)]
+        >>> layer(*qkv, metadata=step).shape
+        torch.Size([14, 64])
+    """
+
+    @required_arguments
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
+        use_alibi_sqrt: bool | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantConfig | None = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+        attn_type: str | AttentionType | None = None,
+        kv_sharing_target_layer_name: str | None = None,
+        attn_backend: str | None = None,
+        head_size_v: int | None = None,
+        **extra: Any,
+    ) -> None:
+        options = check_extra("EncoderOnlyAttention", extra, _NAMED_ARGUMENTS)
+        own = AttentionType.ENCODER_ONLY
+        check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
+        check_configs("EncoderOnlyAttention", cache_config, quant_config, exact_prefill=False)
+        super().__init__(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
+        _check_no_cache(prefix, kv_sharing_target_layer_name, options)
+        self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
+        window = per_layer_sliding_window
+        check_window(window, "per_layer_sliding_window")
+        if window is None:
+            window = self.cache_config.sliding_window
+        self.sliding_window = window
+        # Buffers made in inference mode could not be loaded outside of it.
+        with torch.inference_mode(False):
+            self._register_per_head("alibi_slopes", None if alibi_slopes is None else own_tensor(alibi_slopes))
+            self._register_per_head("sinks", options["sinks"])
+            cache_dtype = self._register_scales()
+        lookback = options["chunk_lookback"]
+        self._set_request(
+            scale,
+            cache_dtype,
+            attn_type=AttentionType.ENCODER_ONLY.value,
+            kv_scale=scale_kind(self.k_scale),
+            query_format=self.quant_config.query_format,
+            query_scale=scale_kind(self.q_scale),
+            output_format=self.quant_config.output_format,
+            sliding_window=window,
+            chunk_lookback=None if lookback == -1 else lookback,
+            logits_soft_cap=logits_soft_cap,
+            alibi=alibi_kind(alibi_slopes, use_alibi_sqrt),
+            sinks=self.sinks is not None,
+            batch_invariant=options["batch_invariant"],
+        )
+
+    def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
+        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(values)
+        if tensor is not None:
+            check_per_head(name, tensor, self.num_heads)
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _register_scales(self) -> str:
+        """Make the scales that the formats need, or refuse what is missing or too many; return the format of keys."""
+        quant, cache = self.quant_config, self.cache_config
+        self.skip_names = skip_names(self.prefix, self.sliding_window)
+        skipped = not self.skip_names.isdisjoint(cache.kv_cache_dtype_skip_layers)
+        cache_dtype = "auto" if skipped else cache.cache_dtype
+        quantised = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)].quantised
+        if quantised and cache.calculate_kv_scales:
+            raise ScaleError(
+                f"calculate_kv_scales=True in layer {self.prefix!r}, which keeps nothing between steps",
+                "given scales, or 'unit'",
+                "QuantConfig(k_scale=..., v_scale=...), or a CacheConfig of its own for this layer",
+            )
+        if cache.calculate_kv_scales and not skipped:
+            refuse_calculation(self.prefix, cache_dtype)
+        where: dict[str, Any] = {
+            "prefix": self.prefix,
+            "cache_dtype": cache_dtype,
+            "quantised": quantised,
+            "calculate": False,
+            "shared": False,
+            "kv_heads": self.num_kv_heads,
+        }
+        k_scale = kv_scale("k_scale", None if skipped else quant.k_scale, **where)
+        v_scale = kv_scale("v_scale", None if skipped else quant.v_scale, **where)
+        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
+            raise ScaleError(
+                f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
+                "the same granularity for both",
+                "repeat the single value for every KV head",
+            )
+        q_scale = query_scale(
+            quant.q_scale,
+            prefix=self.prefix,
+            query_format=quant.query_format,
+            calculate=False,
+            kv_heads=self.num_kv_heads,
+        )
+        output_scale = None if quant.output_scale is None else make_scale("output_scale", quant.output_scale, (1,))
+        for name, buffer in (
+            ("q_scale", q_scale),
+            ("k_scale", k_scale),
+            ("v_scale", v_scale),
+            ("output_scale", output_scale),
+        ):
+            self.register_buffer(name, buffer)
+        return cache_dtype
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend the rows of each request to each other.
+
+        Args:
+            query: `[T, num_heads * head_size]` or `[T, num_heads, head_size]`; padding rows may hold anything.
+            key, value: same with KV heads, in the query's dtype, or stored already in the layer's FP8 format.
+            output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
+            metadata: this step's (`builder.build(query_lens)`); default the one of `vattn.forward_context`. Only
+                `query_start_loc` is read. Without any this is a profiling call, whose result is zero.
+
+        Returns:
+            The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
+            format that computes scales, `(output, block_scale)`.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: tensors that contradict the layer or the step.
+            MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
+        """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
+        metadata = given_step(self, metadata)
+        query = split_heads("query", query, self.num_heads, self.head_size)
+        key = split_heads("key", key, self.num_kv_heads, self.head_size)
+        value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
+        op_config, kv_format = self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)]
+        self._check_same_rows(query, key, value)
+        self._check_dtypes(query, key, value)
+        result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
+        if metadata is None:
+            return result.zeroed()
+        self._check_step(query, metadata)
+        if self.q_scale is not None:
+            query = encode_query(query, self.q_scale, self.num_kv_heads)
+        key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
+        scales, starts = (self.q_scale, self.k_scale, self.v_scale), metadata.query_start_loc
+        torch.ops.vattn.varlen_attention(
+            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
+        )
+        return result.returned()
+
+    def _check_step(self, query: Tensor, metadata: AttentionMetadata) -> None:
+        check_tokens(self, {"query": query.shape[0]}, metadata.slot_mapping.shape[0])
+        extras = {
+            "causal flags": isinstance(metadata.causal, Tensor),
+            "tree_bias": metadata.tree_bias is not None,
+            "mm_ranges": metadata.mm_ranges is not None,
+        }
+        given = [name for name, present in extras.items() if present]
+        if given:
+            raise MetadataError(
+                f"metadata with {', '.join(given)} in layer {self.prefix!r}",
+                "a step without them: all tokens of a request see each other here",
+                "build it with query_lens alone",
+            )
+        # Host integers, which compiled code must not read.
+        if not torch.compiler.is_compiling() and metadata.max_seq_len > metadata.max_query_len:
+            raise MetadataError(
+                f"a step with cached tokens (seq_len up to {metadata.max_seq_len}, {metadata.max_query_len} new) in "
+                f"layer {self.prefix!r}",
+                "whole texts: nothing is cached",
+                "build it with query_lens alone",
+            )
+
+    def extra_repr(self) -> str:
+        """Show the request."""
+        window = "" if self.sliding_window is None else f", sliding_window={self.sliding_window}"
+        return f"{self._heads_repr()}{window}, {self._backend_repr()}"
+
+
+_NAMED_ARGUMENTS = [name for name in inspect.signature(EncoderOnlyAttention).parameters if name != "extra"]
+
+
+def _check_no_cache(prefix: str, target: str | None, options: dict[str, Any]) -> None:
+    mm_prefix, fast_prefill = options["mm_prefix"], options["fast_prefill"]
+    if fast_prefill is not False:
+        raise UnsupportedRequestError(
+            f"fast_prefill={fast_prefill!r} in EncoderOnlyAttention {prefix!r}",
+            "False: keys come from the rows of the query, so all of them are needed",
+            "leave it out",
+        )
+    if options.get("context_parallel") is not None:
+        raise UnsupportedRequestError(
+            f"context_parallel={options['context_parallel']!r} in EncoderOnlyAttention {prefix!r}",
+            "None: it has no cache to share out among ranks",
+            "leave it out",
+        )
+    if target is not None:
+        raise ConfigError(
+            f"kv_sharing_target_layer_name={target!r} in EncoderOnlyAttention {prefix!r}",
+            "None: it has no cache to share",
+            "leave it out",
+        )
+    if mm_prefix != "none":
+        raise UnsupportedRequestError(
+            f"mm_prefix={mm_prefix!r} in EncoderOnlyAttention {prefix!r}",
+            "'none': all tokens of a request see each other without ranges",
+            "leave it out",
+        )

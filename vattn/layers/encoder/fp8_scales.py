@@ -1,0 +1,265 @@
+"""Scales of FP8 multimodal encoders: from a file, or from what the last steps held; and the file that keeps them.
+
+The file is JSON, one entry per layer: `{"layer": {"q": 0.01, "k": 0.02, "v": 0.01}}`. `q_scale` is another spelling of
+`q`, and the entries may lie under a key `"layers"` beside other keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.errors import ConfigError, ScaleError
+from vattn.quantization.codecs import MIN_ABSMAX
+from vattn.quantization.formats import FP8_E4M3_MAX
+
+HISTORY_STEPS = 16
+"""Steps whose largest values decide a dynamic scale, the current one among them."""
+
+_TENSORS = ("q", "k", "v")
+_FORMAT = '{"layer": {"q": 0.01, "k": 0.02, "v": 0.01}, ...}'
+_SMALLEST = 2.0**-126
+"""The smallest normal fp32 number: below it, quotients by a scale lose digits or overflow."""
+
+
+@dataclass(frozen=True)
+class EncoderFP8Config:
+    """Run a multimodal encoder's attention on FP8 queries, keys and values; say where their scales come from.
+
+    Attributes:
+        scale_path: a JSON file of scales by layer, read when the layer is made. A scale of exactly 1 is a plain cast.
+        dynamic: scales from the largest values of the last 16 steps, kept on the device. Exactly one of the two.
+
+    Raises:
+        ConfigError: both or neither.
+
+    Example:
+        >>> import vattn
+        >>> vattn.EncoderFP8Config(dynamic=True)
+        EncoderFP8Config(scale_path=None, dynamic=True)
+    """
+
+    scale_path: str | os.PathLike[str] | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        path = self.scale_path
+        if (path is None) != (self.dynamic is True) or not isinstance(self.dynamic, bool):
+            raise ConfigError(
+                f"EncoderFP8Config with scale_path={path!r} and dynamic={self.dynamic!r}",
+                "a path, or dynamic=True",
+                "EncoderFP8Config(dynamic=True) first, and the file that save_encoder_scales makes later",
+            )
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"scale_path={path!r}", "a path", "pass a string or a pathlib.Path")
+
+
+def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
+    """Read a file of encoder scales, all of it checked.
+
+    Returns:
+        `{layer: {"q": scale, "k": scale, "v": scale}}`.
+
+    Raises:
+        ScaleError: the file is missing or torn, holds something else, or a scale that is not positive and finite.
+    """
+    where = f"scale file {path!r:.80}"
+    if not isinstance(path, (str, os.PathLike)):
+        raise ScaleError(where, "a path", "name the file that save_encoder_scales wrote")
+    where = f"scale file {os.fspath(path)!r}"
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise ScaleError(f"{where} cannot be read: {error.strerror}", "a JSON file", "check scale_path") from error
+    except (ValueError, RecursionError) as error:
+        raise ScaleError(f"{where} is no whole JSON file: {error}", _FORMAT, "save the scales again") from error
+    layers = data.get("layers") if isinstance(data, dict) else None
+    nested = isinstance(layers, dict) and all(isinstance(entry, dict) for entry in layers.values())
+    entries = layers if nested else data
+    if not isinstance(entries, dict) or not entries:
+        raise ScaleError(f"{where} holds no scales by layer", _FORMAT, "check that it is a file of encoder scales")
+    return {name: _read_entry(f"{where}, layer {name!r}", entry) for name, entry in entries.items()}
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
+def _read_entry(where: str, entry: Any) -> dict[str, float]:
+    """Return one layer's scales by the short names."""
+    names = [name.removesuffix("_scale") for name in entry] if isinstance(entry, dict) else []
+    if sorted(names) != sorted(_TENSORS):
+        came = ", ".join(map(repr, entry)) if isinstance(entry, dict) else repr(entry)
+        raise ScaleError(f"{where} has {came or 'nothing'}", "'q', 'k' and 'v'", "check that it is a file of scales")
+    for name, scale in entry.items():
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not number or not _SMALLEST <= scale <= torch.finfo(torch.float32).max:
+            raise ScaleError(f"{where}: {name}={scale!r}", "a positive finite fp32 number", "save the scales again")
+    return dict(zip(names, map(float, entry.values()), strict=True))
+
+
+def scales_of_layer(path: str | os.PathLike[str], prefix: str) -> dict[str, float]:
+    """Return one layer's scales from a file.
+
+    Raises:
+        ScaleError: as `read_encoder_scales`, and if the layer is not in the file.
+    """
+    entries = read_encoder_scales(path)
+    if prefix not in entries:
+        names = ", ".join(map(repr, list(entries)[:20])) + (", ..." if len(entries) > 20 else "")
+        raise ScaleError(
+            f"scale file {os.fspath(path)!r} has no layer {prefix!r}", f"one of {names}", "give the layer that prefix"
+        )
+    return entries[prefix]
+
+
+def largest_values(tensors: Sequence[Tensor], real: Tensor | None) -> Tensor:
+    """Return fp32 `[n]`: the largest magnitude of each tensor `[T, heads, width]`. Infinities and NaN do not count.
+
+    Args:
+        real: bool `[T]`, rows that count; `None`: all.
+    """
+    if tensors[0].shape[0] == 0:
+        return torch.zeros(len(tensors), device=tensors[0].device)
+    found = []
+    for tensor in tensors:
+        sizes = tensor.detach().abs()
+        # Rows first: each is read in one piece, and padding is a mask of rows.
+        rows = torch.where(sizes < torch.inf, sizes, 0.0).amax(dim=(1, 2))
+        found.append((rows if real is None else torch.where(real, rows, 0.0)).amax().float())
+    return torch.stack(found)
+
+
+def record_amax(history: Tensor, steps: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Write a step's largest values into the history and return the scales of q, k and v, fp32 `[1]` each.
+
+    A step in which one of the three tensors is all zeros decides nothing and is not counted: it is a dry run, as a
+    rule. On the device and without a sync, so that a CUDA graph records the position as well.
+
+    Args:
+        history: fp32 `[16, 3]`; mutated.
+        steps: int64 `[1]`, steps counted so far; mutated.
+        amax: fp32 `[3]`, of this step.
+    """
+    counted = (amax > 0).all()
+    row = torch.arange(HISTORY_STEPS, device=history.device) == steps % HISTORY_STEPS
+    updated = torch.where((row & counted)[:, None], amax, history)
+    largest = torch.maximum(updated.amax(dim=0), amax)
+    history.copy_(updated)
+    steps.add_(counted)
+    query, key, value = (largest.clamp(min=MIN_ABSMAX) / FP8_E4M3_MAX).split(1)
+    return query, key, value
+
+
+def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margin: float = 1.0) -> None:
+    """Save the scales of every FP8 encoder layer of a model as a file for `EncoderFP8Config(scale_path=...)`.
+
+    The file appears whole or not at all: it is written beside its place, flushed to the disk and renamed. Reads the
+    histories on the host, so it synchronises. Layers with static scales keep theirs, without the margin.
+
+    Args:
+        model: holds `MMEncoderAttention` layers with `quant_config`, each with a `prefix` of its own.
+        path: the file; an older one is replaced.
+        margin: what dynamic scales are multiplied by, 1 or more: room for values larger than those of the last 16
+            steps.
+
+    Raises:
+        ConfigError: no such layer, a layer without a prefix or with another's, or a margin below 1.
+        ScaleError: the history of some layer has not filled yet, or a scale times the margin leaves fp32; nothing is
+            written.
+        OSError: the file cannot be written; an older one is as it was.
+    """
+    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
+        raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model of type {type(model).__name__}", "an nn.Module", "pass the model itself")
+    layers = _fp8_layers(model)
+    short = {name: int(layer.amax_steps) for name, layer in layers.items() if layer.amax_steps is not None}
+    short = {name: count for name, count in short.items() if count < HISTORY_STEPS}
+    if short:
+        listed = ", ".join(f"{name!r} ({count})" for name, count in list(short.items())[:20])
+        raise ScaleError(
+            f"{len(short)} of {len(layers)} layers have seen fewer than {HISTORY_STEPS} steps: {listed}",
+            f"{HISTORY_STEPS} steps with values in every layer",
+            "run more inputs through the model, then save",
+        )
+    entries = {name: dict(zip(_TENSORS, _saved_scales(layer, margin), strict=True)) for name, layer in layers.items()}
+    for name, entry in entries.items():
+        if not all(_SMALLEST <= scale <= torch.finfo(torch.float32).max for scale in entry.values()):
+            raise ScaleError(
+                f"layer {name!r} has scales {entry} with margin={margin}",
+                "positive finite fp32 numbers",
+                "choose a smaller margin, or call reset_amax_history() and run more inputs",
+            )
+    _write_whole(path, {"format": "vattn encoder scales", "margin": margin, "layers": entries})
+
+
+def _fp8_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the FP8 encoder layers of a model by prefix."""
+    found: dict[str, Any] = {}
+    for path, layer in model.named_modules():
+        if not isinstance(getattr(layer, "quant_config", None), EncoderFP8Config):
+            continue
+        name = str(getattr(layer, "prefix", ""))
+        if not name or name in found:
+            raise ConfigError(
+                f"encoder layer at {path!r} has prefix {name!r}",
+                "a prefix that no other layer has",
+                "pass prefix= when the layer is made; the file is read by it",
+            )
+        found[name] = layer
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no encoder layer in FP8",
+            "MMEncoderAttention layers with quant_config=EncoderFP8Config(...)",
+            "pass the model that holds them",
+        )
+    return found
+
+
+def _saved_scales(layer: Any, margin: float) -> list[float]:
+    if layer.amax_history is None:
+        return [float(getattr(layer, f"{name}_scale")) for name in _TENSORS]
+    largest = layer.amax_history.amax(dim=0).double().clamp(min=MIN_ABSMAX) * margin / FP8_E4M3_MAX
+    return [float(scale) for scale in largest.cpu()]
+
+
+def _write_whole(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write JSON into a file that is either the old one or the whole new one, whatever happens in between."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        # Made with the permissions of any new file: who serves a model is often not who calibrated it.
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush_folder(target.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Put a rename on the disk, where folders can be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

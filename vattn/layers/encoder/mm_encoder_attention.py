@@ -1,0 +1,296 @@
+"""`MMEncoderAttention`: the attention of vision towers and other multimodal encoders, many images in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config.arguments import known_keywords, refuse_unknown_inputs
+from vattn.config.attention import AttentionType
+from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
+from vattn.layers.base.scales import make_scale
+from vattn.layers.base.step import check_strided
+from vattn.layers.encoder.cu_seqlens import check_cu_seqlens
+from vattn.layers.encoder.fp8_scales import (
+    HISTORY_STEPS,
+    EncoderFP8Config,
+    largest_values,
+    record_amax,
+    scales_of_layer,
+)
+from vattn.layers.encoder.varlen_attention import PackedAttention
+from vattn.quantization.codecs import encode_kv, encode_query
+from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
+
+_FP8 = "fp8_e4m3"
+
+
+class MMEncoderAttention(PackedAttention):
+    """Attend the tokens of each image (or frame, or clip) to all tokens of the same image.
+
+    Args:
+        num_heads, head_size: query heads, width of one head.
+        scale: factor of the scores; default `head_size ** -0.5`.
+        num_kv_heads: KV heads, a divisor of `num_heads`; default `num_heads`.
+        prefix: name of the layer in its model, such as `"visual.blocks.3.attn"`; the key of its scales in a file.
+        attn_backend: name of a backend, never replaced by another; default: the first that accepts on the device.
+        quant_config: attend on FP8 queries, keys and values, one scale each. The output stays in the model dtype.
+
+    Raises:
+        ConfigError, ScaleError: what the values, or the scale file, decide. What dtype and device decide is refused by
+            the call, before anything is written.
+
+    State: fp32 buffers, saved in the state dict; they keep their dtype under `model.to(dtype)`. Static FP8: `q_scale`,
+    `k_scale`, `v_scale`. Dynamic FP8: `amax_history` `[16, 3]` and `amax_steps`, how many steps it has counted, so that
+    a loaded model goes on where the saved one stopped. Forward changes these two and nothing else.
+
+    Compile: one graph for equal layers; offsets are a tensor, so that neither the number of images nor their lengths
+    recompile (pass `max_seqlen` as a tensor, or always the same int). No sync, no loop over images on CUDA.
+
+    CUDA graphs: the whole layer captures, the dynamic history included. Pad offsets with `vattn.pad_cu_seqlens` and
+    tokens with `padded=True` to replay one graph for smaller batches.
+
+    Example:
+        >>> import torch, vattn
+        >>> layer = vattn.MMEncoderAttention(num_heads=4, head_size=16)
+        >>> images = [torch.randn(2, 9, 4 * 16) for _ in range(3)]
+        >>> layer(*images).shape
+        torch.Size([2, 9, 64])
+        >>> offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> packed = [torch.randn(1, 12, 4, 16) for _ in range(3)]
+        >>> layer(*packed, cu_seqlens=offsets, max_seqlen=7).shape
+        torch.Size([1, 12, 4, 16])
+    """
+
+    amax_history: Tensor | None
+    amax_steps: Tensor | None
+    alibi_slopes = sinks = output_scale = None
+
+    @known_keywords
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        *,
+        attn_backend: str | None = None,
+        quant_config: EncoderFP8Config | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_size, num_kv_heads, None, prefix, attn_backend)
+        if quant_config is not None and not isinstance(quant_config, EncoderFP8Config):
+            raise ConfigError(
+                f"quant_config of type {type(quant_config).__name__} in MMEncoderAttention",
+                "vattn.EncoderFP8Config",
+                "EncoderFP8Config(dynamic=True), or with scale_path",
+            )
+        self.quant_config = quant_config
+        # Buffers made in inference mode could not be changed outside of it.
+        with torch.inference_mode(False):
+            self._register_fp8(quant_config)
+        fp8 = "none" if quant_config is None else "tensor"
+        self._set_request(
+            _default_scale(head_size) if scale is None else scale,
+            "auto" if quant_config is None else _FP8,
+            attn_type=AttentionType.ENCODER.value,
+            kv_scale=fp8,
+            query_format="none" if quant_config is None else _FP8,
+            query_scale=fp8,
+        )
+
+    def _register_fp8(self, quant: EncoderFP8Config | None) -> None:
+        scales: dict[str, Tensor | None] = dict.fromkeys(("q_scale", "k_scale", "v_scale"))
+        if quant is not None and quant.scale_path is not None:
+            for name, scale in scales_of_layer(quant.scale_path, self.prefix).items():
+                scales[f"{name}_scale"] = make_scale(f"{name}_scale", scale, (1,))
+        for name, buffer in scales.items():
+            self.register_buffer(name, buffer)
+        dynamic = quant is not None and quant.dynamic
+        history, steps = torch.zeros(HISTORY_STEPS, 3, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.register_buffer("amax_history", history if dynamic else None)
+        self.register_buffer("amax_steps", steps if dynamic else None)
+
+    def reset_amax_history(self) -> None:
+        """Forget the steps that dynamic scales come from, such as those of a warm-up on made-up images."""
+        if self.amax_history is not None and self.amax_steps is not None:
+            self.amax_history.zero_()
+            self.amax_steps.zero_()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | Tensor | None = None,
+        *,
+        padded: bool = False,
+        **unknown: Any,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            query: `[b, s, num_heads * head_size]` or `[b, s, num_heads, head_size]`. Views of one interleaved
+                projection are read where they lie, as long as b and s can be counted through with one stride.
+            key, value: same with KV heads and the same b and s.
+            cu_seqlens: int32 `[sequences + 1]`, where each sequence starts in the s rows of b = 1, and where the last
+                one ends. Default: each of the b rows is one sequence. Equal neighbours make an empty sequence.
+            max_seqlen: no sequence is longer; with `cu_seqlens` and only with it. A CUDA tensor is not read.
+            padded: `cu_seqlens` may end before s: the rows after it are padding, may hold anything and come out zero.
+
+        Returns:
+            What was attended to, in the query's dtype and number of dimensions.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: tensors that contradict the layer or each other.
+            MetadataError: one of `cu_seqlens` and `max_seqlen` alone; offsets on the CPU that fall or do not end at s
+                (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
+            UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
+        """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
+        if not isinstance(query, Tensor):
+            raise ShapeError(
+                f"query is {type(query).__name__} in layer {self.prefix!r}",
+                f"a tensor [b, s, {self.num_heads * self.head_size}]",
+                "pass query, key and value as tensors",
+            )
+        op_config = self._op_config(query.dtype)
+        if query.dim() not in (3, 4):
+            raise self._shape_error("query", query, self.num_heads)
+        batch, tokens = query.shape[:2]
+        packed = [
+            self._packed(name, tensor, heads, batch, tokens)
+            for name, tensor, heads in (
+                ("query", query, self.num_heads),
+                ("key", key, self.num_kv_heads),
+                ("value", value, self.num_kv_heads),
+            )
+        ]
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.dtype != query.dtype:
+                raise DtypeError(
+                    f"{name} is {dtype_name(tensor.dtype)} in layer {self.prefix!r}",
+                    f"{dtype_name(query.dtype)}, the query's dtype",
+                    f"convert {name}",
+                )
+        starts = self._starts(query, cu_seqlens, max_seqlen, padded)
+        output, _ = OUTPUT_FORMATS["none"].allocate(packed[0], self.head_size, query.dtype)
+        if self.quant_config is None:
+            args = self._arguments(packed, starts, output, None, (None, None, None), op_config)
+        else:
+            args = self._fp8_arguments(packed, starts, output, cu_seqlens is not None, op_config)
+        torch.ops.vattn.varlen_attention(*args)
+        shape = (batch, tokens, self.num_heads, self.head_size)
+        return output.view(shape) if query.dim() == 4 else output.view(shape).flatten(2)
+
+    def _packed(self, name: str, tensor: Tensor, heads: int, batch: int, tokens: int) -> Tensor:
+        """Return a view `[b * s, heads, head_size]`."""
+        if not isinstance(tensor, Tensor):
+            raise ShapeError(
+                f"{name} is {None if tensor is None else type(tensor).__name__} in layer {self.prefix!r}",
+                f"a tensor [{batch}, {tokens}, {heads * self.head_size}]",
+                f"pass {name}",
+            )
+        check_strided(name, tensor)
+        wide = tensor.dim() == 3 and tensor.shape[2] == heads * self.head_size
+        split = tensor.dim() == 4 and tensor.shape[2] == heads and tensor.shape[3] == self.head_size
+        if not (wide or split) or tensor.shape[0] != batch or tensor.shape[1] != tokens:
+            raise self._shape_error(name, tensor, heads, f"{batch}, {tokens}")
+        if wide:
+            tensor = tensor.view(batch, tokens, heads, self.head_size)
+        return tensor.flatten(0, 1)
+
+    def _shape_error(self, name: str, tensor: Tensor, heads: int, rows: str = "b, s") -> ShapeError:
+        return ShapeError(
+            f"{name} has shape {tuple(tensor.shape)} in layer {self.prefix!r}",
+            f"[{rows}, {heads * self.head_size}] or [{rows}, {heads}, {self.head_size}]",
+            "reshape it, or check the head counts of the layer",
+        )
+
+    def _starts(
+        self, query: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None, padded: bool
+    ) -> Tensor:
+        """Return where each sequence starts and the last one ends, int32 on the query's device."""
+        batch, tokens = query.shape[:2]
+        if (cu_seqlens is None) != (max_seqlen is None) or (padded and cu_seqlens is None):
+            names = {"cu_seqlens": cu_seqlens is not None, "max_seqlen": max_seqlen is not None, "padded": padded}
+            raise MetadataError(
+                f"layer {self.prefix!r} got {' and '.join(name for name, given in names.items() if given)} alone",
+                "cu_seqlens and max_seqlen, or neither; padded only with them",
+                "pass the offsets of the packed sequences and the longest length",
+            )
+        if cu_seqlens is None:
+            if batch == 0:
+                return torch.zeros(2, dtype=torch.int32, device=query.device)
+            return torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
+        self._check_types(cu_seqlens, max_seqlen, padded)
+        if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise ShapeError(
+                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} for {batch} rows of a batch in layer {self.prefix!r}",
+                "[sequences + 1] with one or more sequences, all of them packed into one row",
+                "reshape query, key and value to [1, b * s, ...]",
+            )
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_cu_seqlens(cu_seqlens, tokens, max_seqlen, padded=padded)
+        return cu_seqlens
+
+    def _check_types(self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, padded: bool) -> None:
+        """Refuse offsets and lengths of other types; a float or a text would be rounded or read as true in silence."""
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            came = dtype_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise DtypeError(
+                f"cu_seqlens is {came} in layer {self.prefix!r}",
+                "an int32 tensor",
+                "make the offsets with dtype=torch.int32, once for all layers",
+            )
+        if isinstance(max_seqlen, Tensor):
+            right = max_seqlen.numel() == 1 and max_seqlen.dtype in (torch.int32, torch.int64)
+        else:
+            right = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
+        if not right or not isinstance(padded, bool):
+            raise DtypeError(
+                f"max_seqlen={max_seqlen!r} and padded={padded!r} in layer {self.prefix!r}",
+                "an int or an integer tensor of one value; True or False",
+                "pass the longest length, or more",
+            )
+
+    def _fp8_arguments(
+        self, packed: list[Tensor], starts: Tensor, output: Tensor, masked: bool, op_config: str
+    ) -> tuple[object, ...]:
+        """Return the op's arguments with q, k and v in FP8; record what dynamic scales are made of.
+
+        Args:
+            masked: rows after the last of `starts` are padding.
+        """
+        if self.amax_history is None or self.amax_steps is None:
+            assert self.q_scale is not None and self.k_scale is not None and self.v_scale is not None
+            scales = (self.q_scale, self.k_scale, self.v_scale)
+        else:
+            if not torch.compiler.is_compiling():
+                codes = [torch.empty_like(tensor, dtype=torch.float8_e4m3fn) for tensor in packed]
+                scale = self.amax_history[0, :1]
+                args = self._arguments(codes, starts, output, None, (scale, scale, scale), op_config)
+                self._check_call(args, packed)
+            rows = torch.arange(packed[0].shape[0], device=starts.device)
+            amax = largest_values(packed, rows < starts[-1] if masked else None)
+            scales = record_amax(self.amax_history, self.amax_steps, amax)
+        query = encode_query(packed[0], scales[0], self.num_kv_heads)
+        key, value = encode_kv(packed[1], _FP8, scales[1]), encode_kv(packed[2], _FP8, scales[2])
+        return self._arguments((query, key, value), starts, output, None, scales, op_config)
+
+    def extra_repr(self) -> str:
+        """Show the request."""
+        if self.quant_config is None:
+            fp8 = ""
+        else:
+            fp8 = ", fp8=dynamic" if self.quant_config.dynamic else ", fp8=static"
+        return f"{self._heads_repr()}{fp8}, {self._backend_repr()}"
+
+
+def _default_scale(head_size: int) -> float:
+    """Return `head_size ** -0.5`; 1 for what is no head size, which the config refuses by its name."""
+    return head_size**-0.5 if isinstance(head_size, int) and head_size > 0 else 1.0

@@ -1,0 +1,174 @@
+"""`PackedAttention`: what attention layers without a cache do, rows of one call among themselves.
+
+There is nothing to bind: the op finds its backend by the request, the dtype and the device when it is called. The
+request is encoded once per model dtype when a layer is made, so that compiled code looks up a finished string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.backends import selector
+from vattn.config.attention import AttentionConfig
+from vattn.errors import ConfigError, DtypeError, ShapeError
+from vattn.layers.base.buffers import OwnBuffers
+from vattn.layers.base.checks import check_no_gradients
+from vattn.ops import checks
+from vattn.ops.arguments import VarlenAttentionArgs
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
+
+
+class PackedAttention(OwnBuffers):
+    """Base of the layers whose keys and values are those of the same call.
+
+    A subclass registers its buffers, then calls `_set_request`.
+    """
+
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    output_scale: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    kv_cache = None
+    config = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None,
+        head_size_v: int | None,
+        prefix: str,
+        attn_backend: str | None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.prefix = prefix
+        self.attn_backend = attn_backend or "auto"
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'encoder.layers.3.attn'")
+        if self.attn_backend != "auto":
+            selector.get_backend(self.attn_backend)
+
+    def _set_request(self, scale: float, cache_dtype: str = "auto", **request: Any) -> None:
+        """Describe the request for every model dtype; `request` are further fields of `AttentionConfig`."""
+        configs = {
+            name: AttentionConfig(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                head_size_v=self.head_size_v,
+                scale=scale,
+                dtype=name,
+                kv_cache_dtype=resolve_kv_cache_dtype(cache_dtype, dtype),
+                block_size=0,
+                causality="bidirectional",
+                backend=self.attn_backend,
+                **request,
+            )
+            for name, dtype in MODEL_DTYPES.items()
+        }
+        self._ops = {name: config.encode() for name, config in configs.items()}
+        self._kv_formats = {name: config.kv_cache_dtype for name, config in configs.items()}
+
+    def get_kv_cache_spec(self, dtype: torch.dtype) -> None:
+        """Return `None`: this layer has no cache."""
+
+    def resolve_config(self, dtype: torch.dtype, device: torch.device | str) -> AttentionConfig:
+        """Return the request for a model of `dtype`, with the backend that runs it on a device.
+
+        Raises:
+            DtypeError: no model dtype.
+            UnsupportedRequestError: no backend, or not the one asked for, runs the request there.
+        """
+        config = AttentionConfig.parse(self._op_config(dtype))
+        return config.replace(backend=selector.choose(config, device).name)
+
+    def _op_config(self, dtype: torch.dtype) -> str:
+        name = dtype_name(dtype)
+        if name not in self._ops:
+            raise DtypeError(
+                f"query is {name} in layer {self.prefix!r}", ", ".join(MODEL_DTYPES), "convert query, key and value"
+            )
+        return self._ops[name]
+
+    def _check_same_rows(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values that are not of the query's rows; all are `[T, heads, width]`.
+
+        Compiled code does this too: the offsets are those of the query, and would reach behind a shorter key.
+        """
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape[0] != query.shape[0]:
+                raise ShapeError(
+                    f"{name} has {tensor.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
+                    "the same tokens for query, key and value",
+                    "check what was projected",
+                )
+
+    def _check_dtypes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values that are neither in the query's dtype nor stored already in the layer's FP8 format."""
+        stored = KV_FORMATS[self._kv_formats[dtype_name(query.dtype)]]
+        allowed = [query.dtype, stored.value_dtype] if stored.quantised else [query.dtype]
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.dtype not in allowed:
+                raise DtypeError(
+                    f"{name} is {dtype_name(tensor.dtype)} in layer {self.prefix!r}",
+                    " or ".join(map(dtype_name, allowed)),
+                    f"convert it to the query's dtype, {dtype_name(query.dtype)}",
+                )
+
+    def _check_call(self, args: tuple[Any, ...], inputs: Sequence[Tensor | None]) -> None:
+        """Refuse what the op would refuse, before any state of the layer changes. Eager calls only."""
+        check_no_gradients(self, inputs)
+        packed = VarlenAttentionArgs(*args)
+        config = AttentionConfig.parse(packed.config)
+        selector.choose(config, packed.query.device)
+        checks.check_varlen_attention(packed, config)
+
+    def _arguments(
+        self,
+        qkv: Sequence[Tensor],
+        starts: Tensor,
+        output: Tensor,
+        block_scale: Tensor | None,
+        scales: Sequence[Tensor | None],
+        op_config: str,
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales` are those of q, k and v."""
+        # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
+        plan = [starts.new_empty(0)] if torch.compiler.is_exporting() else []
+        return (
+            *qkv,
+            starts,
+            starts,
+            output,
+            block_scale,
+            None,
+            self.output_scale,
+            *scales,
+            self.alibi_slopes,
+            self.sinks,
+            None,
+            None,
+            None,
+            None,
+            plan,
+            None,
+            op_config,
+        )
+
+    def _heads_repr(self) -> str:
+        text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
+        if self.head_size_v != self.head_size:
+            text += f", head_size_v={self.head_size_v}"
+        return text
+
+    def _backend_repr(self) -> str:
+        return "backend=auto" if self.attn_backend == "auto" else f"backend={self.attn_backend} (asked for)"

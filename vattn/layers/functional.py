@@ -1,0 +1,271 @@
+"""The ops as plain functions for people who hold their own cache: allocate the outputs, call the op, return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import vattn.ops.schemas  # noqa: F401  registers the ops
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import RopeConfig
+from vattn.errors import ConfigError, MetadataError, ShapeError
+from vattn.metadata.attention_metadata import AttentionMetadata, step_of
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+
+
+class AttentionOutput(NamedTuple):
+    """What `paged_attention` returns.
+
+    Attributes:
+        output: `[T, num_heads, head_size_v]` in the model dtype or the output format's container.
+        lse: fp32 `[T, num_heads]`, or `None` unless `config.lse`.
+        block_scale: scales that the output format computed, or `None`.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    block_scale: Tensor | None
+
+
+def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
+    """Return uninitialised tensors that `vattn::attention` can write for this query and config."""
+    output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(
+        query, config.head_size_v, MODEL_DTYPES[config.dtype]
+    )
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if config.lse else None
+    return AttentionOutput(output, lse, block_scale)
+
+
+def update_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    config: AttentionConfig,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write new keys and values into their slots of a cache, in place.
+
+    Args:
+        key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
+        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        slot_mapping: int64 `[T]`, `block * block_size + offset`; out of range (-1 by convention) writes nothing.
+        k_scale, v_scale: fp32, for a quantised cache.
+
+    Raises:
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: no config, or a tensor against it.
+        UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
+    """
+    _check_config(config)
+    _check_tensors(key=key, value=value, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    _check_tensors(optional=True, k_scale=k_scale, v_scale=v_scale)
+    torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
+
+
+def rope_update_kv_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    rope: RopeConfig,
+    config: AttentionConfig,
+    *,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values into their slots of a cache in place, and return the queries.
+
+    One kernel on a GPU. Norm and rotation are computed in fp32; results are rounded to the model dtype and then
+    quantised, if the config asks for it. `vattn.options(rope=...)` finds the same steps in a compiled model.
+
+    Args:
+        query: `[T, num_heads, head_size]` in the model dtype; like key and value maybe a slice of one projection.
+        key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
+        cos, sin: float `[N, R / 2]`, one angle per pair, or `[N, R]`, one factor per column; R = `rope.rotary_dim`. Row
+            t is token t's (N = T), or row `positions[t]`.
+        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        slot_mapping: int64 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
+        rope: the rotation, and the norm ahead of it.
+        positions: int32 or int64 `[T]`; rows of the tables.
+        q_weight, k_weight: `[head_size]` of the norms, fp32 or model dtype.
+        q_scale: fp32, 1 value or one per KV head, with a query format in the config.
+        k_scale, v_scale: fp32, for a quantised cache.
+
+    Returns:
+        `[T, num_heads, head_size]` in the model dtype, or e4m3 with a query format; every row is written.
+
+    Raises:
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: a tensor contradicts the configs.
+        UnsupportedRequestError: the config's backend has no such op.
+
+    Example:
+        >>> import torch, vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=8)
+        >>> cache = torch.zeros(vattn.kv_cache_shape(config, num_blocks=2))
+        >>> angles = torch.outer(torch.arange(32.0), 10000 ** (-torch.arange(8) / 8))
+        >>> ones, slots, rope = torch.ones(2, 1, 16), torch.tensor([8, 9]), vattn.RopeConfig(rotary_dim=16)
+        >>> turned = vattn.rope_update_kv_cache(
+        ...     torch.ones(2, 2, 16), ones, ones, angles.cos(), angles.sin(), cache, slots, rope, config,
+        ...     positions=torch.tensor([0, 3]),
+        ... )
+        >>> bool((turned[0] == 1).all()), bool((turned[1] == cache[0, 1, 1]).all())
+        (True, True)
+    """
+    _check_config(config)
+    if not isinstance(rope, RopeConfig):
+        raise ConfigError(f"a rope of type {type(rope).__name__}", "a RopeConfig", "vattn.RopeConfig(rotary_dim=...)")
+    dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
+    query_out = query.new_empty(query.shape, dtype=dtype)
+    torch.ops.vattn.rope_kv_cache_update(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        positions,
+        query_out,
+        kv_cache,
+        slot_mapping,
+        q_weight,
+        k_weight,
+        q_scale,
+        k_scale,
+        v_scale,
+        rope.encode(),
+        config.encode(),
+    )
+    return query_out
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    config: AttentionConfig,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """Attend packed queries to a paged cache; what each tensor means is in `vattn.ops.arguments.AttentionArgs`.
+
+    The mask is the config's: metadata adds flags, trees and ranges, which the config must ask for. Cross attention
+    reads the encoder's side of the metadata.
+
+    Raises:
+        ConfigError, MetadataError: no config or metadata, a step built with `causal=False` for a causal config, or
+            cross attention in a step without encoder lengths.
+        UnsupportedRequestError: no backend, or not the one named in the config, runs it on the query's device.
+        ShapeError, DtypeError, DeviceError, ScaleError: a tensor contradicts the config.
+
+    Example:
+        >>> import torch, vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=8)
+        >>> cache = torch.zeros(vattn.kv_cache_shape(config, num_blocks=3))
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, block_size=8)
+        >>> step = builder.build(query_lens=[2], seq_lens=[2], block_tables=[[1]])
+        >>> vattn.update_kv_cache(torch.randn(2, 1, 16), torch.ones(2, 1, 16), cache, step.slot_mapping, config)
+        >>> vattn.paged_attention(torch.randn(2, 2, 16), cache, step, config).output[:, :, 0].round(decimals=3)
+        tensor([[1., 1.],
+                [1., 1.]])
+    """
+    seq_lens, block_table = _keys_of(metadata, config)
+    _check_tensors(query=query, kv_cache=kv_cache)
+    _check_tensors(
+        optional=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output_scale=output_scale,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    result = new_output(query, config)
+    torch.ops.vattn.attention(
+        query,
+        kv_cache,
+        metadata.query_start_loc,
+        seq_lens,
+        block_table,
+        result.output,
+        result.block_scale,
+        result.lse,
+        output_scale,
+        q_scale,
+        k_scale,
+        v_scale,
+        alibi_slopes,
+        sinks,
+        metadata.causal if isinstance(metadata.causal, Tensor) else None,
+        metadata.tree_bias,
+        metadata.tree_id if metadata.tree_bias is not None else None,
+        metadata.mm_ranges,
+        None,
+        [],
+        None,
+        config.encode(),
+    )
+    return result
+
+
+def _check_config(config: AttentionConfig) -> None:
+    if not isinstance(config, AttentionConfig):
+        raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
+
+
+def _check_tensors(optional: bool = False, **given: object) -> None:
+    for name, value in given.items():
+        if not (isinstance(value, Tensor) or (optional and value is None)):
+            allowed = "a tensor, or None" if optional else "a tensor"
+            raise ShapeError(f"{name} is {type(value).__name__}", allowed, f"pass a tensor for {name}")
+
+
+def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
+    _check_config(config)
+    step_of(metadata, "paged_attention()")
+    if metadata.causal is False and config.causality != "bidirectional":
+        raise MetadataError(
+            f"a step built with causal=False for a config with causality {config.causality}",
+            "a config that says what the step says",
+            "config.replace(causality='bidirectional')",
+        )
+    if config.attn_type != "encoder_decoder":
+        return metadata.seq_lens, metadata.block_table
+    if metadata.encoder_seq_lens is None or metadata.cross_block_table is None:
+        raise MetadataError(
+            "metadata without encoder lengths for a config of cross attention",
+            "encoder_seq_lens and cross_block_table",
+            "pass encoder_lens= and cross_block_tables= to builder.build",
+        )
+    return metadata.encoder_seq_lens, metadata.cross_block_table
+
+
+def merge_attn_states(
+    prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Combine two partial results of the same query rows over disjoint keys.
+
+    Args:
+        prefix_output, suffix_output: `[T, num_heads, head_size_v]`.
+        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf marks an empty part. With sinks, exactly one
+            part must have carried them.
+
+    Returns:
+        The output over both parts and its LSE.
+    """
+    _check_tensors(
+        prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output, suffix_lse=suffix_lse
+    )
+    output, lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
+    torch.ops.vattn.merge_attn_states(output, lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    return output, lse

@@ -1,0 +1,222 @@
+"""`MLAAttention`: multi-head latent attention over a paged cache of latents, as DeepSeek's models have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.backends.mla.registry import mla_backends
+from vattn.config.arguments import refuse_unknown_inputs
+from vattn.config.host_integers import read_count
+from vattn.config.mla import MLAConfig
+from vattn.errors import CacheNotBoundError, ConfigError
+from vattn.layers.base.checks import (
+    check_block_size,
+    check_bound_dtype,
+    check_devices,
+    check_no_gradients,
+    check_tokens,
+)
+from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
+from vattn.layers.base.step import LayerResult, split_heads
+from vattn.layers.mla.arguments import latent_rows, listed_positions, plain_step
+from vattn.layers.mla.cache_binding import BoundLatents
+from vattn.layers.mla.kv_b_proj import weights_version
+from vattn.layers.mla.rotary import LatentRotary, check_table, rope_string
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.ops import checks_mla as mla_checks
+from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+
+
+class MLAAttention(BoundLatents):
+    """Attend new tokens to everything their requests have seen, through a paged cache of one latent row per token.
+
+    Args:
+        num_heads, scale: query heads, factor of the scores.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: columns of a query head without and with rotation, and of a
+            value: P, R and V.
+        q_lora_rank: rank of the query's own projection, `None` for none; the layer gets finished queries and only
+            shows it.
+        kv_lora_rank: columns of the latent, L.
+        kv_b_proj: linear module from L to `num_heads * (P + V)` columns: `nn.Linear`, one with e4m3 weights and scales,
+            or any other; it stays the caller's, and only `process_weights_after_loading` reads it.
+        cache_config: block size and cache dtype (`vattn.quantization.mla_formats.MLA_FORMATS`); default
+        `CacheConfig()`.
+        quant_config: `k_scale` of an FP8 cache; `query_format` with `q_scale`, which quantise queries once they are
+            absorbed; output quantisation.
+        prefix: unique name of the layer in its model.
+        attn_backend: name of a backend, never replaced by another; default: the first that accepts.
+        use_sparse: rows see the positions alone that `indexer` lists.
+        indexer: with `use_sparse`: an object whose `topk_indices` is int32 `[max_tokens, K]`, filled before the layer
+            runs: positions in its request that each row sees, -1 for none.
+        **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
+            values of how many tokens are expanded at a time), `context_parallel`
+            (`vattn.distributed.ContextParallel`: the ranks that share the cache; the layer then takes its rank's
+            part of the `num_heads` query heads, while `kv_b_proj` has all of them, or on every rank its own).
+
+    Raises:
+        ConfigError, ScaleError, ShapeError, DtypeError, UnknownOptionError, UnsupportedRequestError: at construction
+            where the values alone decide, at `bind_kv_cache` where dtype, device or weights decide.
+
+    State: the prepared weights are a buffer outside of the state dict, written in place. The cache is one too; moving
+    the layer to another device drops it.
+
+    Compile: one graph for equal layers; lengths are tensors and never recompile.
+
+    Example:
+        >>> import torch, vattn
+        >>> kv_b_proj = torch.nn.Linear(32, 4 * (16 + 16), bias=False)
+        >>> layer = vattn.MLAAttention(4, 24**-0.5, 16, 8, 16, None, 32, kv_b_proj)
+        >>> _ = vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, layers=layer)
+        >>> step = builder.build(query_lens=[3], seq_lens=[3], block_tables=[[1]])
+        >>> with torch.no_grad():
+        ...     out = layer(torch.randn(3, 4, 24), torch.randn(3, 32), torch.randn(3, 1, 8), metadata=step)
+        >>> out.shape
+        torch.Size([3, 64])
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        output_shape: torch.Size | Sequence[int] | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+        rotary: LatentRotary | None = None,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new latents and rotated keys to the cache and attend.
+
+        Args:
+            q: `[T, num_heads, P + R]` or flattened; the last R columns of a head are rotated. Padding rows may hold
+                anything.
+            kv_c_normed: `[T, L]`, the latents after their norm.
+            k_pe: `[T, 1, R]` or `[T, R]`, rotated.
+            output_shape: shape of the result; default `[T, num_heads * V]`.
+            metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
+                result is zero and no cache is needed.
+            rotary: norm and rotation that the store itself does, in one launch: `kv_c_normed` then comes ahead of its
+                norm and `k_pe` ahead of its rotation. Queries come finished all the same.
+
+        Returns:
+            The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
+            format that computes scales, `(output, block_scale)`.
+
+        Raises:
+            CacheNotBoundError: metadata but no cache.
+            ShapeError, DtypeError: tensors that contradict the layer.
+        """
+        if unknown:
+            refuse_unknown_inputs(self, unknown)
+        metadata = plain_step(self, metadata)
+        rope = "" if rotary is None else rope_string(rotary, self.prefix)
+        parallel = self.context_parallel
+        heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size
+        q = split_heads("q", q, heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        kv_c_normed, k_pe = latent_rows(kv_c_normed, k_pe, self)
+        result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
+        if metadata is None:
+            if not torch.compiler.is_compiling():
+                # Whoever measures memory by such a call sees what a step may take.
+                q.new_empty(self.scratch_bytes(q.shape[0], q.dtype, q.device), dtype=torch.uint8)
+            return result.zeroed()
+        self._check_bound(q)
+        slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
+        topk = listed_positions(self, q.shape[0])
+        plan = metadata.plans.get(self._plan_key)
+        arguments: tuple[Any, ...] = (
+            q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
+            result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
+            metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            check_step_ranks(self.prefix, parallel, metadata)
+            if rotary is not None:
+                check_table(rotary, metadata, self.prefix)
+            self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
+        if rotary is None:
+            torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
+        else:
+            torch.ops.vattn.mla_rope_kv_cache_update(
+                kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
+                self.k_scale, rope, config,
+            )  # fmt: skip
+        if parallel is not None:
+            args = MLAAttentionArgs(*arguments)
+            attend_parts(torch.ops.vattn.mla_attention, args, q, result, self, self.v_head_dim)
+        else:
+            torch.ops.vattn.mla_attention(*arguments)
+        return result.returned()
+
+    def scratch_bytes(
+        self, num_tokens: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> int:
+        """Return how many bytes a step of some tokens takes beside its result, workspace included.
+
+        They are given back behind each layer. Partial results of requests that are split are not counted.
+
+        Args:
+            num_tokens: tokens of the step.
+            dtype, device: of the model, for a layer without a cache.
+
+        Raises:
+            ConfigError: neither a cache nor a dtype, or a number of tokens that is none.
+            UnsupportedRequestError: no backend runs the layer.
+        """
+        num_tokens = read_count("num_tokens", num_tokens, 0, "pass the tokens of a step")
+        config: Any = self.config
+        if config is None:
+            if dtype is None:
+                raise ConfigError(
+                    f"scratch_bytes of layer {self.prefix!r} without a cache", "a dtype and a device", "pass both"
+                )
+            config = self.resolve_config(dtype, device)
+        parallel, backend = self.context_parallel, mla_backends()[config.backend]
+        gathered = 0 if parallel is None else num_tokens * config.num_heads * (config.qk_head_dim + config.v_head_dim)
+        own = backend.scratch_bytes(config, num_tokens, self.workspace_tokens)
+        return own + gathered * getattr(torch, config.dtype).itemsize
+
+    def _check_bound(self, q: Tensor) -> None:
+        if self.kv_cache is None or self.config is None:
+            raise CacheNotBoundError(
+                f"layer {self.prefix!r} has no KV cache",
+                "a bound cache whenever metadata is given",
+                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            )
+        if self.kv_b_weight is None:
+            raise ConfigError(
+                f"kv_b_proj of layer {self.prefix!r} had no values, or wrong ones, when the cache was bound",
+                "weights that are read",
+                "load them, then call layer.process_weights_after_loading()",
+            )
+        check_bound_dtype(self, "q", q, self.config.dtype)
+
+    def _check_step(
+        self, q: Tensor, kv_c: Tensor, k_pe: Tensor, metadata: AttentionMetadata, arguments: tuple[Any, ...]
+    ) -> None:
+        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        config, cache = self.config, self.kv_cache
+        assert isinstance(config, MLAConfig) and cache is not None
+        rows = {"q": q.shape[0], "kv_c_normed": kv_c.shape[0], "k_pe": k_pe.shape[0]}
+        check_tokens(self, rows, metadata.slot_mapping.shape[0])
+        check_block_size(self, metadata.block_size, config.block_size)
+        check_no_gradients(self, (q, kv_c, k_pe))
+        inputs = {"q": q, "kv_c_normed": kv_c, "k_pe": k_pe}
+        check_devices(self, inputs, metadata.query_start_loc.device, cache.device)
+        if self._weights_read != weights_version(self._kv_b_proj[0]):
+            raise ConfigError(
+                f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",
+                "the weights that it has read",
+                "call layer.process_weights_after_loading()",
+            )
+        update = MLACacheUpdateArgs(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale, self._op_config)
+        mla_checks.check_mla_kv_cache_update(update, config)
+        args = MLAAttentionArgs(*arguments)
+        if self.context_parallel is not None:
+            args = partial_arguments(args, all_heads(q, self.context_parallel), self.v_head_dim, q.dtype)
+        mla_checks.check_mla_attention(args, config)

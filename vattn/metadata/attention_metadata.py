@@ -1,0 +1,372 @@
+"""What one step's batch looks like: `AttentionMetadata`, the key of what a graph capture bakes in, and `check`.
+
+Compiled code reads tensors only. The integers beside them are for people and for the host; a test asserts that nothing
+compiled reads one.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vattn.config.arguments import known_keywords
+from vattn.config.dcp import Stripe
+from vattn.config.host_integers import read_count
+from vattn.errors import MetadataError
+from vattn.metadata.checks import (
+    check_block_table,
+    check_seq_lens,
+    check_slots,
+    check_tree_ids,
+)
+from vattn.metadata.lineage import BuiltStep
+
+OPTIONAL_STEP_FIELDS = (
+    "encoder_seq_lens",
+    "cross_block_table",
+    "cross_slot_mapping",
+    "logits_indices",
+    "logits_start_loc",
+    "prefix_lens",
+    "prefix_start_loc",
+    "suffix_lens",
+    "suffix_block_table",
+    "local_seq_lens",
+)
+"""Fields of `AttentionMetadata` for cross attention, fast prefill, shared prefixes and context parallelism: tensors, or
+`None`."""
+
+TENSOR_FIELDS = (
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "positions",
+    "causal",
+    "tree_bias",
+    "tree_id",
+    "mm_ranges",
+    *OPTIONAL_STEP_FIELDS,
+)
+"""Fields of `AttentionMetadata` that hold a tensor, or may."""
+
+
+class CaptureKey(NamedTuple):
+    """Everything about a step's metadata that a CUDA-graph capture bakes in; lengths and tables are not among it.
+
+    Attributes:
+        num_reqs, num_tokens: padded sizes.
+        table_width: columns of the block table.
+        causal: `"layer"` (each layer's own rule), `"bidirectional"` or `"per_request"` (a tensor of flags).
+        optional: names and shapes of the optional tensors that are present.
+        plans: names and shapes of the schedules.
+        buffers: addresses of all tensors, in the order of the fields.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    table_width: int
+    causal: str
+    optional: tuple[tuple[str, tuple[int, ...]], ...]
+    plans: tuple[tuple[str, tuple[int, ...]], ...]
+    buffers: tuple[int, ...]
+
+    def differences(self, other: CaptureKey) -> list[str]:
+        """Return one line per field in which `other` contradicts this key, e.g. `"num_reqs 4, captured 8"`."""
+        found = []
+        for name, captured, came in zip(self._fields, self, other, strict=True):
+            if captured != came:
+                found.append("buffers moved" if name == "buffers" else f"{name} {came!r}, captured {captured!r}")
+        return found
+
+
+@dataclass(eq=False)
+class AttentionMetadata:
+    """Describe the requests of one step: the five tensors, optional mask tensors, and host integers.
+
+    Padding: padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1; their output is zero.
+
+    Attributes:
+        query_start_loc: int32 `[B + 1]`, where each request's new tokens start; padded requests repeat the last value.
+        seq_lens: int32 `[B]`, cached plus new tokens.
+        block_table: int32 `[B, W]`; entries past a request's last block may hold garbage. W is 0 in a step of layers
+            without a cache, which has no slots either.
+        slot_mapping: int64 `[T]`, `block * block_size + offset` of every new token; -1 writes nothing.
+        positions: int64 `[T]`, `seq_len - query_len + i`, or what `build(positions=...)` was given; 0 for padding.
+        causal: `True` (each layer's own rule), `False` (bidirectional), or int32 `[B]` flags, nonzero = causal.
+        tree_bias: fp32 `[trees, n, n]` added to scores of query row r and new key c.
+        tree_id: int32 `[B]`, which bias a request uses, -1 = none.
+        mm_ranges: int32 `[B, R, 2]`, inclusive absolute positions that see each other both ways; start >= end = unused.
+        encoder_seq_lens: int32 `[B]`, encoder states of each request, 0 for none: the keys of cross attention.
+        cross_block_table: int32 `[B, Wc]`, the blocks that hold them; entries past the last may hold garbage.
+        cross_slot_mapping: int64 `[E]`, the slot of every encoder state that this step writes: the states of the
+            requests whose encoder ran, one request after the other; -1 writes nothing. `None`: no encoder ran.
+        logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
+            ones of each request, then any as padding. `None`: all rows.
+        logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.
+        prefix_lens: int32 `[2]`, the length of the prefix that all requests share, and 0. `None`: it is not attended
+            apart.
+        prefix_start_loc: int32 `[3]`, the rows of the step as one request's, and a request without rows.
+        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request behind the prefix.
+        local_seq_lens: int32 `[B]`, how many of each request's tokens this rank holds, under context parallelism:
+            table and slots are of those alone, slots of other ranks' tokens -1, all else of the whole request.
+        plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
+            schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
+        num_reqs, num_actual_tokens: real requests and tokens, without padding.
+        max_query_len, max_seq_len: over the real requests.
+        max_position: no position of the step is larger; -1: not told. Eager latent layers compare RoPE tables with it.
+        num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
+            to the builder's `decode_threshold`) and some cached ones.
+        block_size: tokens per block that tables and slots count in; 0: not told. Eager layers compare it with theirs.
+        stripe: which share of the tokens that is; eager layers compare it with theirs.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    positions: Tensor | None = None
+    causal: bool | Tensor = True
+    tree_bias: Tensor | None = None
+    tree_id: Tensor | None = None
+    mm_ranges: Tensor | None = None
+    encoder_seq_lens: Tensor | None = None
+    cross_block_table: Tensor | None = None
+    cross_slot_mapping: Tensor | None = None
+    logits_indices: Tensor | None = None
+    logits_start_loc: Tensor | None = None
+    prefix_lens: Tensor | None = None
+    prefix_start_loc: Tensor | None = None
+    suffix_lens: Tensor | None = None
+    suffix_block_table: Tensor | None = None
+    local_seq_lens: Tensor | None = None
+    plans: dict[str, Tensor] = field(default_factory=dict)
+    num_reqs: int = 0
+    num_actual_tokens: int = 0
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    max_position: int = -1
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    block_size: int = 0
+    stripe: Stripe | None = None
+    _built: BuiltStep | None = field(default=None, repr=False)
+    """Which step of its builder this is; `None` for tensors that no builder rewrites."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are present by name; schedules as `plans.<key>`."""
+        found = {name: getattr(self, name) for name in TENSOR_FIELDS}
+        found.update({f"plans.{key}": plan for key, plan in self.plans.items()})
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def capture_key(self) -> CaptureKey:
+        """Return what a CUDA graph captured with this metadata bakes in. Host work only, no sync."""
+        flags = self.causal
+        kind = "per_request" if isinstance(flags, Tensor) else ("layer" if flags else "bidirectional")
+        names = ("positions", "tree_bias", "tree_id", "mm_ranges", *OPTIONAL_STEP_FIELDS)
+        extras = ((name, getattr(self, name)) for name in names)
+        return CaptureKey(
+            num_reqs=self.seq_lens.shape[0],
+            num_tokens=self.slot_mapping.shape[0],
+            table_width=self.block_table.shape[1],
+            causal=kind,
+            optional=tuple((name, tuple(value.shape)) for name, value in extras if value is not None),
+            plans=tuple((name, tuple(plan.shape)) for name, plan in self.plans.items()),
+            buffers=tuple(tensor.data_ptr() for tensor in self.tensors().values()),
+        )
+
+    def mark_dynamic(self) -> None:
+        """Tell Dynamo, where it is loaded, that batch sizes vary, so that no size of this step is compiled in."""
+        if "torch._dynamo" not in sys.modules:
+            return
+        for name, tensor in self.tensors().items():
+            mark_once(tensor, *([0, 1, 2] if name == "tree_bias" else [0]))
+
+    @known_keywords
+    def check(self, block_size: int, num_blocks: int | None = None) -> None:
+        """Test what only a device sync can tell; for tests and debugging.
+
+        Args:
+            block_size: tokens per cache block.
+            num_blocks: blocks of the cache; `None` leaves the upper bound of block ids and slots untested.
+
+        Raises:
+            MetadataError: offsets fall, a length is shorter than its query, a used block id or a slot is out of range,
+                two tokens share a slot, a padding row has a slot, a tree id names no tree, or the builder has written
+                another step over this one.
+        """
+        if is_rewritten(self):
+            raise rewritten(self, "check()")
+        block_size = read_count("block_size", block_size, 1, "pass that of the cache", MetadataError)
+        if num_blocks is not None:
+            num_blocks = read_count("num_blocks", num_blocks, 1, "pass that of the cache, or None", MetadataError)
+        host = {name: tensor.cpu() for name, tensor in self.tensors().items() if not name.startswith("plans.")}
+        _check_shapes(host)
+        _check_lengths(host["query_start_loc"].long(), host["seq_lens"].long(), self.num_actual_tokens)
+        if host["block_table"].shape[1] or bool((host["slot_mapping"] >= 0).any()):
+            held = host.get("local_seq_lens", host["seq_lens"]).long()
+            check_block_table(host["block_table"], held, block_size, num_blocks)
+        check_slots(host["slot_mapping"], block_size, num_blocks)
+        real = int(host["query_start_loc"][-1])
+        if bool((host["slot_mapping"][real:] >= 0).any()):
+            raise MetadataError(
+                f"padding row {real + int((host['slot_mapping'][real:] >= 0).nonzero()[0])} has a slot",
+                "slot -1 for every row from query_start_loc[-1] on",
+                "pad slot_mapping with -1",
+            )
+        if "tree_id" in host:
+            trees = host["tree_bias"].shape[0] if "tree_bias" in host else 0
+            check_tree_ids(host["tree_id"], trees)
+        if "encoder_seq_lens" in host and "cross_block_table" in host:
+            check_block_table(host["cross_block_table"], host["encoder_seq_lens"].long(), block_size, num_blocks)
+        if "cross_slot_mapping" in host:
+            check_slots(host["cross_slot_mapping"], block_size, num_blocks, "cross_slot_mapping")
+        if "logits_indices" in host and "logits_start_loc" in host:
+            _check_logits(host["query_start_loc"].long(), host["logits_start_loc"].long(), host["logits_indices"])
+
+
+_DTYPES = {
+    "slot_mapping": torch.int64,
+    "positions": torch.int64,
+    "tree_bias": torch.float32,
+    "cross_slot_mapping": torch.int64,
+    "logits_indices": torch.int64,
+}
+
+_PAIRS = (
+    ("tree_bias", "tree_id"),
+    ("encoder_seq_lens", "cross_block_table"),
+    ("logits_indices", "logits_start_loc"),
+    ("prefix_lens", "prefix_start_loc"),
+    ("prefix_lens", "suffix_lens"),
+    ("prefix_lens", "suffix_block_table"),
+)
+"""Fields that mean something together alone."""
+
+_OWN_ROWS = ("tree_bias", "cross_slot_mapping", "logits_indices")
+"""Fields of which no other gives the number of rows."""
+
+
+def mark_once(tensor: Tensor, *dims: int) -> None:
+    """Tell Dynamo that sizes of a tensor vary, where it has not been told.
+
+    Every layer asks for the same tensors of a step, and the question takes a tenth of what telling does.
+    """
+    if not set(dims) <= getattr(tensor, "_dynamo_weak_dynamic_indices", set()):
+        torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+
+
+def step_of(metadata: object, where: str) -> AttentionMetadata:
+    """Return the metadata of a step that `where` takes.
+
+    Raises:
+        MetadataError: something else, or a step over which its builder has written another one.
+    """
+    if not isinstance(metadata, AttentionMetadata):
+        raise MetadataError(
+            f"{where} got metadata of type {type(metadata).__name__}",
+            "AttentionMetadata",
+            "pass what builder.build returned, or its .common where it has one",
+        )
+    if is_rewritten(metadata):
+        raise rewritten(metadata, where)
+    return metadata
+
+
+class OfBuilder(Protocol):
+    """Metadata that knows which step of its builder it is."""
+
+    _built: BuiltStep | None
+
+
+def is_rewritten(metadata: OfBuilder) -> bool:
+    """Return whether its builder has written a later step over this one; nothing that varies by step is read."""
+    built = metadata._built
+    return built is not None and built.rewritten is not None
+
+
+def rewritten(metadata: OfBuilder, where: str) -> MetadataError:
+    """Return the error of such a step; `where` it came."""
+    assert metadata._built is not None
+    return MetadataError(
+        f"{where} got {metadata._built.rewritten}",
+        "the newest step of a builder, all of whose steps share their tensors",
+        "run what build() or advance() returned last, and build steps that must last with a builder of their own",
+    )
+
+
+def _check_shapes(host: dict[str, Tensor]) -> None:
+    num_reqs, num_tokens = host["seq_lens"].shape[0], host["slot_mapping"].shape[0]
+    for pair in _PAIRS:
+        missing = [name for name in pair if name not in host]
+        if len(missing) == 1:
+            raise MetadataError(f"{pair[0]} or {pair[1]} alone", "both or neither", f"give {missing[0]} too")
+    offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
+    first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
+    dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}
+    for name, tensor in host.items():
+        dtype = _DTYPES.get(name, torch.int32)
+        rows = tensor.shape[0] if name in _OWN_ROWS else first.get(name, num_reqs)
+        if tensor.dtype != dtype or tensor.dim() != dims.get(name, 1) or tensor.shape[0] != rows:
+            raise MetadataError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}",
+                f"{dtype} of {dims.get(name, 1)} dimensions, {rows} rows",
+                "make the metadata with AttentionMetadataBuilder",
+            )
+
+
+def _check_lengths(starts: Tensor, seq_lens: Tensor, num_actual_tokens: int) -> None:
+    query_lens = starts.diff()
+    if int(starts[0]) != 0 or bool((query_lens < 0).any()):
+        raise MetadataError(
+            f"query_start_loc {starts.tolist()}",
+            "offsets that start at 0 and never fall",
+            "pass cumulative query lengths",
+        )
+    if num_actual_tokens and int(starts[-1]) != num_actual_tokens:
+        raise MetadataError(
+            f"query_start_loc ends at {int(starts[-1])} with num_actual_tokens={num_actual_tokens}",
+            "the same number of tokens",
+            "set both from the query lengths",
+        )
+    check_seq_lens(query_lens, seq_lens)
+
+
+def _check_logits(starts: Tensor, kept: Tensor, indices: Tensor) -> None:
+    """Raise MetadataError where the kept rows are not the last ones of their requests."""
+    counts = kept.diff()
+    if int(kept[0]) != 0 or bool(((counts < 0) | (counts > starts.diff())).any()) or int(kept[-1]) > indices.shape[0]:
+        raise MetadataError(
+            f"logits_start_loc {kept.tolist()} for {indices.shape[0]} rows",
+            "offsets that start at 0, never fall, and keep no more rows than a request has",
+            "use build(num_logits=...)",
+        )
+    ends = torch.repeat_interleave(starts[1:] - kept[1:], counts)
+    if not torch.equal(indices[: int(kept[-1])], ends + torch.arange(int(kept[-1]))):
+        raise MetadataError(
+            f"logits_indices {indices[: int(kept[-1])].tolist()} with requests that end before rows "
+            f"{starts[1:].tolist()}",
+            "the last rows of each request: a query that leaves out later rows sits at a wrong position",
+            "keep every row from the first needed one to the end of its request",
+        )
+
+
+def with_sinks(seq_lens: Tensor, sink_len: int) -> Tensor:
+    """Return lengths that count sink tokens in front of every request; a request of length 0 stays empty."""
+    return torch.add(seq_lens, seq_lens.clamp(0, 1), alpha=sink_len) if sink_len else seq_lens
+
+
+def plan_key(backend_key: str, sink_len: int) -> str:
+    """Return the key in `AttentionMetadata.plans` of a kind of layer: its backend's, apart for lengths with sinks."""
+    return f"{backend_key} sink_len={sink_len}" if sink_len else backend_key
+
+
+def host_plan_key(key: str) -> str:
+    """Return the key in `AttentionMetadata.plans` of the host's half of the schedule that `key` names."""
+    return f"{key} (host)"

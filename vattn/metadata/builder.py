@@ -1,0 +1,484 @@
+"""`AttentionMetadataBuilder`: turn a scheduler's host numbers into metadata at fixed addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.config.arguments import known_keywords
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.host_integers import integer, read_count
+from vattn.distributed.group import ContextParallel
+from vattn.errors import ConfigError, DeviceError, MetadataError
+from vattn.metadata.advance import FollowingSteps, moved_on, write_following
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
+from vattn.metadata.block_conflicts import WrittenBlocks
+from vattn.metadata.capture_contract import refuse_contradiction, refuse_overflow
+from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
+from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
+from vattn.metadata.dcp import builder_facts, check_striped_step, step_facts, telling_others
+from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
+from vattn.metadata.inputs import Lengths, read_positions, read_step
+from vattn.metadata.lineage import BuiltSteps
+from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
+from vattn.metadata.staging import Staging, StepBuffers, alias
+from vattn.metadata.step import Limits, Step
+
+
+class AttentionMetadataBuilder:
+    """Make `AttentionMetadata` in buffers whose addresses never change.
+
+    Args:
+        max_num_reqs, max_num_tokens, max_seq_len: capacity of one step; the block table has
+            `ceil(max_seq_len / block_size)` columns.
+        block_size: tokens per cache block; default: that of `layers`, 16 without any.
+        device: where the metadata lives; default: that of the caches of `layers`, else the CPU.
+        layers: a model, or layers and modules that have some, or configs, whose bound backends get a schedule (`plans`)
+            once a step.
+        num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
+            untested.
+        decode_threshold: longest query that still counts as a decode.
+        max_mm_ranges: multimodal ranges per request.
+        max_trees, max_tree_size: tree biases of one step, and the side of the largest.
+        max_encoder_len: encoder states of one request, for cross attention; the table of their blocks has
+            `ceil(max_encoder_len / block_size)` columns.
+        max_encoder_tokens: encoder states that one step writes; default `max_num_reqs * max_encoder_len`.
+        context_parallel: the ranks that share the cache. Lengths and positions stay those of whole requests, and every
+            rank gets the same arguments. A block holds `block_size` tokens of each rank, so that a table has
+            `ceil(tokens of the first rank / block_size)` entries, equal on all ranks; slots are this rank's.
+
+    Attributes:
+        backends: names of the backends that `layers` run on.
+
+    Raises:
+        ConfigError: a capacity below one, `layers` that are none, or layers of another block size.
+        DeviceError: no device of this machine, or meta.
+        CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
+
+    A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
+    writes into the same buffers, so that metadata of earlier steps is refused from then on, by contexts, layers and
+    runners. On CUDA it enqueues copies on the current stream and does not wait for the device. Where `layers` holds
+    `StaticSinkAttention`, it also writes sinks whose weights have changed into their caches, and refuses blocks that
+    are reserved for them.
+
+    Example:
+        >>> import vattn
+        >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64, block_size=16)
+        >>> step = builder.build(query_lens=[3, 1], seq_lens=[3, 18], block_tables=[[1], [2, 5]])
+        >>> step.slot_mapping.tolist(), step.positions.tolist()
+        ([16, 17, 18, 81], [0, 1, 2, 17])
+        >>> step.num_prefills, step.num_decodes
+        (1, 1)
+    """
+
+    _one_table = True
+    """Whether all layers read their blocks from the same table."""
+
+    @known_keywords
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
+        num_blocks: int | None = None,
+        decode_threshold: int = 1,
+        max_mm_ranges: int = 0,
+        max_trees: int = 0,
+        max_tree_size: int = 0,
+        max_encoder_len: int = 0,
+        max_encoder_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> None:
+        self.max_num_reqs = max(2, _capacity("max_num_reqs", max_num_reqs))
+        self.max_num_tokens = max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
+        self.max_seq_len = max_seq_len = _capacity("max_seq_len", max_seq_len)
+        if block_size is not None:
+            block_size = read_count(
+                "block_size", block_size, 1, "leave it out, or pass that of the layers' CacheConfig"
+            )
+        self.decode_threshold = _capacity("decode_threshold", decode_threshold)
+        max_mm_ranges, max_trees, max_tree_size, max_encoder_len = (
+            _capacity(name, size, 0)
+            for name, size in (
+                ("max_mm_ranges", max_mm_ranges),
+                ("max_trees", max_trees),
+                ("max_tree_size", max_tree_size),
+                ("max_encoder_len", max_encoder_len),
+            )
+        )
+        if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
+            raise ConfigError(
+                f"context_parallel={context_parallel!r:.60}",
+                "a vattn.distributed.ContextParallel, or None",
+                "make it with ContextParallel.of(group)",
+            )
+        self.context_parallel = context_parallel
+        with telling_others(context_parallel):
+            given = all_layers(layers)
+            self.block_size = block_size = block_size_of(given) if block_size is None else block_size
+        device = device_of(given) if device is None else device
+        DeviceInfo.of(device)  # an error of ours for what is no device
+        self.device = torch.device(device)
+        if self.device.type == "meta":
+            raise DeviceError("a builder on meta", "a device that holds numbers", "give it the device of the cache")
+        if max_encoder_tokens is None:
+            max_encoder_tokens = self.max_num_reqs * max_encoder_len
+        limits = Limits(
+            num_reqs=self.max_num_reqs,
+            num_tokens=max_num_tokens,
+            seq_len=max_seq_len,
+            block_size=block_size,
+            num_blocks=None if num_blocks is None else _capacity("num_blocks", num_blocks),
+            mm_ranges=max_mm_ranges,
+            trees=max_trees,
+            tree_size=max_tree_size,
+            encoder_len=max_encoder_len,
+            encoder_tokens=_capacity("max_encoder_tokens", max_encoder_tokens, 0),
+            stripe=None if context_parallel is None else context_parallel.stripe,
+        )
+        self.table_width = limits.table_width
+        with telling_others(context_parallel):
+            found = find_layers(given, limits, self.device, context_parallel, self._one_table)
+        self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
+        reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
+        self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)
+        # Buffers made in inference mode could not be rewritten outside of it.
+        with torch.inference_mode(False):
+            self._allocate()
+            self._plans = StepPlans(found, self._limits, self.device)
+        self._written = WrittenBlocks(self.num_blocks, found.reaches)
+        self._builds = itertools.count()
+        self._steps = BuiltSteps(found.bound, self.num_blocks)
+        if context_parallel is not None:
+            context_parallel.agree(builder_facts(self._limits, found.asked))
+
+    @property
+    def host_planned(self) -> frozenset[str]:
+        """Names of the backends that this builder plans for on the host."""
+        return self._plans.host_planned
+
+    def _allocate(self) -> None:
+        self._buffers = StepBuffers(self._limits, self.device, pinned=False)
+        # Computed on the device, from what is staged.
+        self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
+        self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
+        self._suffix_lens = torch.zeros(self._limits.num_reqs, dtype=torch.int32, device=self.device)
+        self._suffix_table = torch.zeros_like(self._buffers.block_table)
+        host = torch.device("cpu")
+        self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
+        self._host_table = self._buffers.block_table
+        self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
+        """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
+
+    @known_keywords
+    def build(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths | None = None,
+        block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        *,
+        slot_mapping: Lengths | None = None,
+        positions: Lengths | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+        causal: bool | Lengths = True,
+        tree_bias: Tensor | None = None,
+        tree_id: Lengths | None = None,
+        mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None = None,
+        encoder_lens: Lengths | None = None,
+        new_encoder: Lengths | None = None,
+        cross_block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        num_encoder_tokens_padded: int | None = None,
+        num_logits: Lengths | None = None,
+        logits_indices: Lengths | None = None,
+        num_logits_padded: int | None = None,
+        shared_prefix_len: int | None = None,
+        capture_key: CaptureKey | None = None,
+    ) -> AttentionMetadata:
+        """Check a step, copy it into the buffers and return views of them.
+
+        Args:
+            query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
+                `seq_lens=None`: nothing is cached.
+            block_tables: block ids of each request, in order; rows may be longer than needed. Requests may share blocks
+                that they read; one that the step writes into is one entry of one request, or filled by the request that
+                stores a prefix behind which others begin. Entries behind the windows of all `layers` do not count;
+                without `layers`, 0 stands for blocks that were freed there. `None`: a step of layers without a cache
+                (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
+            slot_mapping: one slot per token; default from the tables: token i of a request goes to position
+                `seq_len - query_len + i`.
+            positions: one position per token for the model, such as by depth in a tree of drafts; default those of the
+                slots. Masks, windows and ALiBi count places in the cache whatever is given here.
+            num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
+            causal: `True` (each layer's own rule), `False` (bidirectional), or one flag per request.
+            tree_bias, tree_id: fp32 `[trees, n, n]`, and per request which one it uses, -1 for none. Both or neither.
+            mm_ranges: per request its `(start, end)` ranges of absolute positions, both inclusive.
+            encoder_lens: encoder states of each request, cached or new, 0 for none; in every step of a model with
+                `CrossAttention`.
+            new_encoder: one flag per request: its encoder ran in this step, and its states are among the rows that the
+                cross layers get, one request after the other. Default: none ran.
+            cross_block_tables: block ids of each request's encoder states.
+            num_encoder_tokens_padded: pad the rows of encoder states to this many.
+            num_logits: how many of its last tokens each request keeps in layers with `fast_prefill`. A step in which
+                every request keeps all is like one without.
+            logits_indices: instead of `num_logits`, the rows that are kept, in order.
+            num_logits_padded: pad the kept rows to this many, also in a step that keeps all.
+            shared_prefix_len: cached tokens that all requests have in the same blocks, whole blocks of them: layers
+                attend them once for all rows. Whatever is given, and 0 too, results are those of `None` but for
+                rounding, and `None` and a number make graphs of their own.
+            capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
+
+        Raises:
+            MetadataError: values that contradict each other, the capacity or the cache, or a block that the step writes
+                into and somebody else uses; no buffer was touched.
+            GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+            CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
+            RankError: the other ranks build another step, or none; no buffer was touched.
+        """
+        number = next(self._builds)
+        with telling_others(self.context_parallel):
+            self._steps.check_caches()
+            step = read_step(
+                self._limits, self._written, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias,
+                tree_id, mm_ranges,
+            )  # fmt: skip
+            num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
+            if self.context_parallel is not None:
+                check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
+            step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
+            step.given_places = positions is not None or slot_mapping is not None
+            step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
+            step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
+            if shared_prefix_len is not None:
+                step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
+            if capture_key is not None:
+                if not isinstance(capture_key, CaptureKey):
+                    raise MetadataError(
+                        f"capture_key={capture_key!r:.60}", "what metadata.capture_key() returned", "pass that, or None"
+                    )
+                captured = {name: shape[0] for name, shape in capture_key.optional}
+                num_encoder_tokens_padded = captured.get("cross_slot_mapping", num_encoder_tokens_padded)
+                num_logits_padded = captured.get("logits_indices", num_logits_padded)
+                num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
+                num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
+                refuse_overflow(step, capture_key)
+            padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
+            padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
+            metadata = self._views(step, padded_reqs, padded_tokens)
+            self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
+            self._add_logits(metadata, step, padded_reqs, num_logits_padded)
+            self._add_prefix(metadata, step, padded_reqs)
+            if capture_key is not None:
+                refuse_contradiction(capture_key, metadata.capture_key())
+        if self.context_parallel is not None:
+            self.context_parallel.agree(step_facts(step, metadata, number))
+        for layer in self._sink_layers:
+            layer.write_changed_sinks()
+        self._built, metadata._built = None, self._steps.begin()
+        self._write(step, padded_reqs, padded_tokens)
+        self._derive(metadata, step)
+        metadata.mark_dynamic()
+        # What the caller passed may change afterwards.
+        step.query_lens, step.seq_lens = step.query_lens.clone(), step.seq_lens.clone()
+        self._built = metadata, step
+        return metadata
+
+    @known_keywords
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
+        """Return the step behind a step of decodes: each of its requests gets one new token more.
+
+        The metadata is what `build` would return for the same requests with lengths one larger; only what differs is
+        checked, written and copied, so that it takes a fraction of the time.
+
+        Args:
+            metadata: what `build` or `advance` returned last, with one new token for each request. Its buffers are
+                rewritten, so it is an older step from then on.
+            new_blocks: ids of the blocks that begin with a new token, in the order of their requests: one wherever
+                `seq_lens` of the step before is a multiple of the block size, whether or not the table that `build`
+                got had an entry to spare. A list, or 1-D integers of numpy or torch on the host.
+
+        Raises:
+            MetadataError: another step than the last one, or one with more than lengths and tables; other blocks than
+                those that are needed, or one that a request of the step reads; or a request that becomes too long. No
+                buffer was touched.
+
+        Example:
+            >>> import vattn
+            >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64)
+            >>> step = builder.build(query_lens=[1, 1], seq_lens=[16, 20], block_tables=[[1], [2, 5]])
+            >>> step = builder.advance(step, new_blocks=[7])
+            >>> step.seq_lens.tolist(), step.slot_mapping.tolist()
+            ([17, 21], [112, 84])
+        """
+        if self._built is None or self._built[0] is not metadata:
+            raise self._not_the_last(metadata)
+        self._steps.check_caches()
+        before, steps = self._built
+        if isinstance(steps, Step):
+            steps = FollowingSteps(self._limits, steps, self._host_table[: steps.table.shape[0]], self._written)
+        step = steps.read(new_blocks)
+        for layer in self._sink_layers:
+            layer.write_changed_sinks()
+        self._built, built = None, self._steps.begin()
+        write_following(step, self._staging.next(), self._buffers)
+        self._staging.copied()
+        # Its tensors are those of the step before, which Dynamo knows as dynamic.
+        after = moved_on(before, built)
+        self._derive(after, step)
+        steps.move(step)
+        self._built = after, steps
+        return after
+
+    def _not_the_last(self, metadata: object) -> MetadataError:
+        """Return the error of `advance` behind something else than the newest step of this builder."""
+        built = metadata._built if isinstance(metadata, AttentionMetadata) else None
+        newest = self._built[0]._built if self._built is not None else None
+        if built is not None and built is newest:
+            what = f"a copy of this builder's newest step, of type {type(metadata).__name__}"
+        elif built is not None and built.rewritten is not None:
+            what = built.rewritten
+        elif isinstance(metadata, AttentionMetadata):
+            what = "a step of another builder, or of none"
+        else:
+            what = f"metadata of type {type(metadata).__name__}"
+        return MetadataError(
+            f"advance() behind {what}",
+            "the metadata itself that build() or advance() of this builder returned last",
+            "pass that, or call build() for this step",
+        )
+
+    def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
+        """Add views of the encoder's side, with as many rows of states as asked for."""
+        if step.cross is None:
+            if asked is not None and asked != 0:
+                raise MetadataError(
+                    f"num_encoder_tokens_padded={asked} without encoder_lens", "both or neither", "pass encoder_lens"
+                )
+            return
+        rows = step.cross.num_rows
+        padded = _padded("encoder states", rows, asked, rows, self._limits.encoder_tokens)
+        metadata.encoder_seq_lens = alias(self._buffers.encoder_seq_lens[:num_reqs])
+        metadata.cross_block_table = alias(self._buffers.cross_block_table[:num_reqs])
+        if padded:
+            metadata.cross_slot_mapping = alias(self._cross_slots[:padded])
+
+    def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
+        """Add views of the kept rows; forget them in a step that keeps all, unless a size is asked for."""
+        if asked is None and (step.num_logits is None or torch.equal(step.num_logits, step.query_lens)):
+            step.num_logits = None
+            return
+        step.num_logits = step.query_lens if step.num_logits is None else step.num_logits
+        kept = int(step.num_logits.sum())
+        padded = _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
+        metadata.logits_start_loc = alias(self._buffers.logits_start_loc[: num_reqs + 1])
+        metadata.logits_indices = alias(self._logits_indices[:padded])
+
+    def _add_prefix(self, metadata: AttentionMetadata, step: Step, num_reqs: int) -> None:
+        """Add views of what layers read of a shared prefix and behind it."""
+        if step.shared_prefix_len is None:
+            return
+        if metadata.logits_indices is not None:
+            raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
+        metadata.prefix_lens = alias(self._buffers.prefix_lens[:2])
+        metadata.prefix_start_loc = alias(self._buffers.prefix_start_loc[:3])
+        metadata.suffix_lens = alias(self._suffix_lens[:num_reqs])
+        metadata.suffix_block_table = alias(self._suffix_table[:num_reqs])
+
+    def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
+        """Fill what the device computes from what was copied there."""
+        if metadata.cross_slot_mapping is not None:
+            assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
+            new = self._buffers.new_encoder[: metadata.encoder_seq_lens.shape[0]]
+            write_cross_slots(
+                metadata.encoder_seq_lens, new, metadata.cross_block_table, self.block_size, metadata.cross_slot_mapping
+            )
+        if metadata.logits_indices is not None:
+            assert metadata.logits_start_loc is not None
+            write_logits_indices(metadata.query_start_loc, metadata.logits_start_loc, metadata.logits_indices)
+        seq_lens = metadata.seq_lens
+        if metadata.prefix_lens is not None:
+            assert metadata.suffix_lens is not None and metadata.suffix_block_table is not None
+            assert metadata.prefix_start_loc is not None
+            write_shared_prefix(
+                metadata.query_start_loc, seq_lens, metadata.block_table, self.block_size,
+                metadata.prefix_lens, metadata.prefix_start_loc, metadata.suffix_lens, metadata.suffix_block_table,
+            )  # fmt: skip
+            # Schedules are of the part that goes by requests.
+            seq_lens = metadata.suffix_lens
+        self._plans.fill(metadata, seq_lens, step)
+
+    def check(self, metadata: AttentionMetadata) -> None:
+        """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
+        step_of(metadata, "check()").check(self.block_size, self.num_blocks)
+
+    def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
+        """Describe the step by views of the device buffers; writes nothing."""
+        to = self._buffers
+        bias = step.tree_bias
+        queries, lengths = step.query_lens, step.seq_lens
+        decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
+        decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
+        real_tokens = step.positions.shape[0]
+        longest = int(lengths.max()) if len(lengths) else 0
+        return AttentionMetadata(
+            query_start_loc=alias(to.query_start_loc[: num_reqs + 1]),
+            seq_lens=alias(to.seq_lens[:num_reqs]),
+            block_table=alias(to.block_table[:num_reqs, : 0 if step.packed else None]),
+            slot_mapping=alias(to.slot_mapping[:num_tokens]),
+            positions=alias(to.positions[:num_tokens]),
+            causal=step.causal if isinstance(step.causal, bool) else alias(to.causal_flags[:num_reqs]),
+            tree_bias=None if bias is None else alias(to.tree_bias[: bias.numel()].view(bias.shape)),
+            tree_id=None if bias is None else alias(to.tree_id[:num_reqs]),
+            mm_ranges=None if step.mm_ranges is None else alias(to.mm_ranges[:num_reqs]),
+            plans={} if step.packed else self._plans.views(num_tokens, num_reqs),
+            num_reqs=queries.shape[0],
+            num_actual_tokens=real_tokens,
+            max_query_len=int(queries.max()) if len(queries) else 0,
+            max_seq_len=longest,
+            max_position=int(step.positions.max()) if step.given_places and real_tokens else longest - 1,
+            num_prefills=len(queries) - decodes,
+            num_prefill_tokens=real_tokens - decode_tokens,
+            num_decodes=decodes,
+            num_decode_tokens=decode_tokens,
+            block_size=self.block_size,
+            local_seq_lens=None if step.held is None else alias(to.local_seq_lens[:num_reqs]),
+            stripe=self._limits.stripe,
+        )
+
+    def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:
+        """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""
+        staging = self._staging.next()
+        staging.fill(step, num_reqs, num_tokens)
+        # Steps behind this one write their entries apart, so that it stays until the next build.
+        self._host_table = staging.block_table
+        if staging is not self._buffers:
+            for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
+                target.copy_(source, non_blocking=True)
+        self._staging.copied()
+
+
+def _capacity(name: str, size: Any, least: int = 1) -> int:
+    return read_count(name, size, least, f"give the builder the largest {name} of any step")
+
+
+def _padded(what: str, real: int, asked: int | None, default: int, limit: int) -> int:
+    size = default if asked is None else integer(asked)
+    if size is None:
+        raise MetadataError(f"{real} {what} padded to {asked!r:.60}", "an int", "pass a count, or None")
+    if size < real or size > limit or (what == "requests" and size < 2):
+        raise MetadataError(
+            f"{real} {what} padded to {size}",
+            f"{max(real, 2) if what == 'requests' else real} to {limit} {what}",
+            "pad to a size between the real one and the builder's capacity",
+        )
+    return size

@@ -1,0 +1,280 @@
+"""`FlashAttentionMetadataBuilder`: steps with prefills first, in buffers that a CUDA graph may keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from vattn.config.arguments import known_keywords
+from vattn.config.attention import AttentionConfig
+from vattn.config.host_integers import integer, read_count
+from vattn.errors import ConfigError, MetadataError
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.flash_attn import FlashAttentionMetadata
+from vattn.metadata.inputs import Lengths, read_integers
+from vattn.metadata.token_order import is_decode
+
+
+class FlashAttentionMetadataBuilder:
+    """Make `FlashAttentionMetadata` in buffers whose addresses never change.
+
+    Args:
+        max_num_reqs, max_num_tokens, max_seq_len, block_size, device, layers, num_blocks, decode_threshold,
+            max_encoder_len, max_encoder_tokens: as for `AttentionMetadataBuilder`; `block_size` a multiple of 16.
+
+    Raises:
+        ConfigError: another block size, or what `AttentionMetadataBuilder` refuses.
+
+    Example:
+        >>> import vattn
+        >>> builder = vattn.FlashAttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64)
+        >>> step = builder.build(query_lens=[3, 1], seq_lens=[3, 18], block_tables=[[1], [2, 5]])
+        >>> step.num_prefills, step.num_prefill_tokens, step.num_decode_tokens
+        (1, 3, 1)
+        >>> step.decode_metadata.query_start_loc.tolist(), step.decode_metadata.slot_mapping.tolist()
+        ([0, 1], [81])
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
+        num_blocks: int | None = None,
+        decode_threshold: int = 1,
+        max_encoder_len: int = 0,
+        max_encoder_tokens: int | None = None,
+    ) -> None:
+        if block_size is not None:
+            _check_block_size(block_size, "use 16")
+        self._inner = _ReplanningBuilder(
+            max_num_reqs,
+            max_num_tokens,
+            max_seq_len,
+            block_size,
+            device,
+            layers=layers,
+            num_blocks=num_blocks,
+            decode_threshold=decode_threshold,
+            max_encoder_len=max_encoder_len,
+            max_encoder_tokens=max_encoder_tokens,
+        )
+        _check_block_size(self._inner.block_size, "give the layers CacheConfig(block_size=16)")
+        with torch.inference_mode(False):
+            rows = self._inner.max_num_reqs + 1
+            self._context_lens = torch.zeros(rows - 1, dtype=torch.int32, device=self._inner.device)
+            self._seq_start_loc, self._encoder_start_loc = torch.zeros(
+                2, rows, dtype=torch.int32, device=self._inner.device
+            ).unbind()
+
+    @known_keywords
+    def build(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths,
+        block_tables: Sequence[Sequence[int]] | None,
+        *,
+        batch_size: int | None = None,
+        num_lookahead_slots: int = 0,
+        encoder_lens: Lengths | None = None,
+        new_encoder: Lengths | None = None,
+        cross_block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        num_encoder_tokens_padded: int | None = None,
+        capture_key: CaptureKey | None = None,
+    ) -> FlashAttentionMetadata:
+        """Check a step, copy it into the buffers and return views of them, as `AttentionMetadataBuilder.build` does.
+
+        Args:
+            query_lens, seq_lens: new, and cached plus new, tokens of each request: prefills first, then decodes.
+            block_tables: block ids of each request; `None`: a step of whole texts without a cache.
+            batch_size: requests that a CUDA graph was captured for. The step is padded to them, with one row for each
+                request that is missing, and has `use_cuda_graph` set. Default: no padding.
+            num_lookahead_slots: tokens that `advance_step` will add: the block tables must have room for them.
+            encoder_lens, new_encoder, cross_block_tables, num_encoder_tokens_padded, capture_key: as there.
+
+        Raises:
+            MetadataError: a prefill behind a decode, a request without new tokens, block tables too short for the
+                lookahead, or what `AttentionMetadataBuilder.build` refuses; no buffer was touched.
+            GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+        """
+        queries = read_integers("query_lens", query_lens).tolist()
+        lengths = read_integers("seq_lens", seq_lens).tolist()
+        lookahead = read_count("num_lookahead_slots", num_lookahead_slots, 0, "leave it out", MetadataError)
+        if batch_size is not None:
+            batch_size = read_count("batch_size", batch_size, 1, "leave it out for no padding", MetadataError)
+        prefills = self._count_prefills(queries, lengths)
+        padding = {} if batch_size is None else self._padding(batch_size, queries)
+        common = self._inner.build(
+            queries,
+            lengths,
+            None if block_tables is None else self._table(block_tables, queries, lengths, lookahead),
+            encoder_lens=encoder_lens,
+            new_encoder=new_encoder,
+            cross_block_tables=cross_block_tables,
+            num_encoder_tokens_padded=num_encoder_tokens_padded,
+            capture_key=capture_key,
+            **padding,
+        )
+        num_seqs = len(queries) if batch_size is None else batch_size
+        num_rows, prefill_tokens = common.slot_mapping.shape[0], sum(queries[:prefills])
+        context_lens, seq_start_loc = self._offsets(common)
+        encoder = self._encoder(common, encoder_lens, num_seqs)
+        return FlashAttentionMetadata(
+            num_prefills=prefills,
+            num_prefill_tokens=prefill_tokens,
+            num_decode_tokens=num_rows - prefill_tokens,
+            slot_mapping=common.slot_mapping,
+            seq_lens=lengths,
+            seq_lens_tensor=common.seq_lens[:num_seqs],
+            max_prefill_seq_len=max(lengths[:prefills], default=0),
+            max_decode_seq_len=max(lengths[prefills:], default=0),
+            context_lens_tensor=context_lens[:num_seqs],
+            block_tables=common.block_table[:num_seqs],
+            use_cuda_graph=batch_size is not None,
+            max_query_len=common.max_query_len,
+            max_decode_query_len=max(queries[prefills:], default=0),
+            query_start_loc=common.query_start_loc[: num_seqs + 1],
+            seq_start_loc=seq_start_loc[: num_seqs + 1],
+            block_size=self._inner.block_size,
+            lookahead=lookahead,
+            cross_slot_mapping=common.cross_slot_mapping,
+            _common=common,
+            _padded=(context_lens, seq_start_loc),
+            _replan=self._inner.replan,
+            _built=common._built,
+            **encoder,
+        )
+
+    def advance(self, metadata: Any, new_blocks: Any = ()) -> NoReturn:
+        """Refuse: these steps are moved on by the device, with `FlashAttentionMetadata.advance_step`.
+
+        Raises:
+            MetadataError: always.
+        """
+        raise MetadataError(
+            "advance() of a FlashAttentionMetadataBuilder",
+            "builders whose steps have no order of prefills and decodes",
+            "call advance_step() of the step, or build() for each step",
+        )
+
+    def _count_prefills(self, queries: list[int], lengths: list[int]) -> int:
+        threshold = self._inner.decode_threshold
+        decodes = [is_decode(q, s, threshold) for q, s in zip(queries, lengths, strict=False)]
+        for row, query in enumerate(queries):
+            if query < 1:
+                raise MetadataError(f"request {row} has {query} new tokens", "at least 1", "leave the request out")
+        first = decodes.index(True) if True in decodes else len(decodes)
+        late = [row for row in range(first, len(decodes)) if not decodes[row]]
+        if late:
+            raise MetadataError(
+                f"request {late[0]}, a prefill of {queries[late[0]]} tokens, behind request {first}, a decode",
+                "prefills first",
+                "order the requests by vattn.metadata.token_order(query_lens, seq_lens, first='prefill')",
+            )
+        return first
+
+    def _padding(self, batch_size: int, queries: list[int]) -> dict[str, Any]:
+        if batch_size < len(queries):
+            raise MetadataError(
+                f"{len(queries)} requests padded to batch_size={batch_size}",
+                f"{len(queries)} or more",
+                "replay a larger graph, or run this step without one",
+            )
+        missing = batch_size - len(queries)
+        return {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
+
+    def _table(self, tables: Sequence[Sequence[int]], queries: list[int], lengths: list[int], lookahead: int) -> Tensor:
+        """Return the tables with -1 behind the last block of each request, where `advance_step` writes nothing."""
+        size, width = self._inner.block_size, self._inner.table_width
+        if isinstance(tables, Tensor) or len(tables) != len(lengths):
+            raise MetadataError(
+                f"block_tables for {len(tables)} requests, seq_lens for {len(lengths)}",
+                "one list of block ids per request",
+                "pass block_tables=[[...], [...]]",
+            )
+        table = torch.full((len(tables), width), -1, dtype=torch.int64)
+        for row, (blocks, length) in enumerate(zip(tables, lengths, strict=True)):
+            if not hasattr(blocks, "__len__") or isinstance(blocks, str):
+                raise MetadataError(
+                    f"block_tables[{row}]={blocks!r:.60}", "a list of block ids", "pass block_tables=[[...], [...]]"
+                )
+            needed = -(-(length + lookahead) // size)
+            if len(blocks) < needed or needed > width:
+                raise MetadataError(
+                    f"request {row}: {length} tokens and {lookahead} to come need {needed} blocks of {size} tokens, its"
+                    f" block table has {len(blocks)} and the builder room for {width}",
+                    f"at least {needed} blocks",
+                    "allocate the blocks of all steps before the first, or advance fewer steps",
+                )
+            table[row, : len(blocks)] = read_integers("block_tables", blocks[:width])
+        if lookahead:
+            self._check_coming(table, torch.tensor(queries), torch.tensor(lengths), lookahead)
+        return table
+
+    def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
+        """Refuse blocks that the device will write into, unseen by the host, and that somebody else uses."""
+        if queries.shape != lengths.shape:
+            return  # What follows refuses lengths that contradict each other.
+        size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
+        now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
+        used = self._inner._written.used(table.shape[1], then, lengths - queries, size)
+        coming = used & (columns >= now.unsqueeze(1))
+        blocks = table[coming]
+        if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
+            return
+        place = next(place for place in coming.nonzero() if int(((table == table[tuple(place)]) & used).sum()) > 1)
+        row, column = place.tolist()
+        raise MetadataError(
+            f"request {row}: entry {column} of the block table, for tokens to come, is block {int(table[row, column])},"
+            " which stands in the tables of this step once more",
+            "blocks of their own for tokens to come",
+            "check the block allocator",
+        )
+
+    def _offsets(self, common: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Write what follows from the lengths, on the device, in buffers that stay."""
+        reqs = common.seq_lens.shape[0]
+        context_lens, starts = self._context_lens[:reqs], self._seq_start_loc[: reqs + 1]
+        torch.sub(common.seq_lens, common.query_start_loc.diff(), out=context_lens)
+        torch.cumsum(common.seq_lens, 0, dtype=torch.int32, out=starts[1:])
+        return context_lens, starts
+
+    def _encoder(self, common: AttentionMetadata, lens: Lengths | None, num_seqs: int) -> dict[str, Any]:
+        """Return the fields of the encoder and of cross attention."""
+        if lens is None or common.encoder_seq_lens is None:
+            return {}
+        lengths = read_integers("encoder_lens", lens).tolist()
+        starts = self._encoder_start_loc[: num_seqs + 1]
+        torch.cumsum(common.encoder_seq_lens[:num_seqs], 0, dtype=torch.int32, out=starts[1:])
+        tables = common.cross_block_table
+        return {
+            "encoder_seq_lens": lengths,
+            "encoder_seq_lens_tensor": common.encoder_seq_lens[:num_seqs],
+            "encoder_seq_start_loc": starts,
+            "max_encoder_seq_len": max(lengths, default=0),
+            "num_encoder_tokens": sum(lengths),
+            "cross_block_tables": None if tables is None else tables[:num_seqs],
+        }
+
+
+def _check_block_size(block_size: Any, fix: str) -> None:
+    size = integer(block_size)
+    if size is None or size < 1 or size % 16:
+        raise ConfigError(f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", fix)
+
+
+class _ReplanningBuilder(AttentionMetadataBuilder):
+    """A builder that can make the schedules of a step anew, from lengths that were moved on the device."""
+
+    def replan(self, metadata: AttentionMetadata) -> None:
+        """Fill the schedules from the lengths on the device, in shapes for the rows that the step has now."""
+        self._plans.refill(metadata)

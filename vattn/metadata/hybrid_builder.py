@@ -1,0 +1,276 @@
+"""`GroupedMetadataBuilder`: steps of a model whose cache has groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.cache_group import CacheGroup
+from vattn.cache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vattn.errors import ConfigError, MetadataError
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
+from vattn.metadata.block_conflicts import Reach, Writing, WrittenBlocks, refuse_shared
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.capture_contract import refuse_contradiction
+from vattn.metadata.checks import check_block_table, check_slots
+from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.inputs import Lengths, read_integers, read_step
+from vattn.metadata.staging import Staging
+from vattn.metadata.step import Step, most_held
+
+
+class _TableBuffers:
+    """Block table and slots of one group, for a whole capacity: on the device, or pinned on the host for staging."""
+
+    def __init__(self, builder: GroupedMetadataBuilder, device: torch.device, pinned: bool) -> None:
+        shape = (builder.max_num_reqs, builder.table_width)
+        self.block_table = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.slot_mapping = torch.zeros(builder.max_num_tokens, dtype=torch.int64, device=device, pin_memory=pinned)
+
+    def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
+        columns = min(step.table.shape[1], self.block_table.shape[1])
+        self.block_table[:num_reqs] = 0
+        self.block_table[: step.table.shape[0], :columns] = step.table[:, :columns]
+        self.slot_mapping[: step.slots.shape[0]] = step.slots
+        self.slot_mapping[step.slots.shape[0] : num_tokens] = -1
+
+
+class GroupedMetadataBuilder(AttentionMetadataBuilder):
+    """Make `GroupedMetadata` for a model whose cache was allocated with `hybrid=True`, at fixed addresses.
+
+    Args:
+        layers: the model; needed, since its layers know their groups.
+        ...: those of `AttentionMetadataBuilder`.
+
+    Attributes:
+        groups: the groups in their order.
+
+    Raises:
+        ConfigError: layers without groups, or some of another allocation.
+
+    Example:
+        >>> import torch, vattn
+        >>> model = torch.nn.ModuleList(
+        ...     vattn.Attention(2, 16, 0.25, per_layer_sliding_window=window) for window in (None, 24)
+        ... )
+        >>> cache = vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32, hybrid=True)
+        >>> builder = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=64, layers=model)
+        >>> step = builder.build([1], [49], block_tables=[[[1, 2, 3, 4]], [[0, 5, 6, 7]]])
+        >>> [part.slot_mapping.tolist() for part in step.parts]
+        [[64], [112]]
+    """
+
+    _one_table = False
+
+    def __init__(self, *capacity: Any, layers: nn.Module | None = None, **options: Any) -> None:
+        if not isinstance(layers, nn.Module):
+            raise ConfigError(
+                f"layers of type {type(layers).__name__}", "the model: its layers know their groups", "layers=model"
+            )
+        super().__init__(*capacity, layers=layers, **options)
+        self.groups = _groups_of(layers)
+        self._own = [group for group in self.groups if group.kind != "cross"]
+        self._clusters = _clusters(layers, self._own)
+        self._written_by_groups = WrittenBlocks(self.num_blocks)
+        self._written = _CHECKED  # what the base class builds is the first group's step, read once more
+        extra = max(0, len(self._own) - 1)
+        with torch.inference_mode(False):
+            self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
+            host = torch.device("cpu")
+            self._table_staging = Staging(
+                self._tables, lambda: [_TableBuffers(self, host, pinned=True) for _ in range(extra)], self.device
+            )
+
+    def build(  # type: ignore[override]
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths,
+        block_tables: Sequence[Any],
+        *,
+        slot_mapping: Lengths | None = None,
+        capture_key: CaptureKey | None = None,
+        **options: Any,
+    ) -> GroupedMetadata:
+        """Check a step, copy it into the buffers and return views of them.
+
+        Args:
+            query_lens, seq_lens, **options: those of `AttentionMetadataBuilder.build`.
+            block_tables: one table for each group without encoder states: block ids of each request, in order; 0 for
+                blocks that were freed behind a window. Encoder states have `cross_block_tables`, as without groups.
+            slot_mapping: only -1 everywhere: a step that stores nothing. `block_tables` is then one table for all.
+            capture_key: the key of a CUDA graph that will replay this step.
+
+        Raises:
+            MetadataError: values that contradict each other, the capacity or the cache; a block that was freed and is
+                needed; no buffer was touched.
+            GraphContractError: the step contradicts `capture_key`; no buffer was touched.
+        """
+        tables: list[Any] = list(block_tables)
+        if slot_mapping is not None:
+            if bool((read_integers("slot_mapping", slot_mapping) != -1).any()):
+                raise MetadataError("slot_mapping with slots", "-1 everywhere: groups differ in slots", "leave it out")
+            tables = [block_tables] * len(self._own)
+        if len(tables) != len(self._own):
+            raise MetadataError(
+                f"{len(tables)} block tables",
+                f"{len(self._own)}: one for each of {', '.join(map(repr, self._own))}",
+                "pass a list of tables, each with one row of block ids for each request",
+            )
+        # Tables of groups that share storages are looked through together, and those alone.
+        later = _CHECKED if slot_mapping is None and self._limits.stripe is None else None
+        steps = [
+            read_step(self._limits, later, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
+            for table in tables
+        ]
+        if slot_mapping is None:
+            for group, step in zip(self._own, steps, strict=True):
+                self._check_held(group, step)
+            for cluster in self._clusters:
+                self._check_written(cluster, [steps[index] for index in cluster])
+        options["slot_mapping"] = slot_mapping
+        if capture_key is not None:
+            options["capture_key"] = self._own_key(capture_key)
+        first = super().build(query_lens, seq_lens, tables[0] if tables else None, **options)
+        num_reqs, num_tokens = first.seq_lens.shape[0], first.slot_mapping.shape[0]
+        self._write_tables(steps[1:], num_reqs, num_tokens)
+        parts = {0: first}
+        for index, table in enumerate(self._tables, 1):
+            parts[index] = dataclasses.replace(
+                first,
+                block_table=table.block_table[:num_reqs].data,
+                slot_mapping=table.slot_mapping[:num_tokens].data,
+            )
+        # Encoder states have tables of their own among the fields that all parts share.
+        order = tuple(parts[group.index] if group.kind != "cross" else first for group in self.groups)
+        fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(AttentionMetadata)}
+        metadata = GroupedMetadata(**fields, parts=order, cache_groups=self.groups)
+        metadata.mark_dynamic()
+        return metadata
+
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
+        """Refuse: what becomes of blocks behind windows is read from whole tables.
+
+        Raises:
+            MetadataError: always.
+        """
+        raise MetadataError("advance() of a builder with groups", "builders of one table", "call build() for each step")
+
+    def _check_held(self, group: CacheGroup, step: Step) -> None:
+        """Refuse a step that reads, or writes to, a block which was freed."""
+        needed = -(-step.seq_lens // self.block_size)
+        first = _reach(group.spec).first_blocks(step.seq_lens - step.query_lens, self.block_size)
+        columns = torch.arange(step.table.shape[1])
+        wrong = (columns >= first.unsqueeze(1)) & (columns < needed.unsqueeze(1)) & (step.table == 0)
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise MetadataError(
+                f"request {row}: entry {column} of the block table of {group!r} is 0, a block that was freed",
+                f"blocks of the request from entry {int(first[row])} on",
+                "keep blocks until no query can read them: HybridBlockTable does",
+            )
+
+    def _check_written(self, cluster: Sequence[int], steps: Sequence[Step]) -> None:
+        """Refuse a step that writes into a block which another entry names too, in groups that share storages."""
+        size, width = self.block_size, max(step.table.shape[1] for step in steps)
+        # Rows of the groups follow each other.
+        same = all(step.table.shape[1] == width for step in steps)
+        tables = [
+            step.table if same else nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps
+        ]
+        table = torch.cat(tables) if len(tables) > 1 else tables[0]
+        slots = torch.cat([step.slots for step in steps])
+        longest = int(steps[0].seq_lens.max()) if slots.numel() else 0
+        stripe = self._limits.stripe
+        if stripe is None and self._written_by_groups.sound(table, slots, size, longest):
+            return
+        held = torch.as_tensor(most_held(stripe, steps[0].seq_lens))
+        for step in steps:
+            check_block_table(step.table, held, size, self.num_blocks)
+            check_slots(step.slots, size, self.num_blocks)
+        places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
+        for order, (index, step) in enumerate(zip(cluster, steps, strict=True)):
+            request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
+            local = step.positions if stripe is None else stripe.local_indices(step.positions).clamp(min=0)
+            places.append(request * width + local // size)
+            reach = WrittenBlocks(None, [_reach(self._own[index].spec)])
+            used.append(reach.used(width, -(-held // size), step.seq_lens - step.query_lens, size))
+        names = [f"request {row} of {self._own[index]!r}" for index in cluster for row in range(num_reqs)]
+        stored, one = slots >= 0, steps[0]
+        contexts = one.seq_lens - one.query_lens if stripe is None else torch.full_like(one.seq_lens, -1)
+        groups = torch.arange(len(steps)).repeat_interleave(num_reqs)
+        refuse_shared(
+            Writing(
+                table, torch.cat(places)[stored], slots[stored], torch.cat(used), contexts.repeat(len(steps)), size,
+                names, groups,
+            )
+        )  # fmt: skip
+
+    def _own_key(self, captured: CaptureKey) -> CaptureKey:
+        """Return the first group's part of a key, after comparing the others'."""
+        own = tuple(tensor.data_ptr() for table in self._tables for tensor in (table.block_table, table.slot_mapping))
+        split = len(captured.buffers) - len(own)
+        refuse_contradiction(captured, captured._replace(buffers=(*captured.buffers[:split], *own)))
+        return captured._replace(buffers=captured.buffers[:split])
+
+    def _write_tables(self, steps: Sequence[Step], num_reqs: int, num_tokens: int) -> None:
+        """Fill a staging set and enqueue its copies, as `AttentionMetadataBuilder` does for everything else."""
+        for source, target, step in zip(self._table_staging.next(), self._tables, steps, strict=True):
+            source.fill(step, num_reqs, num_tokens)
+            if source is not target:
+                target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
+                target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
+        self._table_staging.copied()
+
+
+class _Checked(WrittenBlocks):
+    """Takes what is checked elsewhere."""
+
+    def sound(self, table: Tensor, slots: Tensor, block_size: int, longest: int) -> bool:
+        """Return `True`."""
+        return True
+
+
+_CHECKED = _Checked(1)
+
+
+def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:
+    layers = [module for module in model.modules() if hasattr(module, "bind_kv_cache")]
+    groups = {group.index: group for layer in layers if (group := getattr(layer, "kv_cache_group", None)) is not None}
+    held = [getattr(layer, "kv_cache_group", None) for layer in layers]
+    foreign = [group for group in held if group is None or groups[group.index] is not group]
+    counts = {group.count for group in groups.values()}
+    if not groups or foreign or counts != {len(groups)}:
+        raise ConfigError(
+            f"{len(layers)} layers, of which {len(foreign)} are in no group of the same cache",
+            "a model whose cache was allocated with hybrid=True, all of it",
+            "allocate_kv_cache(model, hybrid=True), or AttentionMetadataBuilder for a cache without groups",
+        )
+    return tuple(groups[index] for index in sorted(groups))
+
+
+def _clusters(model: nn.Module, groups: Sequence[CacheGroup]) -> list[list[int]]:
+    """Return the places of groups that share storages, so that they must not share blocks, together."""
+    storages: list[set[int]] = [set() for _ in groups]
+    for layer in model.modules():
+        group, cache = getattr(layer, "kv_cache_group", None), getattr(layer, "kv_cache", None)
+        if group in groups and isinstance(cache, Tensor):
+            storages[groups.index(group)].add(cache.untyped_storage().data_ptr())
+    clusters: list[list[int]] = []
+    for index, own in enumerate(storages):
+        together = [cluster for cluster in clusters if any(storages[other] & own for other in cluster)]
+        clusters = [cluster for cluster in clusters if cluster not in together]
+        clusters.append(sorted([index, *(other for cluster in together for other in cluster)]))
+    return clusters
+
+
+def _reach(spec: KVCacheSpec) -> Reach:
+    if isinstance(spec, SlidingWindowSpec):
+        # What is retained beyond the window is the caller's wish, and no kernel reads it.
+        return Reach(spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Reach(None, spec.attention_chunk_size, spec.chunk_lookback)
+    return Reach()

@@ -1,0 +1,344 @@
+"""Read one step's host numbers: check them against each other and a builder's capacity, and lay them out as tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vattn.errors import MetadataError
+from vattn.metadata.block_conflicts import WrittenBlocks
+from vattn.metadata.checks import (
+    check_block_table,
+    check_seq_lens,
+    check_slots,
+    check_tree_ids,
+    check_width,
+    too_narrow,
+)
+from vattn.metadata.step import Limits, Step, most_held
+from vattn.quantization.formats import dtype_name
+
+if TYPE_CHECKING:
+    pass
+
+Lengths = Sequence[int] | Tensor
+"""Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
+
+_INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
+def read_step(
+    limits: Limits,
+    written: WrittenBlocks | None,
+    query_lens: Lengths,
+    seq_lens: Lengths | None,
+    block_tables: Sequence[Sequence[int]] | Tensor | None,
+    slot_mapping: Lengths | None,
+    causal: bool | Lengths,
+    tree_bias: Tensor | None,
+    tree_id: Lengths | None,
+    mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
+) -> Step:
+    """Check a step and compute its positions and slots.
+
+    Args:
+        limits: of the builder.
+        written: tells whose the blocks are that the step writes into; `None`: that is for the caller to see.
+        ...: those of `AttentionMetadataBuilder.build`.
+
+    Raises:
+        MetadataError: values that contradict each other, the capacity or the cache.
+    """
+    queries = read_integers("query_lens", query_lens)
+    lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
+    num_reqs = queries.shape[0]
+    check_count("seq_lens", lengths.shape[0], num_reqs)
+    if block_tables is not None:
+        check_count("block_tables", len(block_tables), num_reqs)
+    check_seq_lens(queries, lengths)
+    num_tokens = int(queries.sum())
+    check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
+    check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
+    longest = max(lengths.tolist(), default=0)
+    check_capacity("positions in one request", longest, limits.seq_len, "max_seq_len")
+
+    request = torch.repeat_interleave(torch.arange(num_reqs), queries)
+    first = queries.cumsum(0) - queries
+    positions = torch.arange(num_tokens) + (lengths - queries - first)[request]
+    if block_tables is None:
+        _check_packed(queries, lengths, slot_mapping)
+        table = torch.zeros((num_reqs, 0), dtype=torch.int64)
+        slots = torch.full_like(positions, -1)
+    else:
+        # What the first rank needs every rank asks for, so that all refuse the same tables.
+        held = most_held(limits.stripe, lengths)
+        if limits.stripe is not None:
+            _check_striped_tables(block_tables, lengths, limits)
+        table = read_table("block_tables", block_tables, held, limits.block_size)
+        needed = check_width(table, held, limits.block_size)
+        slots, places = _slots(table, request, positions, limits)
+        own = slots
+        if slot_mapping is not None:
+            slots = _given_slots(slot_mapping, num_tokens)
+            check_slots(slots, limits.block_size, limits.num_blocks)
+        if slot_mapping is not None or limits.stripe is not None:
+            stored = slots >= 0
+            places, own, kept = places[stored], own[stored], slots[stored]
+        else:
+            kept = own
+        as_told = kept is own or torch.equal(kept, own)
+        if not (as_told and written is not None and written.sound(table, kept, limits.block_size, longest)):
+            check_block_table(table, held, limits.block_size, limits.num_blocks)
+            check_slots(slots, limits.block_size, limits.num_blocks)
+            if written is not None:
+                contexts = lengths - queries if limits.stripe is None else torch.full_like(lengths, -1)
+                written.refuse(table, places, kept, needed, contexts, limits.block_size)
+    _check_reserved(table, lengths, slots, limits)
+    flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
+    bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
+    ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
+    own_lens = None if limits.stripe is None else limits.stripe.count(lengths)
+    packed = block_tables is None
+    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, packed, held=own_lens)
+
+
+def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
+    """Refuse tables that are too narrow for what the first rank holds, in the numbers of whole requests."""
+    stripe, size = limits.stripe, limits.block_size
+    assert stripe is not None
+    for row, length in enumerate(lengths.tolist()):
+        if isinstance(tables, Tensor):
+            width = tables.shape[-1] if tables.dim() else 0
+        else:
+            own = tables[row]
+            width = len(own) if hasattr(own, "__len__") else 1 << 30  # no table at all: refused later
+        held = stripe.of_rank(0).count(length)
+        needed = -(-held // size)
+        if width < needed:
+            raise MetadataError(
+                f"request {row}: seq_len {length} over {stripe.world_size} ranks needs {needed} blocks of {size} "
+                f"tokens on each, its block table has {width}",
+                f"at least {needed} blocks, for the {held} tokens that the first rank holds",
+                "allocate the missing blocks before building the step",
+            )
+
+
+def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Return the slot of each new token, -1 for those of other ranks, and the entry of the flat table behind it."""
+    size, stripe = limits.block_size, limits.stripe
+    index = positions if stripe is None else stripe.local_indices(positions)
+    column = index // size if stripe is None else index.clamp(min=0) // size
+    places = request * table.shape[1] + column
+    slots = table.reshape(-1).index_select(0, places) * size + index % size
+    return (slots if stripe is None else torch.where(index < 0, -1, slots)), places
+
+
+def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None) -> None:
+    if not torch.equal(queries, lengths):
+        row = int((queries != lengths).nonzero()[0])
+        raise MetadataError(
+            f"request {row}: seq_len {int(lengths[row])} for {int(queries[row])} new tokens, and no block tables",
+            "equal lengths where nothing is cached",
+            "pass block_tables, or leave seq_lens out",
+        )
+    if slot_mapping is not None:
+        raise MetadataError("slot_mapping without block_tables", "both, or neither without a cache", "leave it out")
+
+
+def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
+    slots = read_integers("slot_mapping", slot_mapping)
+    if slots.shape[0] != num_tokens:
+        raise MetadataError(
+            f"slot_mapping has {slots.shape[0]} entries, the query_lens sum to {num_tokens}",
+            "one slot per new token",
+            "pass -1 for tokens that are not stored, or leave slot_mapping out",
+        )
+    return slots
+
+
+def read_positions(values: Lengths, num_tokens: int) -> Tensor:
+    """Return one position per new token."""
+    positions = read_integers("positions", values)
+    if positions.shape[0] != num_tokens or bool((positions < 0).any()):
+        raise MetadataError(
+            f"positions has {positions.shape[0]} entries, the query_lens sum to {num_tokens}"
+            if positions.shape[0] != num_tokens
+            else f"position {int(positions.min())}",
+            "one position from 0 up per new token",
+            "leave positions out for those of the slots",
+        )
+    return positions
+
+
+def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
+    """Return one bool per request."""
+    try:
+        given = values if isinstance(values, Tensor) else [operator.index(flag) for flag in values]
+    except TypeError as error:
+        raise MetadataError(f"{name}={values!r:.60}", "one flag per request", "pass True or False for each") from error
+    flags = read_integers(name, given.long() if isinstance(given, Tensor) and given.dtype == torch.bool else given)
+    check_count(name, flags.shape[0], num_reqs)
+    return flags != 0
+
+
+def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limits) -> None:
+    """Refuse tables and slots that name a block of the sinks."""
+    if not limits.reserved_blocks:
+        return
+    used = torch.arange(table.shape[1]) * limits.block_size < lengths.unsqueeze(1)
+    wrong = used & (table >= 1) & (table <= limits.reserved_blocks)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise MetadataError(
+            f"request {row}: entry {column} of the block table is block {int(table[row, column])}, which holds sinks",
+            f"blocks from {limits.reserved_blocks + 1} on",
+            f"make the pool with BlockPool(num_blocks, reserved={limits.reserved_blocks + 1})",
+        )
+    written = slots // limits.block_size
+    taken = (written >= 1) & (written <= limits.reserved_blocks)
+    if bool(taken.any()):
+        row = int(taken.nonzero()[0])
+        raise MetadataError(
+            f"slot_mapping[{row}]={int(slots[row])} lies in block {int(written[row])}, which holds sinks",
+            f"slots from {(limits.reserved_blocks + 1) * limits.block_size} on",
+            "write to blocks of the request",
+        )
+
+
+def _trees(
+    limits: Limits, bias: Tensor | None, tree_id: Lengths | None, num_reqs: int
+) -> tuple[Tensor | None, Tensor | None]:
+    if bias is None and tree_id is None:
+        return None, None
+    if bias is None or tree_id is None:
+        raise MetadataError(
+            f"tree_bias {'missing' if bias is None else 'given'}, tree_id {'missing' if tree_id is None else 'given'}",
+            "both or neither",
+            "pass tree_id=[-1 or the index of a bias, ...] with tree_bias",
+        )
+    if not isinstance(bias, Tensor):
+        raise MetadataError(f"tree_bias={bias!r:.60}", "an fp32 tensor [trees, n, n]", "torch.stack the biases")
+    square = bias.dim() == 3 and bias.shape[1] == bias.shape[2]
+    if not square or bias.shape[0] > limits.trees or bias.shape[1] > limits.tree_size:
+        raise MetadataError(
+            f"tree_bias has shape {tuple(bias.shape)}",
+            f"[trees, n, n] with at most {limits.trees} trees and n at most {limits.tree_size}",
+            "give the builder max_trees= and max_tree_size=",
+        )
+    if bias.is_complex() or bool((bias.isnan() | (bias == torch.inf)).any()):
+        raise MetadataError(
+            f"tree_bias of {dtype_name(bias.dtype)} with " + ("complex numbers" if bias.is_complex() else "NaN or inf"),
+            "finite numbers, and -inf for what a token does not see",
+            "check how the bias was made",
+        )
+    ids = read_integers("tree_id", tree_id)
+    check_count("tree_id", ids.shape[0], num_reqs)
+    check_tree_ids(ids, bias.shape[0])
+    return bias, ids
+
+
+def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor, num_reqs: int) -> Tensor:
+    try:
+        check_count("mm_ranges", len(ranges), num_reqs)
+        if not isinstance(ranges, Tensor):
+            most = max((len(row) for row in ranges), default=0)
+            rows = [[tuple(map(operator.index, pair)) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
+            ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MetadataError(
+            f"mm_ranges={ranges!r:.60}", "host integers [requests, ranges, 2]", "one list of (start, end) per request"
+        ) from error
+    if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
+        raise MetadataError(
+            f"mm_ranges is {ranges.dtype} of shape {tuple(ranges.shape)} on {ranges.device}",
+            "host integers [requests, ranges, 2]",
+            "pass one list of (start, end) pairs per request",
+        )
+    if ranges.shape[1] > limits.mm_ranges:
+        raise MetadataError(
+            f"{ranges.shape[1]} multimodal ranges in one request",
+            f"at most {limits.mm_ranges}",
+            "give the builder max_mm_ranges=",
+        )
+    ranges = ranges.long()
+    if ranges.numel() and not -(2**31) <= int(ranges.min()) <= int(ranges.max()) < 2**31:
+        raise MetadataError(
+            f"mm_ranges with positions from {int(ranges.min())} to {int(ranges.max())}",
+            "positions of 32 bits",
+            "give the first and last position of each range",
+        )
+    return ranges
+
+
+def read_integers(name: str, values: Lengths) -> Tensor:
+    """Return host integers as int64 `[n]`; refuse anything else."""
+    try:
+        tensor = (
+            values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
+        )
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise MetadataError(f"{name} is {values!r:.80}", "a flat sequence of ints", "pass a list of ints") from error
+    if tensor.device.type != "cpu":
+        raise MetadataError(
+            f"{name} is on {tensor.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
+        )
+    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
+        kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        kind += "" if tensor.layout == torch.strided else f" and {tensor.layout}"
+        raise MetadataError(f"{name} is {kind}", "a flat sequence of ints", "pass a list of ints")
+    return tensor.long()
+
+
+def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+    """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest."""
+    if isinstance(tables, Tensor):
+        strided = tables.layout == torch.strided
+        if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":
+            raise MetadataError(
+                f"{name} is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
+                "an integer tensor [requests, blocks] on the host, or one list per request",
+                f"pass {name}.cpu()",
+            )
+        return tables.long()
+    # Sets have no order, and of a mapping nobody knows whether its keys are meant.
+    misfits = [row for row in tables if not hasattr(row, "__len__") or isinstance(row, (str, Set, Mapping))]
+    if misfits:
+        raise MetadataError(
+            f"{name} has {misfits[0]!r} in the place of a request's block ids",
+            "one list of block ids per request",
+            f"pass {name}=[[...], [...]]",
+        )
+    widths = torch.tensor([len(row) for row in tables], dtype=torch.int64)
+    needed = (seq_lens + (block_size - 1)) // block_size
+    short = widths < needed
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, int(widths[row]))
+    width = int(widths.max()) if len(tables) else 0
+    table = torch.zeros((len(tables), width), dtype=torch.int64)
+    flat = [block for row in tables for block in row]
+    if flat:
+        table[torch.arange(width) < widths.unsqueeze(1)] = read_integers(name, flat)
+    return table
+
+
+def check_count(name: str, count: int, num_reqs: int) -> None:
+    """Refuse a list that is not one entry per request."""
+    if count != num_reqs:
+        raise MetadataError(
+            f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}"
+        )
+
+
+def check_capacity(what: str, count: int, limit: int, name: str) -> None:
+    """Refuse a count beyond the builder's argument `name`."""
+    if count > limit:
+        raise MetadataError(
+            f"a step of {count} {what}", f"at most {limit}", f"make the builder with {name}={count} or more"
+        )

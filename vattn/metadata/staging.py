@@ -1,0 +1,140 @@
+"""The buffers behind one builder's metadata: filled from a step's host values, copied to the device in few pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from vattn.metadata.step import Limits, Step
+
+_ALIGNMENT = 64
+"""Rows of the small buffers start on multiples of this many elements, so that kernels may assume aligned addresses."""
+
+
+Buffers = TypeVar("Buffers")
+
+
+class StepBuffers:
+    """One set of buffers for a whole capacity: on the device, or pinned on the host for staging."""
+
+    def __init__(self, limits: Limits, device: torch.device, pinned: bool) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.requests = zeros(10, _round_up(max(2, limits.num_reqs) + 1))
+        self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
+        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.local_seq_lens, *rest = rest
+        self.prefix_lens, self.prefix_start_loc = rest
+        self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
+        self.block_table = zeros(limits.num_reqs, limits.table_width)
+        self.entries = zeros(2 * limits.num_reqs, dtype=torch.int64)
+        self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
+        self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
+        self.tree_bias = zeros(limits.trees * limits.tree_size**2, dtype=torch.float32)
+
+    def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
+        """Write a step and its padding; on the host."""
+        real_reqs, real_tokens = step.query_lens.shape[0], step.positions.shape[0]
+        _fill_offsets(self.query_start_loc, step.query_lens, num_reqs)
+        self.seq_lens[:real_reqs] = step.seq_lens
+        self.seq_lens[real_reqs:num_reqs] = 0
+        self.slot_mapping[:real_tokens] = step.slots
+        self.slot_mapping[real_tokens:num_tokens] = -1
+        self.positions[:real_tokens] = step.positions
+        self.positions[real_tokens:num_tokens] = 0
+        _fill_table(self.block_table, step.table, num_reqs)
+        if isinstance(step.causal, Tensor):
+            self.causal_flags[:num_reqs] = 1
+            self.causal_flags[:real_reqs] = step.causal
+        if step.tree_bias is not None and step.tree_id is not None:
+            self.tree_bias[: step.tree_bias.numel()] = step.tree_bias.reshape(-1)
+            self.tree_id[:num_reqs] = -1
+            self.tree_id[:real_reqs] = step.tree_id
+        if step.mm_ranges is not None:
+            self.mm_ranges[:num_reqs] = 0
+            self.mm_ranges[:real_reqs, : step.mm_ranges.shape[1]] = step.mm_ranges
+        if step.cross is not None:
+            self.encoder_seq_lens[:num_reqs] = 0
+            self.encoder_seq_lens[:real_reqs] = step.cross.lengths
+            self.new_encoder[:num_reqs] = 0
+            self.new_encoder[:real_reqs] = step.cross.new
+            _fill_table(self.cross_block_table, step.cross.table, num_reqs)
+        if step.held is not None:
+            self.local_seq_lens[:num_reqs] = 0
+            self.local_seq_lens[:real_reqs] = step.held
+        if step.num_logits is not None:
+            _fill_offsets(self.logits_start_loc, step.num_logits, num_reqs)
+        if step.shared_prefix_len is not None:
+            self.prefix_lens[0] = step.shared_prefix_len
+            self.prefix_lens[1] = 0
+
+    def pieces(self, to: StepBuffers, step: Step, num_reqs: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the contiguous pieces of a step: staged here, and where they go."""
+        yield self.requests, to.requests
+        yield self.slot_mapping[:num_tokens], to.slot_mapping[:num_tokens]
+        yield self.positions[:num_tokens], to.positions[:num_tokens]
+        yield self.block_table[:num_reqs], to.block_table[:num_reqs]
+        if step.mm_ranges is not None:
+            yield self.mm_ranges[:num_reqs], to.mm_ranges[:num_reqs]
+        if step.tree_bias is not None:
+            size = step.tree_bias.numel()
+            yield self.tree_bias[:size], to.tree_bias[:size]
+        if step.cross is not None:
+            yield self.cross_block_table[:num_reqs], to.cross_block_table[:num_reqs]
+
+
+class Staging(Generic[Buffers]):
+    """Where a step is written before it is copied to the device: two sets of host buffers in turn.
+
+    The host fills one while the device may still be reading the other. Where the buffers themselves are the host's,
+    they are all there is.
+
+    Args:
+        buffers: what kernels read.
+        make: makes a set of the same sizes in pinned memory.
+        device: of `buffers`.
+    """
+
+    def __init__(self, buffers: Buffers, make: Callable[[], Buffers], device: torch.device) -> None:
+        apart = device.type == "cuda"
+        self._sets = [make(), make()] if apart else [buffers]
+        self._copied = [torch.cuda.Event() for _ in self._sets] if apart else []
+        self._device, self._turn = device, 0
+
+    def next(self) -> Buffers:
+        """Return the set to fill, once the device has read what was copied out of it."""
+        self._turn = (self._turn + 1) % len(self._sets)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._sets[self._turn]
+
+    def copied(self) -> None:
+        """Note that all copies out of that set are enqueued on the current stream."""
+        if self._copied:
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
+
+
+def alias(view: Tensor) -> Tensor:
+    """Return a plain tensor over the memory of a view, whose base Dynamo would also trace and guard."""
+    return view.data
+
+
+def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
+    real = lengths.shape[0]
+    to[0] = 0
+    to[1 : real + 1] = lengths.cumsum(0)
+    to[real + 1 : num_reqs + 1] = to[real].item()
+
+
+def _fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
+    rows, columns = table.shape[0], min(table.shape[1], to.shape[1])
+    to[:rows, :columns] = table[:, :columns]
+    to[:rows, columns:] = 0
+    to[rows:num_reqs] = 0
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

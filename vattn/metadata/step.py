@@ -1,0 +1,87 @@
+"""One step on the host, before it is staged: `Limits` of a builder, `Step`, `CrossStep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vattn.config.dcp import Number, Stripe
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A builder's capacity and what it knows about the cache."""
+
+    num_reqs: int
+    num_tokens: int
+    seq_len: int
+    block_size: int
+    num_blocks: int | None
+    mm_ranges: int
+    trees: int
+    tree_size: int
+    encoder_len: int = 0
+    encoder_tokens: int = 0
+    reserved_blocks: int = 0
+    """Blocks from block 1 on that hold sinks."""
+    stripe: Stripe | None = None
+    """The share of each request's tokens that this rank's cache holds; `None`: all."""
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the block table, the same on every rank."""
+        return -(-most_held(self.stripe, self.seq_len) // self.block_size)
+
+    @property
+    def cross_table_width(self) -> int:
+        """Columns of the block table of encoder states."""
+        return -(-self.encoder_len // self.block_size)
+
+
+@dataclass
+class Step:
+    """One step's host values, checked: int64 CPU tensors, without padding."""
+
+    query_lens: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+    causal: bool | Tensor
+    tree_bias: Tensor | None
+    tree_id: Tensor | None
+    mm_ranges: Tensor | None
+    packed: bool = False
+    """Without a cache: no table, no slots."""
+    cross: CrossStep | None = None
+    num_logits: Tensor | None = None
+    """How many of its last tokens each request keeps for its logits; `None`: all."""
+    shared_prefix_len: int | None = None
+    """Tokens of the prefix that all requests share; `None`: layers do not attend it apart."""
+    held: Tensor | None = None
+    """How many of its tokens this rank holds, under context parallelism."""
+    given_places: bool = False
+    """Whether slots or positions were given, instead of following from lengths and table."""
+
+
+def most_held(stripe: Stripe | None, length: Number) -> Number:
+    """Return how many of a request's tokens lie on the rank that holds most of them: the first."""
+    return length if stripe is None else stripe.of_rank(0).count(length)
+
+
+@dataclass(frozen=True)
+class CrossStep:
+    """One step's encoder lengths, checked: int64 CPU tensors, without padding.
+
+    Attributes:
+        lengths: encoder states of each request, cached or new.
+        new: bool, whose encoder ran in this step.
+        table: block ids of each request's states.
+        num_rows: encoder states that this step writes.
+    """
+
+    lengths: Tensor
+    new: Tensor
+    table: Tensor
+    num_rows: int

@@ -1,0 +1,62 @@
+"""Requests of a step in the order that a metadata wants: prefills first, or decodes first."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vattn.config.arguments import known_keywords
+from vattn.errors import UnknownOptionError
+from vattn.metadata.inputs import Lengths, check_count, read_integers
+
+
+class TokenOrder(NamedTuple):
+    """Requests and their packed tokens in another order.
+
+    Attributes:
+        requests: requests in the new order.
+        tokens: int64 `[T]`, host: row i of the new order is row `tokens[i]` of the old one.
+    """
+
+    requests: list[int]
+    tokens: Tensor
+
+
+@known_keywords
+def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
+    """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
+
+    Args:
+        query_lens, seq_lens: new, and cached plus new, tokens of each request.
+        first: `"prefill"`, as `FlashAttentionMetadata` wants it, or `"decode"`.
+        decode_threshold: longest query that still counts as a decode.
+
+    Raises:
+        UnknownOptionError: another `first`.
+        MetadataError: no integers, or not one of each for every request.
+
+    Example:
+        >>> import vattn
+        >>> order = vattn.metadata.token_order(query_lens=[1, 3, 1], seq_lens=[9, 3, 20], first="prefill")
+        >>> order.requests, order.tokens.tolist()
+        ([1, 0, 2], [1, 2, 3, 0, 4])
+    """
+    if first not in ("prefill", "decode"):
+        raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
+    query_lens, seq_lens = (
+        read_integers(name, lens).tolist() for name, lens in (("query_lens", query_lens), ("seq_lens", seq_lens))
+    )
+    check_count("seq_lens", len(seq_lens), len(query_lens))
+    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(query_lens, seq_lens, strict=True)]
+    requests = sorted(range(len(query_lens)), key=lambda row: decodes[row] == (first == "prefill"))
+    starts = [0, *accumulate(query_lens)]
+    rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
+    return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64))
+
+
+def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:
+    """Return whether a request is a decode: few new tokens, and some that were there before."""
+    return query_len <= decode_threshold and (seq_len > query_len or query_len == 0)

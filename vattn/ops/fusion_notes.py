@@ -1,0 +1,148 @@
+"""What the compiler passes made of each attention node, kept by graph and written into op configs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+from vattn.config.encoding import NOTE_MARK
+
+logger = logging.getLogger("vattn")
+
+
+FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
+
+
+_PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
+"""What a note holds as it is besides letters and digits."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What became of one attention node.
+
+    Attributes:
+        graph: name of the compiled graph, the same for the same graph in every process.
+        index, count: which attention node of how many.
+        op: `"attention"` or `"varlen_attention"`.
+        outcome: `"fused"`, `"refused"` or `"near miss"` (a quantiser follows, something keeps it from fusing).
+        output_format: what the op writes now.
+        reason: why it is not fused; empty if it is.
+        source: the user's line that the outcome hangs on, empty if unknown.
+        query: how the query reaches the op, and why its quantisation is a kernel of its own if it is; empty: it is
+            never quantised.
+        query_outcome: `"fused"` (its quantisation costs no kernel), `"near miss"` or `"refused"`; empty where there is
+            none to fuse, or one that the op cannot see.
+        query_source: the user's line that this hangs on, empty if unknown.
+        rope: what became of RoPE ahead of the op and of its cache update; empty: there is none.
+        rope_outcome: `"fused"`, `"refused"` (left to Inductor by rule) or `"near miss"`; empty: there is none.
+        rope_source: the user's line that this hangs on, empty if unknown.
+        cached: whether this was read from code that another process compiled. Lines of code are then those of that
+            process's model, whose graph is equal, not necessarily of this one's.
+    """
+
+    graph: str
+    index: int
+    count: int
+    op: str
+    outcome: str
+    output_format: str
+    reason: str = ""
+    source: str = ""
+    query: str = ""
+    query_outcome: str = ""
+    query_source: str = ""
+    rope: str = ""
+    rope_outcome: str = ""
+    rope_source: str = ""
+    cached: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the output's quantisation is fused, and the query's if there is one."""
+        return self.outcome == FUSED and self.query_outcome in (FUSED, "")
+
+    @property
+    def missed_rope(self) -> bool:
+        """Whether there is RoPE that is not fused."""
+        return self.rope_outcome not in (FUSED, "")
+
+    def __str__(self) -> str:
+        text = f"{self.op} {self.index + 1}/{self.count}: {self.outcome}"
+        if self.outcome == FUSED:
+            text += f", writes {self.output_format}"
+        if self.reason:
+            text += f": {self.reason}"
+        if self.source:
+            text += self._line(self.source)
+        if self.query:
+            text += f"; query {self.query}"
+        if self.query_source and self.query_outcome != FUSED:
+            text += self._line(self.query_source)
+        if self.rope:
+            text += f"; RoPE {self.rope_outcome}: {self.rope}"
+        if self.rope_source and self.rope_outcome != FUSED:
+            text += self._line(self.rope_source)
+        return text
+
+    def _line(self, source: str) -> str:
+        return f" [when first compiled: {source}]" if self.cached else f" [{source}]"
+
+    def note(self, config: str) -> str:
+        """Return a config string with this line of the report behind it, in characters that any code can hold.
+
+        Inductor's C++ wrappers, for one, hold strings between double quotes and escape nothing.
+        """
+        fields = {name: quote(x, _PLAIN) if isinstance(x, str) else x for name, x in dataclasses.asdict(self).items()}
+        return config + NOTE_MARK + json.dumps(fields, separators=(",", ":")).replace('"', "'")
+
+    @staticmethod
+    def of_note(note: str) -> NodeReport:
+        """Return the line of the report that `note` has put behind a config string.
+
+        Raises:
+            TypeError, ValueError: another version has written it.
+        """
+        fields: dict[str, Any] = json.loads(note.replace("'", '"'))
+        plain: dict[str, Any] = {name: unquote(x) if isinstance(x, str) else x for name, x in fields.items()}
+        return NodeReport(**plain)
+
+
+_graphs: dict[str, dict[int, NodeReport]] = {}
+
+
+_lock = threading.Lock()
+
+
+_seen = {"without attention": 0, "failed": 0}
+"""Graphs that the passes ran on and that have no entry in the report."""
+
+
+def record(nodes: list[NodeReport]) -> None:
+    """Keep the report of one compiled graph; one that was known is replaced and becomes the latest."""
+    with _lock:
+        _seen["without attention"] += not nodes
+        for name in {node.graph for node in nodes}:
+            _graphs.pop(name, None)
+        for node in nodes:
+            _graphs.setdefault(node.graph, {})[node.index] = node
+
+
+def read_note(config: str) -> None:
+    """Keep the line of the report that the config string of loaded code carries, if it carries one."""
+    _, mark, note = config.partition(NOTE_MARK)
+    if not mark:
+        return
+    try:
+        node = NodeReport.of_note(note)
+    except (TypeError, ValueError):
+        # A package of AOTInductor outlives the version that compiled it, and runs without a report.
+        logger.debug("a note of another version: %s", note)
+        return
+    with _lock:
+        _graphs.setdefault(node.graph, {}).setdefault(node.index, dataclasses.replace(node, cached=True))

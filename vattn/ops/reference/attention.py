@@ -1,0 +1,226 @@
+"""What every `vattn::` op means, in fp32 on any device: the executable specification.
+
+Requests are taken one by one and lengths are read on the host; nothing here is meant to be fast. Masks and biases are
+in `vattn.ops.reference.mask`, formats in `vattn.quantization.codecs` and `vattn.quantization.packed`.
+
+Letters: T query tokens, H query heads, K KV heads, g = H / K, D key width, V value width, q query rows and s keys of
+one request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views, take
+from vattn.config.attention import AttentionConfig
+from vattn.config.dcp import Stripe
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
+from vattn.ops.reference.mask import alibi_bias, tree_bias, visible_mask
+from vattn.quantization.codecs import decode_kv, load_query, quantise_output
+from vattn.quantization.formats import MODEL_DTYPES
+
+KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor, Tensor | None]"]
+"""Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, bool `[s]`: which of them exist, and int64 `[s]`:
+their positions (`None`: 0 to s - 1)."""
+
+
+def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
+    """Write new keys and values `[T, K, *]` into their slots; a slot outside the cache writes nothing."""
+    caches = stored_views(args.kv_cache, config)
+    slots = args.slot_mapping
+    inside = (slots >= 0) & (slots < caches[0].codes.shape[0] * config.block_size)
+    blocks, offsets = slots[inside] // config.block_size, slots[inside] % config.block_size
+    new = ((args.key, args.k_scale), (args.value, args.v_scale))
+    for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
+        stored = encode_stored(rows[inside], config, bool(of_values), scale)
+        cache.codes[blocks, offsets] = stored.codes
+        if cache.scales is not None and stored.scales is not None:
+            cache.scales[blocks, offsets] = stored.scales
+
+
+def attention(args: AttentionArgs, config: AttentionConfig) -> None:
+    """Run `vattn::attention`: write output, scales and LSE as the config asks."""
+    out, lse = paged_attention(args, config)
+    _write(args, out, lse, config)
+
+
+def varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+    """Run `vattn::varlen_attention`: write output, scales and LSE as the config asks."""
+    out, lse = packed_attention(args, config)
+    _write(args, out, lse, config)
+
+
+def _write(args: AttentionArgs | VarlenAttentionArgs, out: Tensor, lse: Tensor, config: AttentionConfig) -> None:
+    rounded = out.to(MODEL_DTYPES[config.dtype])
+    quantise_output(
+        rounded,
+        config.output_format,
+        args.output,
+        args.output_block_scale,
+        args.output_scale,
+        config.output_arithmetic,
+        config.output_min_scale,
+    )
+    if args.lse is not None:
+        args.lse.copy_(lse)
+
+
+def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return what `vattn::attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
+    keys, values = stored_views(args.kv_cache, config)
+    seq_lens = held_lengths(None, args.seq_lens, None)
+    stored = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        entries, offsets, exists = locate_keys(
+            args.block_table[request], stored[request], config.block_size, keys.codes.shape[0]
+        )
+        key = decode_stored(take(keys, entries, offsets), config, False, args.k_scale)
+        value = decode_stored(take(values, entries, offsets), config, True, args.v_scale)
+        return key, value, exists, held_positions(config.stripe, stored[request], args.query.device)
+
+    return _attend_requests(args, config, keys_of_request, seq_lens)
+
+
+def held_lengths(stripe: Stripe | None, seq_lens: Tensor, local_seq_lens: Tensor | None) -> list[int]:
+    """Return how many keys of each request can be read: those of its length that this rank holds."""
+    lengths = [max(0, length) for length in seq_lens.tolist()]
+    if stripe is None or local_seq_lens is None:
+        return lengths
+    return [
+        max(0, min(stripe.count(length), held)) for length, held in zip(lengths, local_seq_lens.tolist(), strict=True)
+    ]
+
+
+def held_positions(stripe: Stripe | None, count: int, device: torch.device) -> Tensor | None:
+    """Return the positions of a request's first `count` keys on this rank; `None`: all from 0 on."""
+    return None if stripe is None else stripe.position(torch.arange(count, device=device))
+
+
+def locate_keys(block_row: Tensor, seq_len: int, block_size: int, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return block ids, offsets and existence, each `[seq_len]`, of one request's keys.
+
+    A key exists if the table has a column for it and that column names a block of the cache. Those that do not exist
+    get a block id that can be read, never a key that can be seen.
+    """
+    positions = torch.arange(seq_len, device=block_row.device)
+    columns = positions // block_size
+    blocks = block_row[columns.clamp(max=block_row.shape[0] - 1)].long()
+    exists = (columns < block_row.shape[0]) & (blocks >= 0) & (blocks < num_blocks)
+    return blocks.clamp(0, num_blocks - 1), positions % block_size, exists
+
+
+def packed_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return what `vattn::varlen_attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
+    starts = args.kv_start_loc.tolist()
+
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        rows = slice(starts[request], max(starts[request], starts[request + 1]))
+        key = decode_kv(args.key[rows], config.kv_cache_dtype, args.k_scale)
+        value = decode_kv(args.value[rows], config.kv_cache_dtype, args.v_scale)
+        return key, value, torch.ones(key.shape[0], dtype=torch.bool, device=key.device), None
+
+    return _attend_requests(args, config, keys_of_request, [max(0, b - a) for a, b in itertools.pairwise(starts)])
+
+
+def _attend_requests(
+    args: AttentionArgs | VarlenAttentionArgs,
+    config: AttentionConfig,
+    keys_of_request: KeysOfRequest,
+    seq_lens: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Attend request by request; rows that belong to none stay at output 0 and LSE -inf."""
+    num_tokens = args.query.shape[0]
+    query = load_query(args.query, args.q_scale, config.num_kv_heads, config.query_load)
+    out = query.new_zeros((num_tokens, config.num_heads, config.head_size_v))
+    lse = query.new_full((num_tokens, config.num_heads), -torch.inf)
+    starts = args.query_start_loc.tolist()
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
+        if end > start:
+            key, value, exists, held = keys_of_request(request)
+            visible, bias = _mask_and_bias(args, config, request, end - start, seq_lens[request])
+            if held is not None:
+                visible, bias = visible[:, held], None if bias is None else bias[..., held]
+            out[start:end], lse[start:end] = attend(
+                query[start:end], key, value, visible & exists, config, bias=bias, sinks=args.sinks
+            )
+    return out, lse
+
+
+def _mask_and_bias(
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, request: int, query_len: int, seq_len: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return one request's visibility `[q, s]` and what is added to its scores `[H, q, s]`, or `None`."""
+    causal = None if args.causal_flags is None else bool(args.causal_flags[request] != 0)
+    ranges = None if args.mm_ranges is None else args.mm_ranges[request]
+    visible = visible_mask(config, query_len, seq_len, causal=causal, mm_ranges=ranges, device=args.query.device)
+    bias = None
+    if args.alibi_slopes is not None:
+        bias = alibi_bias(config, args.alibi_slopes, query_len, seq_len, causal=causal)
+    if args.bias is not None and args.tree_id is not None:
+        tree = tree_bias(args.bias, int(args.tree_id[request]), query_len, seq_len)
+        bias = tree.expand(config.num_heads, -1, -1) if bias is None else bias + tree
+    return visible, bias
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    config: AttentionConfig,
+    *,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend one request's rows to its keys: scale, soft cap, mask, bias, softmax with sink.
+
+    Args:
+        query, key, value: fp32 `[q, H, D]`, `[s, K, D]`, `[s, K, V]`.
+        visible: bool `[q, s]`. Keys and values that no row sees may hold anything.
+        bias: `[H, q, s]`, added to the scores; -inf hides.
+        sinks: `[H]`, one logit per head in the denominator alone.
+
+    Returns:
+        fp32 `[q, H, V]`, zero for rows that see no key, and LSE `[q, H]`: the natural log of the whole denominator.
+    """
+    value = torch.where(visible.any(dim=0)[:, None, None], value, 0.0)
+    grouped = query.unflatten(1, (config.num_kv_heads, config.group_size))
+    scores = config.scale * torch.einsum("qkgd,skd->kgqs", grouped, key).flatten(0, 1)
+    if config.logits_soft_cap is not None:
+        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+    scores = torch.where(visible, scores, -torch.inf)
+    if bias is not None:
+        scores = scores + bias
+    # The sink is one more key with a value of zero; without sinks it is one that nobody sees.
+    sink = scores.new_full((config.num_heads,), -torch.inf) if sinks is None else sinks.float()
+    logits = torch.cat((scores, sink.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
+    lse = torch.logsumexp(logits, dim=-1)
+    # A row without any key or sink has LSE -inf; subtracting 0 instead keeps exp(-inf) = 0 from becoming NaN.
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+    weights = weights.unflatten(0, (config.num_kv_heads, config.group_size))
+    out = torch.einsum("kgqs,skv->qkgv", weights, value).flatten(1, 2)
+    return out, lse.t()
+
+
+def merge_attn_states(args: MergeArgs) -> None:
+    """Run `vattn::merge_attn_states`: weigh two partial results of the same rows by their LSE, in fp32.
+
+    A part with LSE -inf is empty and its output is not read; two empty parts give output 0 and LSE -inf.
+    """
+    lse = torch.logaddexp(args.prefix_lse, args.suffix_lse)
+    reference = torch.where(lse == -torch.inf, 0.0, lse)
+    out = _weighed(args.prefix_output, args.prefix_lse - reference)
+    out = out + _weighed(args.suffix_output, args.suffix_lse - reference)
+    args.output.copy_(out)
+    if args.output_lse is not None:
+        args.output_lse.copy_(lse)
+
+
+def _weighed(part: Tensor, log_weight: Tensor) -> Tensor:
+    weight = torch.exp(log_weight).unsqueeze(-1)
+    return torch.where(log_weight.unsqueeze(-1) == -torch.inf, 0.0, part.float() * weight)

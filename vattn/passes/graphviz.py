@@ -1,0 +1,74 @@
+"""Draws a graph around its attention nodes for Graphviz, the fused regions coloured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from vattn.passes.query_quant.find import quantising_nodes
+from vattn.passes.region import attention_calls, find_region
+
+_BEFORE, _AFTER = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+_ATTENTION, _REGION, _FUSED = "#a6cee3", "#fdbf6f", "#b2df8a"
+_FUSED_IN = ("output_format=", "query_load=")
+
+
+def draw(graph: Graph, title: str) -> str:
+    """Return a graph as Graphviz text.
+
+    Attention calls are blue, green where quantisation is part of them; what quantises their outputs and queries by
+    itself is orange.
+    """
+    calls = {call for call, _ in attention_calls(graph)}
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    regions: set[Node] = set()
+    for call in calls:
+        regions.update(quantising_nodes(call))
+        writes_codes = any(part.startswith("output_format=") for part in _fused_in(call))
+        for output in () if writes_codes else call.users:
+            region = find_region(output, order) if output.meta.get("val") is not None else None
+            if region is not None and region.quantised:
+                regions.update(region.ancestors(list(region.quantised)))
+    lines = [f'digraph "{title}" {{', '  node [shape=box, style=filled, fillcolor=white, fontname="monospace"];']
+    for node in graph.nodes:
+        colour = "white"
+        if node in calls:
+            colour = _FUSED if _fused_in(node) else _ATTENTION
+        elif node in regions:
+            colour = _REGION
+        lines.append(f'  "{node.name}" [label="{_label(node)}", fillcolor="{colour}"];')
+        lines += [f'  "{source.name}" -> "{node.name}";' for source in node.all_input_nodes]
+    return "\n".join([*lines, "}"])
+
+
+def _fused_in(call: Node) -> list[str]:
+    """Return which quantisation a call does, as in its config string."""
+    config = str(call.kwargs.get("config", "")).partition(" # ")[0]
+    return [part for part in config.split() if part.startswith(_FUSED_IN)]
+
+
+def _label(node: Node) -> str:
+    target = node.args[0] if "auto_functionalized" in str(node.target) and node.args else node.target
+    return "\\n".join([f"{node.name}\\n{target}", *_fused_in(node)]).replace('"', "'")
+
+
+class Picturing:
+    """Draws every graph before and after the passes.
+
+    Attributes:
+        texts: Graphviz texts in the order in which the passes ran.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def options(self) -> dict[str, Any]:
+        """Return Inductor options that draw; the pass before ours and one behind it."""
+        return {_BEFORE: self._before, _AFTER: self._after}
+
+    def _before(self, graph: Graph) -> None:
+        self.texts.append(draw(graph, f"before {len(self.texts) // 2}"))
+
+    def _after(self, graph: Graph) -> None:
+        self.texts.append(draw(graph, f"after {len(self.texts) // 2}"))

@@ -1,0 +1,297 @@
+"""Asks a region what it computes: compares its runs, bit for bit, with the reference quantisers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes import region_moves as moves
+from vattn.passes.output_quant import unsupported
+from vattn.passes.output_quant.near_miss import first_difference
+from vattn.passes.probe import Inputs, Sample, constant_scales, same_bits, samples
+from vattn.passes.region import Match, Refusal, Region, op_name, value
+from vattn.passes.region_precision import LOW, roundings
+from vattn.quantization import codecs as quantization
+from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
+
+ROUNDED = (
+    "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
+    "in another: convert to float32 first"
+)
+_STIRRING = moves.MOVES - {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "clone", "alias", "detach"}
+_LAYOUTS = ("plain", "transposed", "swizzled", "moved")
+_MOST_FLOORS = 24
+_SAMPLES_TO_EXPLAIN = 8
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """One way to quantise that an attention op has: a format in its plain layout, its arithmetic and its floor."""
+
+    fmt: OutputFormat
+    arithmetic: str = "divide"
+    min_scale: float | None = None
+
+    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return codes of rows `[T, N]` and the computed scales, if any."""
+        static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
+        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale)
+
+
+@dataclass
+class _Candidate:
+    """A quantiser that the region may be, with what is known of it after some runs.
+
+    Attributes:
+        scale: as in `Match`.
+        block_scales: which nodes hold the computed scales, and how; `None` before the first run.
+    """
+
+    way: Quantiser
+    scale: int | float | None
+    factor: float = 1.0
+    block_scales: dict[int, frozenset[str]] | None = field(default=None)
+
+
+class Asked:
+    """A region, one quantised tensor of it, and what they are compared with.
+
+    Args:
+        nodes: the part of the region to run, `quantised` included.
+        dtype: name of the model dtype.
+    """
+
+    def __init__(self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str) -> None:
+        self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
+        self.dtype = dtype
+        self.stirs = any(op_name(node.target) in _STIRRING for node in nodes)
+        self.same_as_codes = [n for n in nodes if value(n) is not None and _dtype(n) == _dtype(quantised)]
+        self.packed = _dtype(quantised) == torch.uint8
+        self._places: dict[int, moves.Positions] = {}
+
+    def classify(self) -> Match:
+        """Find out in which format the region writes the quantised tensor.
+
+        Raises:
+            Refusal: in none that there is.
+        """
+        certain, doubtful = roundings(self.nodes)
+        left, seen = self._left(None, certain)
+        if doubtful and (left or self._left(None, certain | doubtful)[0]):
+            left = left and self._left(left, certain | doubtful)[0]
+            if not left:
+                raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
+        if not left:
+            needed = self.region.ancestors([self.quantised])
+            odd = first_difference(needed, self.region.output, self.quantised, seen)
+            raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
+        return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
+
+    def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
+        """Return the candidates that agree with every run, and the first runs."""
+        seen: list[Sample] = []
+        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.stirs):
+            if len(seen) < _SAMPLES_TO_EXPLAIN:
+                seen.append(sample)
+            if left is None:
+                left = list(self._candidates(sample))
+            left = [candidate for candidate in left if self._agrees(candidate, sample)]
+            if left:
+                self.same_as_codes = [node for node in self.same_as_codes if self._equals_codes(node, sample)]
+            elif len(seen) == _SAMPLES_TO_EXPLAIN:
+                break
+        return left or [], seen
+
+    def places(self, sample: Sample) -> moves.Positions:
+        """Return where the elements of each node come from at a sample's token count; empty if nothing is moved."""
+        count = sample.rows.shape[0]
+        if self.stirs and count not in self._places:
+            self._places[count] = moves.positions(self.nodes, self.region.output, sample.values)
+        return self._places.get(count, {})
+
+    def _candidates(self, sample: Sample) -> Iterator[_Candidate]:
+        constants = [] if self.inputs.roots else constant_scales(self.nodes, self.inputs)
+        factors = [1.0]
+        for number in constant_scales(self.nodes, self.inputs):
+            if self.inputs.roots and number != 1.0 and torch.frexp(torch.tensor(number))[0] == 0.5:
+                factors += [number, 1 / number]
+        columns = sample.rows.shape[1]
+        floors = self._floors(sample, constants)
+        for way in quantisers(columns, self.quantised, floors):
+            if not way.fmt.static_scale:
+                if not self.inputs.roots:
+                    yield _Candidate(way, None)
+            elif self.inputs.roots:
+                for factor in factors:
+                    for index in range(len(self.inputs.scales)):
+                        yield _Candidate(way, index, factor)
+            else:
+                for constant in constants:
+                    yield _Candidate(way, constant)
+
+    def _floors(self, sample: Sample, numbers: Sequence[float]) -> list[float | None]:
+        """Return what may be the floor under computed scales: numbers of the region, and what becomes of zeros."""
+        floors: dict[float | None, None] = {None: None, 0.0: None}
+        for number in numbers:
+            rounded = torch.tensor(number).to(MODEL_DTYPES[self.dtype]).float()
+            for least in (torch.tensor(number), torch.tensor(number) / FP8_E4M3_MAX, rounded / FP8_E4M3_MAX, rounded):
+                if 0 < float(least) < 1:
+                    floors[float(least)] = None
+        tokens, columns = sample.rows.shape
+        at = int((sample.rows == 0).all(1).int().argmax())
+        for node in self.nodes:
+            val, place = sample.values[node], self.places(sample).get(node)
+            if (
+                not isinstance(val, Tensor)
+                or val.dtype not in (torch.float32, *LOW)
+                or val.numel() > tokens * columns / 8
+            ):
+                continue
+            zeros = val.reshape(tokens, -1)[at, :1] if val.numel() % tokens == 0 else val.flatten()[:1]
+            if isinstance(place, Tensor) and place.shape == val.shape:
+                zeros = val[place // columns == at].flatten()[:1]
+            for least in (zeros.float(), zeros.float() / FP8_E4M3_MAX):
+                if least.numel() and 0 < float(least) < float("inf"):
+                    floors[float(least)] = None
+        return list(floors)[:_MOST_FLOORS]
+
+    def _agrees(self, candidate: _Candidate, sample: Sample) -> bool:
+        scale = candidate.scale
+        if isinstance(scale, int):
+            scale = float(sample.values[self.inputs.scales[scale]]) * candidate.factor
+        codes, scales = candidate.way(sample.rows, scale or 0.0)
+        if not same_bits(self._moved(codes, sample), sample.values[self.quantised]):
+            return False
+        if scales is not None:
+            held = candidate.block_scales
+            if held is None:
+                held = dict.fromkeys(range(len(self.nodes)), frozenset(_LAYOUTS))
+            found = {index: ways & self._layouts(self.nodes[index], scales, sample) for index, ways in held.items()}
+            candidate.block_scales = {index: ways for index, ways in found.items() if ways}
+        else:
+            candidate.block_scales = {}
+        return True
+
+    def _moved(self, codes: Tensor, sample: Sample) -> Tensor:
+        place = self.places(sample).get(self.quantised)
+        step = sample.rows.numel() // codes.numel()
+        if place is None or moves.is_whole(place, sample.rows.numel(), step):
+            return codes
+        return codes.flatten()[place // step]
+
+    def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
+        """Return how a node may hold computed scales, empty if it does not."""
+        got = sample.values[node]
+        layouts = {"plain": scales, "transposed": scales.t()}
+        if scales.dtype == torch.float8_e4m3fn:
+            # Padded to 128 rows: of few tokens more than there are values.
+            layouts["swizzled"] = quantization.swizzle_block_scales(scales)
+        most = max(sample.rows.numel() / 8, *(wanted.numel() for wanted in layouts.values()))
+        if not isinstance(got, Tensor) or got.numel() > most:
+            return frozenset()
+        place = self.places(sample).get(node)
+        if isinstance(place, Tensor) and place.shape == got.shape:
+            columns = sample.rows.shape[1]
+            group = columns // scales.shape[1]
+            layouts["moved"] = scales[place // columns, place % columns // group]
+        return frozenset(name for name, wanted in layouts.items() if _holds(got, wanted))
+
+    def _equals_codes(self, node: Node, sample: Sample) -> bool:
+        a, b = sample.values[node], sample.values[self.quantised]
+        return isinstance(a, Tensor) and a.dtype == b.dtype and same_bits(a, b)
+
+    def _match(self, found: _Candidate, sample: Sample) -> Match:
+        same = set(self.same_as_codes)
+        codes = tuple(index for index, node in enumerate(self.nodes) if node in same)
+        fmt = found.way.fmt
+        place = self.places(sample).get(self.quantised)
+        moved = not moves.is_whole(place, sample.rows.numel(), 2 if fmt.container is torch.uint8 else 1)
+        if moved and fmt.container is torch.uint8:
+            raise Refusal("the packed codes are sliced or transposed before they are packed", self.quantised, near=True)
+        scales = tuple((i, next(filter(ways.__contains__, _LAYOUTS))) for i, ways in (found.block_scales or {}).items())
+        return Match(
+            fmt.name, found.way.arithmetic, found.way.min_scale, found.scale, codes, scales, found.factor, moved
+        )
+
+    def _why(self, seen: list[Sample]) -> str:
+        """Say which unsupported quantiser a region is, if it is a well-known one."""
+        scales: list[Any] = [None]
+        if self.inputs.roots:
+            scales = list(range(len(self.inputs.scales)))
+        else:
+            scales += constant_scales(self.nodes, self.inputs)
+        floors = self._floors(seen[0], constant_scales(self.nodes, self.inputs))
+
+        def is_it(way: Callable[..., Tensor], scale: Any, floor: float | None) -> bool:
+            for sample in seen:
+                step = float(sample.values[self.inputs.scales[scale]]) if isinstance(scale, int) else scale or 1.0
+                made = way(sample.rows, step, floor)
+                if not same_bits(self._moved(made, sample), sample.values[self.quantised]):
+                    return False
+            return True
+
+        for reason, way in unsupported.static_ways().items():
+            if any(is_it(way, scale, None) for scale in scales):
+                return reason
+        for reason, way in unsupported.dynamic_ways(seen[0].rows.shape[1]).items():
+            if any(is_it(way, None, floor) for floor in floors):
+                return reason
+        if _dtype(self.quantised) not in (torch.float8_e4m3fn, torch.uint8):
+            return f"it casts to {_dtype(self.quantised)}; output formats hold float8_e4m3fn or packed e2m1"
+        finite = [s for s in seen if bool(s.rows.isfinite().all())]
+        if finite and any(not bool(s.values[self.quantised].float().isfinite().all()) for s in finite):
+            return "finite values become NaN: clamp to +-448 before the cast"
+        name = self._of_finite_groups(seen, floors)
+        if name:
+            return f"of finite values that were tried it makes {name}, of those beside NaN or infinities something else"
+        return "its values are those of no supported format"
+
+    def _of_finite_groups(self, seen: list[Sample], floors: Sequence[float | None]) -> str:
+        """Return the format with computed scales that agrees where a scale is of finite values, empty if none."""
+        for way in quantisers(seen[0].rows.shape[1], self.quantised, floors):
+            fp8 = way.fmt.container == torch.float8_e4m3fn and not way.fmt.static_scale
+            if fp8 and all(self._agrees_in_finite_groups(way, sample) for sample in seen):
+                return way.fmt.name
+        return ""
+
+    def _agrees_in_finite_groups(self, way: Quantiser, sample: Sample) -> bool:
+        got, (tokens, columns) = sample.values[self.quantised], sample.rows.shape
+        groups = tokens, -1, columns if way.fmt.group_size < 0 else way.fmt.group_size
+        codes, _ = way(sample.rows, 0.0)
+        if got.numel() != codes.numel():
+            return False
+        finite = sample.rows.reshape(groups).isfinite().all(-1)
+        return same_bits(got.reshape(groups)[finite], codes.reshape(groups)[finite])
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    val = value(node)
+    return val.dtype if isinstance(val, Tensor) else None
+
+
+def _holds(got: Tensor, scales: Tensor) -> bool:
+    if got.numel() != scales.numel():
+        return False
+    if got.dtype == torch.uint8:
+        scales = scales.contiguous().view(torch.uint8)
+    return same_bits(got, scales)
+
+
+def quantisers(columns: int, quantised: Node, floors: Sequence[float | None]) -> Iterator[Quantiser]:
+    """Yield what could have made the quantised tensor of rows of so many columns, the op's defaults first.
+
+    Args:
+        floors: what may be the least computed scale.
+    """
+    container = value(quantised).dtype
+    for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
+        for fmt in OUTPUT_FORMATS.values():
+            fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
+            if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
+                for floor in [None] if fmt.static_scale else floors:
+                    yield Quantiser(fmt, arithmetic, floor)

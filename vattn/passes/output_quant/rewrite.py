@@ -1,0 +1,316 @@
+"""Replaces a region by an attention call that writes the quantised tensor and its scales.
+
+Everything that can fail happens before anything is changed: new nodes are made beside the old ones first.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+from vattn.passes.output_quant.find import Found
+from vattn.passes.output_quant.replay import Replay, copies, token_slices
+from vattn.passes.query_quant.find import FoundQuery
+from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_shape, same_size, value
+from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
+
+aten = torch.ops.aten
+
+_LONG_ENOUGH = 16
+"""Elements of a constant that Inductor does not write into its code."""
+
+
+class Builder:
+    """Makes nodes with their fake values, and takes them back if something fails."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Add a call; its fake value comes from running it on those of its arguments."""
+        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
+        node = self.graph.call_function(target, args, kwargs)
+        self.nodes.append(node)
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def undo(self) -> None:
+        """Remove every node that was made."""
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+
+
+def rewrite(attention: AttentionNode, found: Found, order: dict[Node, int]) -> None:
+    """Let an attention call write what a region computed, and drop the region.
+
+    Args:
+        order: position of every node of the graph.
+    """
+    hop, output = attention.node, attention.output
+    fmt = OUTPUT_FORMATS[found.config.output_format]
+    builder = Builder(hop.graph)
+    try:
+        with value(output).fake_mode:
+            with hop.graph.inserting_before(hop):
+                tokens = _tokens(builder, attention)
+                kwargs, written = _new_arguments(builder, attention, found, fmt, tokens)
+            with hop.graph.inserting_before(output.next):
+                replacements = _replacements(builder, attention, found, written, tokens)
+    except Exception:
+        builder.undo()
+        raise
+    old_base = hop.kwargs["_all_bases"][attention.base]  # type: ignore[index]
+    _change_call(hop, kwargs, written)
+    output.meta["val"] = value(written[attention.base])
+    for old, new in replacements:
+        old.replace_all_uses_with(new)
+    _erase(output, found.dead)
+    if not old_base.users and old_base.op == "call_function":  # type: ignore[union-attr]
+        hop.graph.erase_node(old_base)  # type: ignore[arg-type]
+    if found.moved or (isinstance(found.scale, Node) and order[found.scale] > order[hop]):
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(hop.graph)
+
+
+def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
+    """Hand an attention call its query as it was before it was quantised."""
+    hop = attention.node
+    old, shape = hop.kwargs["query"], value(attention.output).shape
+    assert isinstance(old, Node)
+    builder, config = Builder(hop.graph), found.config
+    tokens = shape[0] if isinstance(shape[0], int) else -1
+    try:
+        with value(old).fake_mode, hop.graph.inserting_before(hop):
+            sizes = [tokens, config.num_heads, config.head_size]
+            new = builder.call(aten.reshape.default, found.source, sizes)
+        if not same_shape(value(new).shape, value(old).shape):
+            raise Refusal(f"the query before has {value(new).shape[0]} tokens, the quantised one {shape[0]}", old)
+        if not same_size(value(new).stride(-1), 1):
+            raise Refusal("the query before does not lie row by row in memory, as the op takes it", found.source)
+    except Exception:
+        builder.undo()
+        raise
+    _change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()}, hop.kwargs["_all_bases"])  # type: ignore[arg-type]
+    erase_unread([old])
+
+
+def erase_unread(nodes: Iterable[Node]) -> None:
+    """Erase nodes that nothing reads but checks of metadata, and then what only they have read."""
+    stack = list(nodes)
+    gone: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in gone or not can_run(node) or not all(map(is_check, node.users)):
+            continue
+        for user in list(node.users):
+            node.graph.erase_node(user)
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        gone.add(node)
+        stack.extend(sources)
+
+
+def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:
+    """Return the number of tokens as an argument for other nodes."""
+    tokens, query = value(attention.output).shape[0], attention.node.kwargs["query"]
+    if isinstance(tokens, int):
+        return tokens
+    if not isinstance(query, Node) or not same_size(value(query).shape[0], tokens):
+        raise Refusal("query and output have different numbers of tokens", attention.node)
+    return builder.call(aten.sym_size.int, query, 0)
+
+
+def _new_arguments(
+    builder: Builder, attention: AttentionNode, found: Found, fmt: OutputFormat, tokens: Node | int
+) -> tuple[dict[str, Any], list[Node]]:
+    """Return the call's new keyword arguments, and the tensors it writes."""
+    val = value(attention.output)
+    heads, width = int(val.shape[1]), int(val.shape[2])
+    kwargs = dict(attention.node.kwargs)
+    bases = list(kwargs["_all_bases"])  # type: ignore[arg-type]
+    shape = [tokens, heads, fmt.output_columns(width)]
+    bases[attention.base] = builder.call(aten.empty.memory_format, shape, dtype=fmt.container, device=val.device)
+    if fmt.group_size:
+        kwargs["_output_block_scale_base_index"] = len(bases)
+        bases.append(_block_scale(builder, fmt, tokens, heads * width, val.device))
+    if fmt.static_scale:
+        scale = found.scale if isinstance(found.scale, Node) else (found.scale or 0.0) * found.factor
+        kwargs["output_scale"] = _static_scale(builder, scale, found.factor, val.device)
+    return {**kwargs, "_all_bases": bases, "config": found.config.encode()}, bases
+
+
+def _block_scale(builder: Builder, fmt: OutputFormat, tokens: Node | int, columns: int, device: torch.device) -> Node:
+    counted: Any = tokens
+    if fmt.swizzled and isinstance(tokens, Node):
+        tiles = builder.call(operator.floordiv, builder.call(operator.add, tokens, 127), 128)
+        counted = builder.call(operator.mul, tiles, 128)
+    elif fmt.swizzled:
+        counted = (counted + 127) // 128 * 128
+    shape = fmt.block_scale_shape(1, columns)
+    assert shape is not None
+    sizes = [counted, shape[1]]
+    if not fmt.column_major:
+        return builder.call(aten.empty.memory_format, sizes, dtype=fmt.block_scale_dtype, device=device)
+    strides = [1, counted]
+    return builder.call(aten.empty_strided.default, sizes, strides, dtype=fmt.block_scale_dtype, device=device)
+
+
+def _static_scale(builder: Builder, scale: Node | float, factor: float, device: torch.device) -> Node:
+    if not isinstance(scale, Node):
+        return _constant(builder, scale, device)
+    if value(scale).dtype != torch.float32:
+        scale = builder.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
+    if factor != 1.0:
+        scale = builder.call(aten.mul.Tensor, scale, factor)
+    return builder.call(aten.reshape.default, scale, [1]) if value(scale).dim() != 1 else scale
+
+
+def _constant(builder: Builder, number: float, device: torch.device) -> Node:
+    """Return a node that holds a number, fp32 `[1]`, without a kernel that fills it in every run.
+
+    A constant of the graph is made once. Inductor would fill one of up to eight elements anew, so it is longer.
+    AOTInductor, which keeps constants in its package, is given the kernel.
+    """
+    from torch._inductor.virtualized import V
+
+    module, mode = builder.graph.owning_module, detect_fake_mode()
+    name = f"_vattn_scale_{struct.pack('<f', number).hex()}_{device.type}"
+    if module is None or mode is None or V.aot_compilation:
+        return builder.call(aten.full.default, [1], number, dtype=torch.float32, device=device)
+    if not hasattr(module, name):
+        with unset_fake_temporarily():
+            module.register_buffer(name, torch.full((_LONG_ENOUGH,), number, dtype=torch.float32, device=device))
+    whole = builder.graph.get_attr(name)
+    builder.nodes.append(whole)
+    whole.meta["val"] = mode.from_tensor(getattr(module, name))
+    return builder.call(aten.slice.Tensor, whole, 0, 0, 1)
+
+
+def _replacements(
+    builder: Builder, attention: AttentionNode, found: Found, written: Sequence[Node], tokens: Node | int
+) -> list[tuple[Node, Node]]:
+    """Return new nodes for the codes and the scales."""
+    output = attention.output
+    # The call still has its old value: views are made of the tensors that it will write, then moved onto its results.
+    codes = written[attention.base]
+    if found.moved:
+        pairs = _moved_codes(builder, output, codes, found)
+    else:
+        pairs = [(node, _viewed(builder, codes, node, tokens)) for node in found.codes]
+    sources = {written[attention.base]: output}
+    if found.block_scales:
+        results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
+        results.meta["val"] = value(written[-1])
+        builder.nodes.append(results)
+        sources[written[-1]] = results
+    for node, layout in found.block_scales:
+        base = written[-1]
+        if layout == "moved":
+            pairs.append((node, _moved_scales(builder, output, base, node, found.dead, tokens)))
+            continue
+        if layout == "transposed":
+            base = builder.call(aten.permute.default, base, [1, 0])
+        pairs.append((node, _viewed(builder, base, node, tokens)))
+    for made in builder.nodes:
+        if made.target is not operator.getitem:
+            for old, new in sources.items():
+                made.replace_input_with(old, new)
+    return [(old, sources.get(new, new)) for old, new in pairs]
+
+
+def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> list[tuple[Node, Node]]:
+    """Return new nodes for codes that hold slices or transposes of the output's."""
+    container = value(codes).dtype
+    bytes_alone = copies(found.dead)
+    start = builder.call(aten.view.dtype, codes, torch.uint8) if bytes_alone else codes
+    replay = Replay(builder.call, output, start, found.dead)
+    pairs = []
+    for node in found.codes:
+        made = replay(node)
+        pairs.append(
+            (node, _laid(builder, builder.call(aten.view.dtype, made, container) if bytes_alone else made, node))
+        )
+    return pairs
+
+
+def _moved_scales(
+    builder: Builder, output: Node, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
+) -> Node:
+    """Return a new node for scales that belong to slices or transposes of the output."""
+    slices = token_slices(node, output, inside)
+    if slices is not None:
+        for start, end, step in slices:
+            scales = builder.call(aten.slice.Tensor, scales, 0, start, end, step)
+        return _laid(builder, _viewed(builder, scales, node, tokens), node)
+    heads, width = (int(size) for size in value(output).shape[1:])
+    groups = int(value(scales).shape[1])
+    each = builder.call(aten.unsqueeze.default, scales, -1)
+    each = builder.call(aten.expand.default, each, [tokens, groups, heads * width // groups])
+    each = builder.call(aten.reshape.default, each, [tokens, heads, width])
+    return _laid(builder, Replay(builder.call, output, each, inside)(node), node)
+
+
+def _laid(builder: Builder, made: Node, like: Node) -> Node:
+    """Return a node that lies in memory as another does.
+
+    Raises:
+        Refusal: it cannot be made to.
+    """
+    a, b = value(made), value(like)
+    if not same_shape(a.shape, b.shape) or a.dtype != b.dtype:
+        raise Refusal(f"{like.name} cannot be made of codes and scales of the whole output", like, near=True)
+    if same_shape(a.stride(), b.stride()):
+        return made
+    if b.is_contiguous():
+        return builder.call(aten.clone.default, made, memory_format=torch.contiguous_format)
+    raise Refusal(f"{like.name} lies otherwise in memory than slices of the whole would", like, near=True)
+
+
+def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> Node:
+    """View a tensor in the dtype and shape of another node."""
+    wanted = value(like)
+    if value(source).dtype != wanted.dtype:
+        source = builder.call(aten.view.dtype, source, wanted.dtype)
+    if same_shape(value(source).shape, wanted.shape):
+        return source
+    total = value(tokens) if isinstance(tokens, Node) else tokens
+    shape: list[Any] = []
+    for size in wanted.shape:
+        if isinstance(size, int):
+            shape.append(size)
+        elif same_size(size, total):
+            shape.append(tokens)
+        elif -1 not in shape:
+            shape.append(-1)
+        else:
+            raise Refusal("the quantised tensor has more than one varying size besides the tokens", like, near=True)
+    return builder.call(aten.reshape.default, source, shape)
+
+
+def _change_call(hop: Node, kwargs: dict[str, Any], written: Sequence[Node]) -> None:
+    changed = {name for name, new in kwargs.items() if new is not hop.kwargs.get(name)}
+    hop.kwargs = kwargs
+    hop.meta["val"] = (*value(hop)[:1], *map(value, written))
+    if "eager_input_vals" in hop.meta:
+        # Inductor lays the arguments out as these values lie.
+        args, eager = hop.meta["eager_input_vals"]
+        new = {name: torch.fx.map_arg(hop.kwargs[name], value) for name in changed}
+        hop.meta["eager_input_vals"] = (args, {**eager, **new})
+
+
+def _erase(output: Node, dead: Sequence[Node]) -> None:
+    for node in (output, *dead):
+        for user in list(node.users):
+            if is_check(user):
+                node.graph.erase_node(user)
+    for node in reversed(dead):
+        node.graph.erase_node(node)

@@ -1,0 +1,300 @@
+"""Finds the user's query quantisation ahead of an attention call, and says where it should happen; changes nothing.
+
+In the kernel of what makes the query, if Inductor generates one (RoPE, a norm): there it is free. Behind a GEMM or an
+input of the graph it would be a kernel of its own, so the attention kernel rounds the query as it loads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.backends import selector
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
+from vattn.config.mla import HEAD as MLA_HEAD
+from vattn.passes import probe
+from vattn.passes.query_quant.region import QueryRegion, Verdict, check_readers, classify_query, find_query_region
+from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, op_name, same_size, value
+from vattn.passes.region_division import query_arithmetic
+from vattn.passes.region_precision import CASTS
+from vattn.quantization.formats import MODEL_DTYPES
+
+IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
+IN_LOAD = "FP8, quantised as the attention kernel loads it"
+IS_INPUT = "FP8, an input of the graph"
+OWN_KERNEL = "FP8, quantised in a kernel of its own behind"
+TURNED_BACK = (
+    "in the model dtype, but rounded to FP8 and changed again before the op: rounding commutes neither with RoPE nor "
+    "with other arithmetic, so it is left alone"
+)
+_MOVES = frozenset(
+    "view reshape _unsafe_view permute transpose t squeeze unsqueeze slice select clone alias split split_with_sizes "
+    "unbind narrow".split()
+)
+_FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
+_JOINS = frozenset("cat stack slice_scatter select_scatter".split())
+"""What puts parts of a query together, each of which may have been quantised by itself."""
+
+_LONGEST_CHAIN = 100
+
+_known: dict[str, Verdict] = {}
+"""What regions of this process were found to compute: a model of equal layers asks once."""
+
+
+@dataclass(frozen=True)
+class FoundQuery:
+    """A query quantisation that an attention call can do as it loads the query.
+
+    Attributes:
+        config: the request with `query_load` in it.
+        source: node that holds the query in the model dtype, in any shape.
+        behind: name of the op that makes it, for the report.
+    """
+
+    config: AttentionConfig
+    source: Node
+    behind: str
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """What a query comes from.
+
+    Attributes:
+        sources: nodes that hold all of it in the model dtype, the nearest first.
+        wide: nodes that hold all of it in fp32.
+        end: the first node behind the query that is no move and no arithmetic on one tensor of the same size.
+        by_op: whether a quantising op, which is a kernel of its own, lies between.
+    """
+
+    sources: tuple[Node, ...]
+    wide: tuple[Node, ...]
+    end: Node
+    by_op: bool
+
+    @property
+    def has_own_kernel(self) -> bool:
+        """Whether no kernel that Inductor generates makes the query, so that one is needed to quantise it."""
+        return self.by_op or _is_extern(self.end)
+
+
+def describe_query(call: Node) -> str:
+    """Return how the query reaches an attention call, for the report; empty: never quantised."""
+    query = call.kwargs.get("query")
+    if not isinstance(query, Node) or not isinstance(value(query), Tensor):
+        return ""
+    text = str(call.kwargs["config"])
+    if text.startswith(MLA_HEAD):
+        return ""
+    config = AttentionConfig.parse(text)
+    if config.query_format == "none":
+        return TURNED_BACK if _was_fp8(query) else ""
+    if not config.takes_fp8_query:
+        return in_load(config, value(query).device)
+    maker = before_moves(query)
+    if maker.op != "call_function":
+        return IS_INPUT
+    if not can_run(maker):
+        return f"FP8, made by {_name(maker)}"
+    chain = _chain(query, config)
+    return f"{OWN_KERNEL} {_name(chain.end)}" if chain.has_own_kernel else IN_PRODUCER
+
+
+def in_load(config: AttentionConfig, device: torch.device | DeviceInfo) -> str:
+    """Return that the op rounds the query, and what the chosen backend says of doing so."""
+    chosen = selector.explain(config, device).chosen
+    if chosen is None:
+        return IN_LOAD
+    backend = selector.get_backend(chosen)
+    said = [note for note in backend.notes(config) if note not in backend.notes(config.replace(query_load="plain"))]
+    return f"{IN_LOAD} ({'; '.join(said)})" if said else IN_LOAD
+
+
+def find_query(attention: AttentionNode) -> FoundQuery | None:
+    """Find out whether an attention call can take over its query's quantisation; `None`: there is none to take over.
+
+    Raises:
+        Refusal: it is a kernel of its own and cannot be taken over; with the reason.
+    """
+    query, config = attention.node.kwargs["query"], attention.config
+    if not isinstance(query, Node) or not config.takes_fp8_query or not can_run(before_moves(query)):
+        return None
+    chain = _chain(query, config)
+    if not chain.has_own_kernel:
+        return None
+    made = [source for source in chain.sources if _is_extern(before_moves(source))]
+    refusals = []
+    for source in chain.sources if chain.by_op else made:
+        try:
+            return _taken_over(attention, query, source)
+        except Refusal as refusal:
+            refusals.append(refusal)
+    between = [source for source in chain.sources if source not in made]
+    between += [source for source in chain.wide if not _is_extern(_before_casts(source))]
+    if not chain.by_op and any(_verdict(attention, query, source)[1].arithmetic for source in between):
+        return None
+    if not refusals:
+        raise Refusal(f"it is rounded from another dtype than {config.dtype}, in which the op takes it", query)
+    raise refusals[0]
+
+
+def quantising_nodes(call: Node) -> list[Node]:
+    """Return what lies between the last kernel before an attention call's FP8 query and the call, for pictures."""
+    query = call.kwargs.get("query")
+    if not isinstance(query, Node) or "config" not in call.kwargs:
+        return []
+    config = AttentionConfig.parse(str(call.kwargs["config"]))
+    if not config.takes_fp8_query or not can_run(before_moves(query)):
+        return []
+    chain = _chain(query, config)
+    nodes, node = [], query
+    while node is not chain.end and node not in chain.sources:
+        nodes.append(node)
+        node = node.all_input_nodes[0]
+    return nodes
+
+
+def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQuery:
+    """Return what the call becomes if it loads `source` instead of `query`.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    region, verdict = _verdict(attention, query, source)
+    if region is None or not verdict.arithmetic:
+        where = before_moves(query) if region is None or verdict.where is None else region.nodes[verdict.where]
+        raise Refusal(verdict.reason, where, near=True)
+    check_readers(region, attention.node)
+    arithmetic = query_arithmetic(verdict.arithmetic, region.nodes, region.root is None, query)
+    config = attention.config.replace(query_load=arithmetic)
+    _ask_backend(config, value(query).device, query)
+    return FoundQuery(config, source, _name(before_moves(source)))
+
+
+def _chain(query: Node, config: AttentionConfig) -> _Chain:
+    """Walk back from a query through moves and arithmetic on one tensor of the same size."""
+    by_dtype: dict[torch.dtype, list[Node]] = {torch.float32: [], MODEL_DTYPES[config.dtype]: []}
+    sources, node, by_op = by_dtype[MODEL_DTYPES[config.dtype]], query, False
+    for _ in range(_LONGEST_CHAIN):
+        if _holds_all(node, query) and value(node).dtype in by_dtype:
+            by_dtype[value(node).dtype].append(node)
+        by_op = by_op or (not sources and can_run(node) and _is_extern(node))
+        before = _data_input(node) if can_run(node) and (not sources or not _is_extern(node)) else None
+        if before is None:
+            break
+        node = before
+    return _Chain(tuple(sources), tuple(by_dtype[torch.float32]), node, by_op)
+
+
+def _data_input(node: Node) -> Node | None:
+    """Return the one tensor that a move or a pointwise op changes, `None` for any other op."""
+    inputs = node.all_input_nodes
+    if _name(node) in _JOINS and value(node).dtype in FP8_DTYPES:
+        return _before_parts(node)
+    if _is_move(node):
+        return inputs[0]
+    same = [source for source in inputs if _holds_all(source, node)]
+    return same[0] if len(same) == 1 else None
+
+
+def _before_parts(joined: Node) -> Node | None:
+    """Return the one node that all of the parts come from that make up an FP8 tensor; `None`: there is none."""
+    found: set[Node] = set()
+    seen, stack = {joined}, [joined]
+    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
+        for source in stack.pop().all_input_nodes:
+            if source in seen:
+                continue
+            seen.add(source)
+            if _holds_all(source, joined) and value(source).dtype not in FP8_DTYPES:
+                found.add(before_moves(source))
+            elif can_run(source):
+                stack.append(source)
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_move(node: Node) -> bool:
+    return node.target is operator.getitem or (node.op == "call_function" and _name(node) in _MOVES)
+
+
+def _holds_all(node: Node, like: Node) -> bool:
+    a, b = value(node), value(like)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_complex():
+        return False
+    return same_size(a.numel(), b.numel())
+
+
+def before_moves(node: Node) -> Node:
+    """Return what made the values of a node."""
+    while _is_move(node) and can_run(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _before_casts(node: Node) -> Node:
+    """Return what made the values of a node, whatever its dtype is."""
+    node = before_moves(node)
+    while _name(node) in CASTS:
+        node = before_moves(node.all_input_nodes[0])
+    return node
+
+
+def _is_extern(node: Node) -> bool:
+    """Return whether Inductor generates no kernel for a node into which a quantisation could go."""
+    if not can_run(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") or _name(node) in _FALLBACKS
+
+
+def _name(node: Node) -> str:
+    """Return the name of the op that a node calls, or what else it is."""
+    if op_name(node.target):
+        return op_name(node.target)
+    if "auto_functionalized" in str(node.target) and node.args:
+        return str(getattr(node.args[0], "_schema", node).name).split("::")[-1]
+    return f"the input {node.name}" if node.op in ("placeholder", "get_attr") else node.name
+
+
+def _was_fp8(query: Node) -> bool:
+    """Return whether values of a query in the model dtype were FP8 on the way, after the last GEMM."""
+    seen, stack = {query}, [query]
+    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
+        node = stack.pop()
+        if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
+            return True
+        if not _is_extern(node):
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return False
+
+
+def _verdict(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion | None, Verdict]:
+    """Return what lies between `source` and `query`, `None` if it cannot be told, and what it computes."""
+    scale = attention.node.kwargs["q_scale"]
+    if not isinstance(scale, Node):
+        return None, Verdict("", "the op has no q_scale")
+    region = None
+    with probe.isolated():
+        try:
+            region = find_query_region(source, query, scale)
+            key = region.fingerprint(attention.config)
+            if key not in _known:
+                _known[key] = classify_query(region, attention.config)
+            return region, _known[key]
+        except Refusal as refusal:
+            return region, Verdict("", refusal.reason)
+
+
+def _ask_backend(config: AttentionConfig, device: torch.device, query: Node) -> None:
+    explanation = selector.explain(config, device)
+    if explanation.chosen is None:
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
+        raise Refusal(f"no backend rounds it while loading ({reasons})", query, near=True)

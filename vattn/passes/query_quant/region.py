@@ -1,0 +1,294 @@
+"""What lies between a query in the model dtype and its FP8 codes, and what that computes: run and compared bit for bit.
+
+As in `vattn.passes.probe`, but walked backwards from the codes: the region begins at the query before and, on the side
+of the scale, at what the call's `q_scale` comes from too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.config.attention import AttentionConfig
+from vattn.passes import probe
+from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, is_check, same_size, value
+from vattn.passes.region_tokens import beyond, reach
+from vattn.quantization.formats import FP8_E4M3_MAX
+
+_LARGEST_REGION = 400
+_MOST_SCALES = 4096
+_ARITHMETICS = ("divide", "multiply")
+
+
+@dataclass(frozen=True)
+class QueryRegion:
+    """What a query's codes are computed from.
+
+    Attributes:
+        source, codes, scale: the query before, its codes as the op reads them, and the call's `q_scale`.
+        nodes: what to run, in graph order.
+        sizes, constants: nodes read from outside that hold a size, or a value known at compile time.
+        root: the one node of unknown value that `scale`, and as a rule `codes`, come from; `None`: there is none.
+    """
+
+    source: Node
+    codes: Node
+    scale: Node
+    nodes: tuple[Node, ...]
+    sizes: tuple[Node, ...]
+    constants: dict[Node, Tensor]
+    root: Node | None
+
+    def fingerprint(self, config: AttentionConfig) -> str:
+        """Return a hash of everything that a probe's verdict depends on."""
+        names: dict[Node, str] = {self.source: "source"}
+        if self.root is not None:
+            names[self.root] = f"root {value(self.root).dtype} {tuple(value(self.root).shape)}"
+        names.update((node, f"size {expression(value(node))}") for node in self.sizes)
+        names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in self.constants.items())
+        names.update((node, f"%{index}") for index, node in enumerate(self.nodes))
+        shapes = [tuple(map(expression, value(node).shape)) for node in (self.source, self.codes)]
+        lines = [f"{config.num_heads} {config.num_kv_heads} {config.head_size} {value(self.source).dtype} {shapes}"]
+        for node in self.nodes:
+            arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda other: f"<{names[other]}>")
+            lines.append(f"{names[node]} {node.target} {arguments}")
+        lines.append(f"{names[self.codes]} {names[self.scale]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
+    """Walk back from the codes to `source`, and from codes and scale to what they have in common.
+
+    Raises:
+        Refusal: the codes are made of something else than the query, the call's scale and constants.
+    """
+    of_codes, of_scale = _ancestors([codes], {source}), _ancestors([scale], {source})
+    common = (of_codes & of_scale) - {source}
+    readers = (of_codes | of_scale) - common
+    roots = {node for node in common if node is scale or readers.intersection(node.users)}
+    if source in _ancestors([scale], {source, *roots}):
+        raise Refusal("the op's q_scale is computed from the query, which is not divided by it", codes, near=True)
+    needed = _ancestors([codes, scale], {source, *roots})
+    inner: list[Node] = []
+    sizes: list[Node] = []
+    constants: dict[Node, Tensor] = {}
+    for node in codes.graph.nodes:
+        if node not in needed or node is source:
+            continue
+        known = None if node in roots or not isinstance(value(node), Tensor) else probe.constant(node)
+        if known is not None:
+            constants[node] = known
+        elif isinstance(value(node), (int, torch.SymInt)):
+            sizes.append(node)
+        elif node in roots or not _can_enter(node):
+            if node in of_codes and node not in roots:
+                raise Refusal(_not_the_scale(node, codes), codes, near=True)
+            roots.add(node)
+        else:
+            inner.append(node)
+    roots -= constants.keys()
+    if len(roots) > 1:
+        raise Refusal("its scale, or the op's q_scale, is made of more than one unknown value", codes, near=True)
+    probe.check_sizes(inner, sizes)
+    return QueryRegion(source, codes, scale, tuple(inner), tuple(sizes), constants, next(iter(roots), None))
+
+
+def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
+    """Return what some nodes are computed from, themselves included, up to `stops` and to what cannot be run."""
+    seen, stack = set(ends), list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in stops and _can_enter(node) and len(seen) <= _LARGEST_REGION:
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return seen
+
+
+def _can_enter(node: Node) -> bool:
+    return can_run(node) and not isinstance(value(node), (int, torch.SymInt))
+
+
+def _not_the_scale(node: Node, codes: Node) -> str:
+    """Say what is wrong with something of unknown value that codes are made of."""
+    val = value(node)
+    shape = tuple(val.shape) if isinstance(val, Tensor) else type(val).__name__
+    if isinstance(val, Tensor) and val.dim() and same_size(val.shape[0], value(codes).shape[0]):
+        return f"it reads {node.name} of shape {shape}, a value for every token; the op takes one, or one per KV head"
+    return f"it reads {node.name} of shape {shape}, which is not the op's q_scale"
+
+
+def check_readers(region: QueryRegion, call: Node) -> None:
+    """Refuse codes that others read too: they would have to be made all the same.
+
+    Raises:
+        Refusal: somebody else than `call` and other attention calls reads them.
+    """
+    inside = {*region.nodes, call}
+    for node in region.nodes:
+        if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
+            for user in node.users:
+                # Another attention call can load the query itself, too.
+                loads = user.kwargs.get("query") is node and "config" in user.kwargs
+                if user not in inside and not loads and not is_check(user):
+                    who = "the graph returns it" if user.op == "output" else f"{user.name} reads it"
+                    raise Refusal(f"{who} quantised too", user if user.op != "output" else region.codes, near=True)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a region was found to compute.
+
+    Attributes:
+        arithmetic: `"divide"` or `"multiply"`, empty if it is no quantisation that a query load has.
+        reason: why not.
+        where: position in the region's nodes of the first that differs, `None` if none can be named.
+    """
+
+    arithmetic: str
+    reason: str = ""
+    where: int | None = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a region: the query `[T, H, D]`, the scale of every query head `[H, 1]`, and the nodes' values."""
+
+    x: Tensor
+    scale: Tensor
+    values: dict[Node, Any]
+
+    def scaled(self, arithmetic: str) -> Tensor:
+        wide = self.x.float()
+        return wide * self.scale.reciprocal() if arithmetic == "multiply" else wide / self.scale
+
+
+def classify_query(region: QueryRegion, config: AttentionConfig) -> Verdict:
+    """Run a region on chosen queries and scales and say which arithmetic gives the same codes in all of them.
+
+    Raises:
+        Refusal: it cannot be run.
+    """
+    trials = 1
+    if region.root is not None:
+        _check_root(region.root)
+        trials += len(_chosen_scales(region, region.root))
+    runs = [run for trial in range(trials) for run in _runs(region, config, trial)]
+
+    def codes_are(quantise: Any) -> bool:
+        return all(probe.same_bits(run.values[region.codes], quantise(run)) for run in runs)
+
+    for arithmetic in _ARITHMETICS:
+        if codes_are(lambda run, way=arithmetic: _clamped(run.scaled(way)).to(torch.float8_e4m3fn)):
+            return Verdict(arithmetic)
+    for arithmetic in _ARITHMETICS:
+        if codes_are(lambda run, way=arithmetic: probe.unsaturated_cast(run.scaled(way), torch.float8_e4m3fn)):
+            return Verdict("", probe.NO_CLAMP)
+    per_token = _value_per_token(region, runs[0], config)
+    if per_token is not None:
+        return Verdict("", "it has a scale for every token; the op takes one, or one per KV head", per_token)
+    where = _first_difference(region, runs)
+    return Verdict("", "its codes are not those of the query divided by the op's q_scale and clamped to +-448", where)
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
+
+
+def _value_per_token(region: QueryRegion, run: _Run, config: AttentionConfig) -> int | None:
+    """Return the position of the first node with a value, or one per head, for every token; `None`: there is none."""
+    counts = [len(run.x) * heads for heads in (1, config.num_kv_heads, config.num_heads)]
+    found = _ancestors([region.codes], {region.source}) - _ancestors([region.scale], {region.source})
+    for index, node in enumerate(region.nodes):
+        made = run.values[node]
+        if node in found and isinstance(made, Tensor) and made.is_floating_point() and made.numel() in counts:
+            return index
+    return None
+
+
+def _first_difference(region: QueryRegion, runs: Sequence[_Run]) -> int | None:
+    """Return the position of the first node whose values are none that a quantised query passes through."""
+    for index, node in enumerate(region.nodes):
+        values = [run.values[node] for run in runs]
+        if isinstance(values[0], Tensor) and values[0].numel() == runs[0].x.numel():
+            steps = [_steps(run) for run in runs]
+            if not any(
+                all(map(probe.same_bits, [v.float() for v in values], step)) for step in zip(*steps, strict=True)
+            ):
+                return index
+    return None
+
+
+def _steps(run: _Run) -> list[Tensor]:
+    """Return what a quantised query passes through, as fp32: rounded, divided, clamped, cast."""
+    made = [run.x.float(), _clamped(run.x.float())]
+    for arithmetic in _ARITHMETICS:
+        scaled = run.scaled(arithmetic)
+        made += [scaled, _clamped(scaled), _clamped(scaled).to(torch.float8_e4m3fn).float()]
+    return made
+
+
+def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[_Run]:
+    """Yield runs of a region on all probe values, under the scales of one trial."""
+    known: dict[Node, Any] = dict(region.constants)
+    if region.root is not None:
+        known[region.root] = _scales_of_trial(region, region.root, trial)
+    of_scale = _ancestors([region.scale], {region.source, *known})
+    _run_nodes([node for node in region.nodes if node in of_scale], known)
+    scale = known[region.scale].float().reshape(-1)
+    if scale.numel() not in (1, config.num_kv_heads):
+        raise Refusal(f"its scale has {scale.numel()} values; the op takes one, or one per KV head", region.codes)
+    per_head = scale.expand(config.num_kv_heads)
+    columns = config.group_size * config.head_size
+    rows = torch.cat([probe.probe_values(columns, step) for step in per_head.tolist()], dim=1)
+    rows = rows.to(value(region.source).dtype)
+    tokens = value(region.codes).shape[0]
+    count = tokens if isinstance(tokens, int) else len(rows)
+    if not isinstance(tokens, int) and reach((*region.sizes, *region.nodes), region.codes) >= count:
+        raise beyond(reach((*region.sizes, *region.nodes), region.codes), region.codes)
+    rows = rows.repeat(-(-count // len(rows)), 1)
+    for x in rows[: len(rows) // count * count].split(count):
+        env = {**known, **probe.set_sizes(region.sizes, region.codes, count)}
+        shape = [probe.size_at(size, region.codes, count) for size in value(region.source).shape]
+        env[region.source] = x.reshape(shape)
+        _run_nodes([node for node in region.nodes if node not in env], env)
+        wide = per_head.repeat_interleave(config.group_size)[:, None]
+        yield _Run(x.view(-1, config.num_heads, config.head_size), wide, env)
+
+
+def _run_nodes(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
+    for node in nodes:
+        is_item = node.target is operator.getitem
+        env[node] = env[node.args[0]][node.args[1]] if is_item else probe.run_node(node, env)  # type: ignore[index]
+
+
+def _check_root(root: Node) -> None:
+    val = value(root)
+    is_float = isinstance(val, Tensor) and val.is_floating_point()
+    if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
+        raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
+
+
+def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
+    """Return the scales to run a region under: those that its root can hold."""
+    seen = [value(node) for node in (region.source, root, *region.nodes)]
+    chosen = probe.probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
+    rounded = torch.tensor(chosen).to(value(root).dtype).float()
+    return rounded[(rounded > 0) & rounded.isfinite()].tolist()
+
+
+def _scales_of_trial(region: QueryRegion, root: Node, trial: int) -> Tensor:
+    """Return scales like the root's value: the chosen ones in turn, then random ones that all differ."""
+    val, chosen = value(root), torch.tensor(_chosen_scales(region, root))
+    if trial == len(chosen):
+        scales = 0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3))
+    else:
+        scales = chosen[(torch.arange(val.numel()) + trial) % len(chosen)]
+    return scales.to(val.dtype).reshape(tuple(val.shape))

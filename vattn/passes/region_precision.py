@@ -1,0 +1,82 @@
+"""Which roundings to bf16 and fp16 inside a region the code that Inductor generates keeps, and which it drops.
+
+Generated code computes in fp32 and rounds where a value is stored. A chain of arithmetic that ends in a cast to fp32 is
+never stored, so it is never rounded; of everything else nothing certain can be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes.region import is_check, op_name, value
+from vattn.passes.region_moves import MOVES
+
+LOW = (torch.bfloat16, torch.float16)
+_EXACT = frozenset(
+    "abs neg maximum minimum fmax fmin amax amin max min relu where masked_fill sort topk cummax kthvalue gather sign "
+    "copysign nan_to_num full full_like empty new_empty isfinite".split()
+)
+CASTS = frozenset({"convert_element_type", "_to_copy"})
+
+
+def is_low(node: Node) -> bool:
+    """Return whether a node holds bf16 or fp16."""
+    val = value(node)
+    return isinstance(val, Tensor) and val.dtype in LOW
+
+
+def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
+    """Return nodes whose rounding generated code drops for certain, and those whose rounding it may drop."""
+    from torch._inductor import config
+
+    if config.emulate_precision_casts:
+        return frozenset(), frozenset()
+    rounding = [n for n in nodes if is_low(n) and op_name(n.target) not in MOVES | _EXACT]
+    certain = {n for n in rounding if op_name(n.target) not in CASTS and _ends_in_fp32(n)}
+    doubtful = set(rounding) - certain
+    for node in nodes:
+        if is_low(node) and node not in certain | doubtful:
+            for unrounded in (certain, doubtful):
+                if not unrounded.isdisjoint(node.all_input_nodes):
+                    unrounded.add(node)
+    return frozenset(certain), frozenset(doubtful)
+
+
+def _ends_in_fp32(node: Node) -> bool:
+    """Return whether the one thing that reads a node, through moves and arithmetic, is a cast to fp32."""
+    for _ in range(20):
+        users = [user for user in node.users if not is_check(user)]
+        if len(users) != 1 or not isinstance(users[0].target, torch._ops.OpOverload):
+            return False
+        user = users[0]
+        if op_name(user.target) in CASTS and value(user).dtype == torch.float32:
+            return True
+        moves = op_name(user.target) in MOVES and op_name(user.target) not in ("cat", "stack", "clone")
+        pointwise = torch.Tag.pointwise in user.target.tags and is_low(user)  # type: ignore[union-attr]
+        if not (moves or pointwise):
+            return False
+        node = user
+    return False
+
+
+def in_fp32(node: Node, env: dict[Node, object], wide: frozenset[Node]) -> dict[Node, object]:
+    """Return the values that a node reads as they are where it runs.
+
+    Args:
+        wide: nodes that are not rounded; `env` holds their values in fp32.
+    """
+    exact = node in wide or op_name(node.target) in CASTS
+
+    def seen(source: Node) -> object:
+        val = env[source]
+        if not isinstance(val, Tensor) or not is_low(source):
+            return val
+        if exact:
+            return val.float()
+        return val if val.dtype == value(source).dtype else val.to(value(source).dtype)
+
+    return {source: seen(source) for source in node.all_input_nodes}

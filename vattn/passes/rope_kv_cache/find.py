@@ -1,0 +1,280 @@
+"""Finds RoPE ahead of a cache update and its attention call, and says whether one op can do it; changes nothing.
+
+The key that `kv_cache_update` writes and the query of the attention call that reads that cache must be turned alike, by
+the same tables, maybe behind an RMSNorm; the query may be quantised after it. Then rotation, quantisation and cache
+write become one `vattn::rope_kv_cache_update`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from vattn.backends import selector
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import RopeConfig
+from vattn.errors import ConfigError
+from vattn.passes.region import Refusal, can_run, is_check, op_name, value
+from vattn.passes.region_division import query_arithmetic
+from vattn.passes.region_precision import is_low
+from vattn.passes.rope_kv_cache.probe import Turn, classify_turn
+from vattn.passes.rope_kv_cache.region import same_computation
+
+ROPE_CHOICES = ("auto", "always", "never")
+"""Values of the option `rope`: fuse where it pays on the device, wherever it can be done, or nowhere."""
+
+_VIEWS = frozenset(
+    "view reshape _unsafe_view select slice as_strided unsqueeze squeeze permute transpose alias".split()
+)
+_ANGLES = frozenset(("cos", "sin", "polar"))
+_LARGEST_PAST = 400
+"""Nodes behind a key among which cosines and sines are looked for."""
+
+_CACHE_FIELDS = (
+    "num_kv_heads head_size head_size_v dtype kv_cache_dtype block_size kv_cache_layout kv_scale backend".split()
+)
+
+
+def check_choice(rope: object) -> str:
+    """Return the option `rope` if it is one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(rope, str) and rope in ROPE_CHOICES:
+        return rope
+    raise ConfigError(f"rope={rope!r}", ", ".join(map(repr, ROPE_CHOICES)), "rope='auto' fuses where it pays")
+
+
+@dataclass(frozen=True)
+class FoundRope:
+    """RoPE that one op can do, with the query's quantisation and the cache update.
+
+    Attributes:
+        update, attention: the two calls.
+        rope, config: what the op is asked for.
+        query, key: nodes that hold the heads before, and which heads of how many those are.
+        cos, sin: nodes that hold the tables, and which part of a complex one.
+        q_weight, k_weight, q_scale: nodes, or `None`.
+        dead: what nothing reads any more.
+    """
+
+    update: Node
+    attention: Node
+    rope: RopeConfig
+    config: AttentionConfig
+    query: tuple[Node, int, int]
+    key: tuple[Node, int, int]
+    cos: tuple[Node, str]
+    sin: tuple[Node, str]
+    q_weight: Node | None
+    k_weight: Node | None
+    q_scale: Node | None
+    dead: frozenset[Node]
+
+    def __str__(self) -> str:
+        norm = "" if self.rope.norm == "none" else "RMSNorm, "
+        columns = f"{self.rope.style}, {self.rope.rotary_dim} of {self.config.head_size} columns"
+        between = " and" if self.q_scale is None else ", the query's quantisation and"
+        return f"{norm}RoPE ({columns}){between} the cache write are one kernel"
+
+
+def find_update(attention: Node, order: dict[Node, int]) -> Node | None:
+    """Return the cache update whose keys an attention call is the first to read, `None` if there is none."""
+    cache = attention.kwargs.get("kv_cache")
+    while isinstance(cache, Node) and op_name(cache.target) in _VIEWS:
+        cache = cache.all_input_nodes[0]
+    if not isinstance(cache, Node) or cache.target is not operator.getitem:
+        return None
+    update = cache.args[0]
+    if not isinstance(update, Node) or not update.args or update.args[0] is not torch.ops.vattn.kv_cache_update.default:
+        return None
+    first = min(_attention_readers(cache), key=order.__getitem__, default=attention)
+    return update if first is attention else None
+
+
+def _attention_readers(cache: Node) -> Iterable[Node]:
+    ops = (torch.ops.vattn.attention.default,)
+    for user in cache.users:
+        if user.args and user.args[0] in ops:
+            yield user
+        elif op_name(user.target) in _VIEWS:
+            yield from _attention_readers(user)
+
+
+def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str) -> FoundRope | None:
+    """Find out whether one op can turn query and key and update the cache; `None`: there is no RoPE.
+
+    Args:
+        order: position of every node of the graph.
+        choice: one of `ROPE_CHOICES`.
+
+    Raises:
+        Refusal: it cannot, or it should not; with the reason.
+    """
+    config = AttentionConfig.parse(str(attention.kwargs["config"]))
+    key, query = update.kwargs["key"], attention.kwargs["query"]
+    if not isinstance(key, Node) or not isinstance(query, Node):
+        return None
+    try:
+        key_turn, key_past = classify_turn(key, config.num_kv_heads, config)
+    except Refusal as refusal:
+        if not refusal.near and not _reads_angles(key):
+            return None
+        odd = "" if refusal.near else "made of cosines or sines, but not as a rotation that the op has: "
+        raise Refusal(f"the key: {odd}{refusal.reason}", refusal.node, near=True) from None
+    try:
+        query_turn, query_past = classify_turn(query, config.num_heads, config)
+    except Refusal as refusal:
+        raise Refusal(f"the query: {refusal.reason}", refusal.node, near=True) from None
+    config = _one_config(update, config)
+    rope = _one_rope(key_turn, query_turn, query)
+    nodes = [query_past[at] for at in (query_turn.source, query_turn.cos[0], query_turn.sin[0])]
+    tables = [key_past[at] for at in (key_turn.cos[0], key_turn.sin[0])]
+    shared = all(same_computation(a, b) for a, b in zip(tables, nodes[1:], strict=True))
+    if not shared or (key_turn.cos[1], key_turn.sin[1]) != (query_turn.cos[1], query_turn.sin[1]):
+        raise Refusal("query and key are turned by different tables", query, near=True)
+    _check_order([*query_past], update, order)
+    dead = _between(query_past[query_turn.source], query_past) | _between(key_past[key_turn.source], key_past)
+    _check_escapes(dead, {update, attention}, {key: "the key", query: "the query"})
+    _check_roundings(dead, query, rope)
+    scale = None if query_turn.scale is None else query_past[query_turn.scale]
+    if scale is not None:
+        rope = _with_query(rope, scale, query, query_past, config)
+    _ask(config, query, choice)
+    return FoundRope(
+        update=update,
+        attention=attention,
+        rope=rope,
+        config=config,
+        query=(nodes[0], query_turn.first_head, query_turn.heads_of_source),
+        key=(key_past[key_turn.source], key_turn.first_head, key_turn.heads_of_source),
+        cos=(tables[0], key_turn.cos[1]),
+        sin=(tables[1], key_turn.sin[1]),
+        q_weight=None if query_turn.weight is None else query_past[query_turn.weight],
+        k_weight=None if key_turn.weight is None else key_past[key_turn.weight],
+        q_scale=scale,
+        dead=frozenset(dead),
+    )
+
+
+def _reads_angles(key: Node) -> bool:
+    """Return whether cosines or sines have a part in a key behind its projection, through batched products too."""
+    seen, stack = {key}, [key]
+    while stack and len(seen) <= _LARGEST_PAST:
+        node = stack.pop()
+        if op_name(node.target) in _ANGLES:
+            return True
+        if can_run(node) or op_name(node.target) == "bmm":
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return False
+
+
+def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
+    """Return the attention call's config, without its output, if the update agrees with it."""
+    if str(update.target) != "auto_functionalized_v2":
+        raise Refusal("the graph was made with enable_auto_functionalized_v2=False", update, near=True)
+    written = AttentionConfig.parse(str(update.kwargs["config"]))
+    differing = [name for name in _CACHE_FIELDS if getattr(written, name) != getattr(config, name)]
+    if differing:
+        raise Refusal(f"cache update and attention differ in {', '.join(differing)}", update, near=True)
+    if config.query_format != "none" and config.query_load != "plain":
+        raise Refusal("the attention call quantises the query as it loads it", update, near=True)
+    return config.with_plain_output()
+
+
+def _one_rope(key: Turn, query: Turn, end: Node) -> RopeConfig:
+    """Return the rotation that query and key share; without a weight both ways to apply one are the same."""
+    ropes = [
+        replace(turn.rope, query_arithmetic="divide", norm="rms")
+        if turn.weight is None and turn.rope.norm != "none"
+        else replace(turn.rope, query_arithmetic="divide")
+        for turn in (key, query)
+    ]
+    if ropes[0] != ropes[1]:
+        what = [
+            name
+            for name in ("style", "rotary_dim", "norm", "norm_eps")
+            if getattr(ropes[0], name) != getattr(ropes[1], name)
+        ]
+        raise Refusal(f"query and key differ in {' and '.join(what)}", end, near=True)
+    return replace(query.rope, norm=ropes[1].norm)
+
+
+def _with_query(rope: RopeConfig, scale: Node, query: Node, past: list[Node], config: AttentionConfig) -> RopeConfig:
+    """Return the rotation with the arithmetic of the code that the query's quantisation would become."""
+    val = value(scale)
+    kinds = {1: "tensor", config.num_kv_heads: "head"}
+    if config.query_format == "none":
+        raise Refusal("the query is FP8 but the attention call has no query format", query, near=True)
+    if val.dtype != torch.float32:
+        raise Refusal(f"the query's scale is {val.dtype}", query, near=True)
+    if val.numel() != 1 and kinds[val.numel()] != config.query_scale:
+        raise Refusal(f"the query has {val.numel()} scales, the attention call one", query, near=True)
+    arithmetic = query_arithmetic(rope.query_arithmetic, past, False, query)
+    return replace(rope, query_arithmetic=arithmetic)
+
+
+def _between(source: Node, past: list[Node]) -> set[Node]:
+    """Return everything between a source and the end of its history."""
+    found: set[Node] = set()
+    for node in past:
+        if node is not source and can_run(node) and any(n is source or n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _check_escapes(dead: set[Node], readers: set[Node], ends: dict[Node, str]) -> None:
+    for node in dead:
+        for user in node.users:
+            if user in dead or user in readers or is_check(user):
+                continue
+            what = ends.get(node, f"{node.name}, on the way to the rotated query and key,")
+            reader = "the graph's output" if user.op == "output" else user.name
+            raise Refusal(f"{what} is also read by {reader}", user, near=True)
+
+
+def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
+    """Refuse what generated code rounds on the way; the op rounds its results alone.
+
+    Generated code keeps fp32 within a kernel, whatever dtype the user's code names. But what is concatenated on a CPU
+    goes through memory, which behind a norm rounds values that nothing has rounded before.
+    """
+    from torch._inductor import config
+
+    if config.emulate_precision_casts:
+        raise Refusal("with emulate_precision_casts generated code rounds after every operation", end, near=True)
+    if value(end).device.type != "cpu" or rope.norm == "none":
+        return
+    for node in dead:
+        if op_name(node.target) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
+            what = f"normalised values are concatenated in {value(node).dtype}, in which generated code stores them"
+            raise Refusal(f"{what}: convert to float32 ahead of the rotation", node, near=True)
+
+
+def _check_order(nodes: list[Node], update: Node, order: dict[Node, int]) -> None:
+    """Refuse a query that is computed from what the update has written: it cannot be an input of the update."""
+    start, stack, seen = order[update], list(nodes), set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is update:
+            raise Refusal("the query is computed from the updated cache", node, near=True)
+        if node not in seen and order[node] > start:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _ask(config: AttentionConfig, query: Node, choice: str) -> None:
+    """Refuse where no backend has the op, or where it does not pay."""
+    device = value(query).device
+    chosen = selector.explain(config, device).chosen
+    if chosen is None or not selector.get_backend(chosen).capabilities.rope_update:
+        raise Refusal(f"backend {chosen or config.backend} has no such op", query, near=True)
+    if choice == "auto" and device.type != "cuda":
+        raise Refusal("left to Inductor, whose generated kernels do it on a CPU (rope='always' fuses)", query)

@@ -1,0 +1,293 @@
+"""Asks what makes a query or a key whether it is RoPE: runs it on random inputs and compares with the reference.
+
+Both are run in fp64, on arbitrary factors instead of cosines, so that what agrees to twelve digits is the same formula.
+How a compiled graph rounds on the way is no part of the question; the op rounds as `vattn.ops.reference.rope` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.config.attention import AttentionConfig
+from vattn.config.rope import ROPE_STYLES, RopeConfig
+from vattn.ops.reference.rope import normalise, rotate, scale_query
+from vattn.passes.probe import isolated
+from vattn.passes.region import FP8_DTYPES, Refusal, expression, op_name, value
+from vattn.passes.region_tokens import beyond, reach
+from vattn.passes.rope_kv_cache.region import (
+    Run,
+    TurnRegion,
+    check_size,
+    constants_of,
+    fingerprint,
+    history,
+    region_between,
+)
+from vattn.quantization.formats import MODEL_DTYPES
+
+_MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
+_TOLERANCE = 1e-11
+_SUMS = frozenset("mean sum var_mean _fused_rms_norm rms_norm linalg_vector_norm norm".split())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a query or key is made, as an op call can say it; nodes are positions in the history of the end.
+
+    Attributes:
+        rope: style, columns and norm; the query's arithmetic.
+        source: holds the heads before, `[T, heads, D]` in any shape of that order.
+        first_head: which of the source's heads is the first; `heads_of_source` of them there are.
+        cos, sin: the tables, and which part of a complex one: `""`, `"real"` or `"imag"`.
+        weight: of the norm, or `None`.
+        scale: of the query's quantisation, or `None`.
+    """
+
+    rope: RopeConfig
+    source: int
+    first_head: int
+    heads_of_source: int
+    cos: tuple[int, str]
+    sin: tuple[int, str]
+    weight: int | None
+    scale: int | None
+
+
+_known: dict[str, Turn | tuple[str, bool]] = {}
+"""What histories of this process were found to be, or why nothing: a model of equal layers asks once."""
+
+
+def classify_turn(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Turn, list[Node]]:
+    """Find out how a query or key `[T, heads, D]` is made; also returns the history that positions count in.
+
+    Raises:
+        Refusal: not by a rotation that the op has; `near` if it looks like one.
+    """
+    past = history(end)
+    key = fingerprint(end, past, f"{num_heads} {config.num_kv_heads} {config.head_size} {config.dtype}")
+    if key not in _known:
+        try:
+            with isolated():
+                _known[key] = _classify(end, past, num_heads, config)
+        except Refusal as refusal:
+            _known[key] = refusal.reason, refusal.near
+    known = _known[key]
+    if isinstance(known, tuple):
+        raise Refusal(known[0], end, near=known[1])
+    return known, past
+
+
+def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Turn:
+    first: Refusal | None = None
+    for source, heads in _sources(end, past, num_heads, config):
+        try:
+            region = region_between(source, end, past)
+            trial = _Trial(region, past, num_heads, heads, config)
+            return trial.match()
+        except Refusal as refusal:
+            if first is None or (refusal.near and not first.near):
+                first = refusal
+    raise first or Refusal(f"nothing in {config.dtype} is turned into it", end)
+
+
+def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Iterator[tuple[Node, int]]:
+    """Yield nodes that may hold the heads before, the farthest first, and how many heads they hold."""
+    tokens, dtype = value(end).shape[0], MODEL_DTYPES[config.dtype]
+    wider: list[tuple[Node, int]] = []
+    constants = constants_of(past)
+    for node in past[:-1]:
+        val = value(node)
+        if not isinstance(val, Tensor) or val.dtype != dtype or not val.dim() or node in constants:
+            continue
+        heads = expression(val.numel()) / (expression(tokens) * config.head_size)
+        if not heads.is_Integer or int(heads) < num_heads:
+            continue
+        if int(heads) == num_heads:
+            yield node, num_heads
+        else:
+            wider.append((node, int(heads)))
+    yield from reversed(wider)
+
+
+class _Trial:
+    """One region on random inputs, and everything that the reference may be called with."""
+
+    def __init__(
+        self, region: TurnRegion, past: Sequence[Node], num_heads: int, heads: int, config: AttentionConfig
+    ) -> None:
+        self.region, self.num_heads, self.heads, self.config = region, num_heads, heads, config
+        self.position = {node: index for index, node in enumerate(past)}
+        self.run = Run(region)
+        check_size(self.run)
+        tokens = value(region.end).shape[0]
+        self.tokens = self.run.size(tokens)
+        furthest = 0 if isinstance(tokens, int) else reach(region.nodes, region.end)
+        if furthest >= self.tokens:
+            raise beyond(furthest, region.end)
+        self.is_fp8 = value(region.end).dtype in FP8_DTYPES
+        self.tables: list[Node] = []
+        self.weights: list[Node] = []
+        self.scales: list[Node] = []
+        for leaf in region.leaves:
+            self._sort(leaf)
+
+    def _sort(self, leaf: Node) -> None:
+        count, size = _count(self.run.shape(leaf)), self.config.head_size
+        if _is_per_token(leaf, self.region.end) and 1 <= count // self.tokens <= size:
+            self.tables.append(leaf)
+        elif any(expression(n).free_symbols for n in value(leaf).shape):
+            raise Refusal(f"it also depends on {leaf.name} of shape {_shape(leaf)}", self.region.end, near=True)
+        elif count == size:
+            self.weights.append(leaf)
+        elif count in (1, self.config.num_kv_heads):
+            self.scales.append(leaf)
+        else:
+            raise Refusal(f"it also depends on {leaf.name} of shape {_shape(leaf)}", self.region.end, near=True)
+
+    def match(self) -> Turn:
+        """Return what the region computes.
+
+        Raises:
+            Refusal: nothing that the op computes.
+        """
+        self._check_leaves()
+        samples = [self._sample(seed) for seed in range(2)]
+        if self.is_fp8 and not self.run.clamped:
+            raise Refusal("its quantisation does not clamp before the cast", self.region.end, near=True)
+        for turn in self._candidates():
+            first_head = self._agrees(turn, samples)
+            if first_head is not None:
+                return replace(turn, first_head=first_head)
+        raise Refusal(
+            "it is computed from cos and sin, but not as a rotation that the op has", self.region.end, near=True
+        )
+
+    def _check_leaves(self) -> None:
+        end = self.region.end
+        if not self.tables:
+            raise Refusal("no rotation makes it", end)
+        if len(self.tables) > 2 or (len(self.tables) == 2 and any(value(t).is_complex() for t in self.tables)):
+            listed = ", ".join(node.name for node in self.tables)
+            raise Refusal(f"it depends on more than two tables ({listed})", end, near=True)
+        if len(self.tables) == 1 and not value(self.tables[0]).is_complex():
+            raise Refusal(f"it depends on one table alone ({self.tables[0].name})", end, near=True)
+        if len(self.weights) > 1:
+            raise Refusal("it depends on more than one weight", end, near=True)
+        if len(self.scales) != int(self.is_fp8):
+            why = "its FP8 scale is a constant of the graph" if self.is_fp8 else "it is scaled"
+            raise Refusal(why, end, near=True)
+
+    def _sample(self, seed: int) -> tuple[dict[Node, Tensor], Tensor]:
+        rng = torch.Generator().manual_seed(seed)
+        inputs: dict[Node, Tensor] = {}
+        for node in (self.region.source, *self.region.leaves):
+            shape = self.run.shape(node)
+            x = torch.randn(shape, generator=rng, dtype=torch.float64)
+            if value(node).is_complex():
+                x = torch.complex(x, torch.randn(shape, generator=rng, dtype=torch.float64))
+            inputs[node] = x
+        for scale in self.scales:
+            inputs[scale] = inputs[scale].abs() * 0.02 + 0.001
+        x = inputs[self.region.source].view(self.tokens, -1)
+        magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64).roll(seed)
+        x *= magnitudes.repeat(-(-self.tokens // len(_MAGNITUDES)))[: self.tokens, None]
+        if seed == 1:
+            x[0, 3::7], x[-1, -1] = torch.nan, torch.nan
+        return inputs, self.run(dict(inputs)).reshape(self.tokens, self.num_heads, self.config.head_size)
+
+    def _candidates(self) -> Iterator[Turn]:
+        at = self.position
+        if len(self.tables) == 1:
+            table = at[self.tables[0]]
+            pairs = [((table, "real"), (table, "imag"))]
+        else:
+            one, other = ((at[table], "") for table in self.tables)
+            pairs = [(one, other), (other, one)]
+        weight = at[self.weights[0]] if self.weights else None
+        scale = at[self.scales[0]] if self.scales else None
+        for (cos, sin), style, rotary, (norm, eps), arithmetic in itertools.product(
+            pairs,
+            ROPE_STYLES,
+            self._rotary_dims(),
+            self._norms(),
+            ("divide", "multiply") if self.is_fp8 else ("divide",),
+        ):
+            rope = RopeConfig(rotary, style, norm, eps, round_query=False, query_arithmetic=arithmetic)
+            yield Turn(rope, at[self.region.source], 0, self.heads, cos, sin, weight, scale)
+
+    def _rotary_dims(self) -> list[int]:
+        columns = _count(self.run.shape(self.tables[0])) // self.tokens
+        return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
+
+    def _norms(self) -> list[tuple[str, float]]:
+        if not any(op_name(node.target) in _SUMS for node in self.region.nodes):
+            return [("none", 0.0)]
+        numbers = {0.0: None}
+        for node in self.region.nodes:
+            for argument in (*node.args, *node.kwargs.values()):
+                if isinstance(argument, float) and 0 < argument < 1:
+                    numbers[argument] = None
+        kinds = ("rms", "rms_one_plus") if self.weights else ("rms",)
+        return [*itertools.product(kinds, numbers)]
+
+    def _agrees(self, turn: Turn, samples: Sequence[tuple[dict[Node, Tensor], Tensor]]) -> int | None:
+        """Return the first head of the source that the end is made of, `None` if it is something else."""
+        found: int | None = None
+        for inputs, got in samples:
+            want = self._reference(turn, inputs)
+            starts = range(self.heads - self.num_heads + 1) if found is None else (found,)
+            found = next((at for at in starts if _close(got, want[:, at : at + self.num_heads])), None)
+            if found is None:
+                return None
+        return found
+
+    def _reference(self, turn: Turn, inputs: dict[Node, Tensor]) -> Tensor:
+        by_position = {self.position[node]: tensor for node, tensor in inputs.items()}
+
+        def table(place: tuple[int, str]) -> Tensor:
+            rows = by_position[place[0]].reshape(self.tokens, -1)
+            return getattr(rows, place[1]) if place[1] else rows
+
+        x = by_position[turn.source].reshape(self.tokens, self.heads, self.config.head_size)
+        weight = None if turn.weight is None else by_position[turn.weight].reshape(-1)
+        x = rotate(normalise(x, weight, turn.rope), table(turn.cos), table(turn.sin), turn.rope)
+        if turn.scale is None:
+            return x
+        scale, group = by_position[turn.scale].reshape(-1), self.config.group_size
+        if self.heads != self.num_heads and scale.numel() > 1:
+            raise Refusal("heads with scales of their own are cut from more heads", self.region.end, near=True)
+        return scale_query(x, scale, self.heads // group if scale.numel() > 1 else 1, turn.rope.query_arithmetic)
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _shape(node: Node) -> tuple[str, ...]:
+    return tuple(str(size) for size in value(node).shape)
+
+
+def _is_per_token(leaf: Node, end: Node) -> bool:
+    """Return whether the first sizes of a tensor of two dimensions or more multiply to the token count."""
+    tokens, product = expression(value(end).shape[0]), expression(1)
+    shape = value(leaf).shape
+    for size in shape[:-1]:
+        product = product * expression(size)
+        if product == tokens:
+            return True
+    return False
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    size = want.nan_to_num().abs().amax(dim=-1, keepdim=True)
+    same = (got - want).abs() <= _TOLERANCE * size
+    return bool((same | (got.isnan() & want.isnan())).all())

@@ -1,0 +1,380 @@
+"""Encode and decode every storage format of `vattn.quantization.formats`, in plain torch ops on any device.
+
+Bit-exact to the stated layout, free of syncs and traceable by `torch.compile`. **Dequantised = stored * scale**.
+
+Rules that hold for every format:
+
+- Values are divided by their scale in fp32 and rounded to nearest, ties to even.
+- FP8 casts are clamped first: an eager CUDA cast gives NaN above the range where CPU and compiled casts saturate.
+- NaN stays NaN under a given scale, infinities saturate to the largest finite value.
+- A dynamic FP8 row or group that holds NaN or an infinity has a non-finite scale and dequantises to NaN throughout.
+- Dynamic FP8 scales are at least `MIN_ABSMAX / 448`, so rows of zeros are stored as zeros under a finite scale.
+- An NVFP4 group whose e4m3 block scale rounds to zero stores zeros. e2m1 has no NaN: a NaN makes the block scale NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vattn.errors import ScaleError, ShapeError
+from vattn.quantization.formats import (
+    FP4_E2M1_MAX,
+    FP8_E4M3_MAX,
+    KV_FORMATS,
+    NVFP4_GROUP_SIZE,
+    OUTPUT_FORMATS,
+    OutputFormat,
+)
+
+MIN_ABSMAX = 1e-10
+"""Absolute maxima of dynamic FP8 rows and groups are raised to this before they become a scale."""
+
+_ROW_TILE, _COLUMN_TILE = 128, 4
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    # By a tensor: eager CUDA turns division by a number into multiplication by its rounded reciprocal.
+    return x / x.new_full((), divisor)
+
+
+def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
+    """Shape one value or one value per head so that it broadcasts over `[..., num_heads, width]`."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.numel() != num_heads:
+        raise ScaleError(
+            f"a scale of {scale.numel()} values for {num_heads} KV heads",
+            "1 value or one per KV head",
+            "check its shape",
+        )
+    return scale.reshape(num_heads, 1)
+
+
+def _check_kv_scale(fmt_name: str, scale: Tensor | None) -> None:
+    if KV_FORMATS[fmt_name].quantised and scale is None:
+        raise ScaleError(
+            f"format {fmt_name} without a scale", "1 value or one per KV head", "pass torch.ones(1) for unit"
+        )
+    if not KV_FORMATS[fmt_name].quantised and scale is not None:
+        raise ScaleError(f"format {fmt_name} with a scale", "no scale for a plain format", "pass scale=None")
+
+
+def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
+    """Turn keys or values `[..., K, D]` into what a cache of format `fmt_name` stores, same shape.
+
+    Args:
+        x: any float dtype; already in the format's FP8 dtype: returned as it is.
+        fmt_name: canonical name in `KV_FORMATS`.
+        scale: fp32, 1 value or `[K]` for quantised formats, `None` for plain ones.
+
+    Returns:
+        Tensor of the format's `value_dtype` (view it as `storage_dtype` for the raw storage).
+
+    Raises:
+        ScaleError: the scale is missing, superfluous or of the wrong size.
+
+    Example:
+        >>> import torch
+        >>> stored = encode_kv(torch.tensor([[[1.0, 1000.0]]]), "fp8_e4m3", torch.tensor([0.5]))
+        >>> decode_kv(stored, "fp8_e4m3", torch.tensor([0.5]))
+        tensor([[[  1., 224.]]])
+    """
+    fmt = KV_FORMATS[fmt_name]
+    _check_kv_scale(fmt_name, scale)
+    if x.dtype == fmt.value_dtype:
+        return x
+    if scale is None:
+        return x.to(fmt.value_dtype)
+    quotient = x.float() / _over_heads(scale, x.shape[-2])
+    return quotient.clamp(-fmt.max_value, fmt.max_value).to(fmt.value_dtype)
+
+
+def decode_kv(stored: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
+    """Return the fp32 values of stored keys or values `[..., K, D]`; `stored` may be viewed as `uint8`.
+
+    Raises:
+        ScaleError: the scale is missing, superfluous or of the wrong size.
+    """
+    fmt = KV_FORMATS[fmt_name]
+    _check_kv_scale(fmt_name, scale)
+    values = stored.view(fmt.value_dtype).float() if fmt.quantised else stored.float()
+    return values if scale is None else values * _over_heads(scale, stored.shape[-2])
+
+
+def encode_query(query: Tensor, q_scale: Tensor, num_kv_heads: int, arithmetic: str = "divide") -> Tensor:
+    """Quantise a query `[T, H, D]` to e4m3 with one value or one per KV head.
+
+    Args:
+        arithmetic: name in `OUTPUT_ARITHMETICS`: divided by the scale, or multiplied by its reciprocal.
+    """
+    scale = _over_query_heads(q_scale, query.shape[1], num_kv_heads)
+    wide = query.float()
+    return _to_e4m3(wide * scale.reciprocal() if _multiplies(arithmetic) else wide / scale)
+
+
+def load_query(query: Tensor, q_scale: Tensor | None, num_kv_heads: int, query_load: str) -> Tensor:
+    """Return the fp32 values that scores are made of, from a query `[T, H, D]` as the op gets it.
+
+    Args:
+        q_scale: `None` for a query that is not quantised.
+        query_load: `query_load` of `vattn.AttentionConfig`.
+    """
+    if query_load != "plain" and q_scale is not None:
+        query = encode_query(query, q_scale, num_kv_heads, query_load)
+    return decode_query(query, q_scale, num_kv_heads)
+
+
+def decode_query(query: Tensor, q_scale: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Return the fp32 values of a query `[T, H, D]`; `q_scale=None`: it is not quantised."""
+    if q_scale is None:
+        return query.float()
+    return query.float() * _over_query_heads(q_scale, query.shape[1], num_kv_heads)
+
+
+def _over_query_heads(q_scale: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    if q_scale.numel() != 1:
+        q_scale = q_scale.repeat_interleave(num_heads // num_kv_heads)
+    return _over_heads(q_scale, num_heads)
+
+
+def ceil_power_of_two(scale: Tensor) -> Tensor:
+    """Round positive normal fp32 values up to powers of two, exactly; infinity and NaN stay."""
+    # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
+    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)
+
+
+def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
+    """Quantise `[T, N]` to e4m3 by one given fp32 scale."""
+    return _to_e4m3(input.float() / scale.reshape(())).contiguous()
+
+
+def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, N]` to e4m3 with one scale a row; returns codes and fp32 scales `[T, 1]`."""
+    return _quant_fp8_groups(input, input.shape[1], power_of_two=False)
+
+
+def quant_fp8_group(
+    input: Tensor, group_size: int, power_of_two: bool = False, column_major: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, N]` to e4m3 with one scale per `group_size` columns.
+
+    Args:
+        power_of_two: round scales up to powers of two.
+        column_major: strides of the scales are `(1, T)` instead of `(N // group_size, 1)`.
+
+    Returns:
+        Codes `[T, N]` and fp32 scales `[T, N // group_size]`.
+    """
+    codes, scales = _quant_fp8_groups(input, group_size, power_of_two)
+    return codes, _column_major(scales) if column_major else scales
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    columns = scales.new_empty((scales.shape[1], scales.shape[0]))
+    return columns.copy_(scales.t()).t()
+
+
+def _quant_fp8_groups(
+    input: Tensor, group_size: int, power_of_two: bool, arithmetic: str = "divide", min_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    groups = _grouped(input, group_size)
+    largest = groups.abs().amax(dim=-1)
+    if min_scale is None:
+        scales = _divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
+    else:
+        scales = _divide(largest, FP8_E4M3_MAX).clamp(min=min_scale)
+    if power_of_two:
+        scales = ceil_power_of_two(scales)
+    wide = scales.unsqueeze(-1)
+    codes = _to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
+    return codes.flatten(1).contiguous(), scales.contiguous()
+
+
+def _multiplies(arithmetic: str) -> bool:
+    # What is approximate on CUDA is rounded correctly here.
+    return arithmetic.removeprefix("approximate_") == "multiply"
+
+
+def _grouped(input: Tensor, group_size: int) -> Tensor:
+    """View `[T, N]` as fp32 `[T, N // group_size, group_size]`."""
+    if input.ndim != 2 or input.shape[1] % group_size:
+        raise ShapeError(
+            f"input of shape {tuple(input.shape)} in groups of {group_size} columns",
+            f"[T, N] with N a multiple of {group_size}",
+            "choose another group size or pad the columns",
+        )
+    return input.float().reshape(input.shape[0], input.shape[1] // group_size, group_size)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """Return the 4-bit codes (sign, 2 exponent bits, 1 mantissa bit) of fp32 values as `uint8`, one code a byte.
+
+    Rounds to nearest, ties to even; saturates at 6; NaN becomes +6, as e2m1 has no NaN; the sign of zero is kept.
+    """
+    size = x.abs()
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    return torch.where(x.isnan(), 7, code + 8 * x.signbit().to(torch.uint8)).to(torch.uint8)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Return the fp32 values of 4-bit codes given one a byte: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    exponent, mantissa = (codes.int() >> 1) & 3, codes.int() & 1
+    quarters = torch.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent)
+    size = quarters.float() * 0.25
+    return torch.where((codes & 8) == 0, size, -size)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Pack codes `[..., N]` into bytes `[..., N // 2]`, the even column in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Undo `pack_e2m1`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, N]` to NVFP4: e2m1 values, one e4m3 block scale per 16 columns, one given fp32 global scale.
+
+    Dequantised value = e2m1 value * block scale * `scale`.
+
+    Returns:
+        Packed codes `[T, N // 2]` uint8, and block scales e4m3 `[T, N // 16]`, or swizzled and padded with zeros.
+    """
+    scale = scale.reshape(())
+    groups = _grouped(input, NVFP4_GROUP_SIZE)
+    block_scales = _to_e4m3(_divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
+    step = block_scales.float() * scale
+    # A block scale of zero can hold nothing but zeros; dividing by infinity makes them, with their signs.
+    step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
+    packed = pack_e2m1(encode_e2m1((groups / step).flatten(1)))
+    return packed.contiguous(), swizzle_block_scales(block_scales) if swizzled else block_scales.contiguous()
+
+
+def swizzle_block_scales(scales: Tensor) -> Tensor:
+    """Reorder e4m3 scales `[rows, columns]` into 128 x 4 tiles, padded with zeros to whole tiles.
+
+    Tiles follow each other along a row of tiles. Inside a tile of 512 bytes, row r and column c lie at byte
+    `(r % 32) * 16 + (r // 32) * 4 + c`. The result is contiguous, of the padded two-dimensional shape.
+    """
+    rows, columns = scales.shape
+    row_tiles, column_tiles = -(-rows // _ROW_TILE), -(-columns // _COLUMN_TILE)
+    padding = (0, column_tiles * _COLUMN_TILE - columns, 0, row_tiles * _ROW_TILE - rows)
+    padded = torch.nn.functional.pad(scales.view(torch.uint8), padding)
+    tiles = padded.reshape(row_tiles, 4, 32, column_tiles, _COLUMN_TILE).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(padded.shape).contiguous().view(scales.dtype)
+
+
+def unswizzle_block_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
+    """Undo `swizzle_block_scales` and drop its padding: returns `[rows, columns]`."""
+    row_tiles, column_tiles = swizzled.shape[0] // _ROW_TILE, swizzled.shape[1] // _COLUMN_TILE
+    tiles = swizzled.view(torch.uint8).reshape(row_tiles, column_tiles, 32, 4, _COLUMN_TILE).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(swizzled.shape)[:rows, :columns].contiguous().view(swizzled.dtype)
+
+
+def dequant_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor, swizzled: bool = False) -> Tensor:
+    """Return the fp32 `[T, N]` of packed e2m1 codes `[T, N // 2]`, their block scales and the global scale."""
+    values = _grouped(decode_e2m1(unpack_e2m1(packed)), NVFP4_GROUP_SIZE)
+    if swizzled:
+        block_scales = unswizzle_block_scales(block_scales, values.shape[0], values.shape[1])
+    step = block_scales.float() * scale.reshape(())
+    return (values * step.unsqueeze(-1)).flatten(1)
+
+
+def _format(fmt: OutputFormat | str) -> OutputFormat:
+    return OUTPUT_FORMATS[fmt] if isinstance(fmt, str) else fmt
+
+
+def quantise_output(
+    x: Tensor,
+    fmt: OutputFormat | str,
+    output: Tensor,
+    output_block_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    arithmetic: str = "divide",
+    min_scale: float | None = None,
+) -> None:
+    """Write attention results in an output format: the epilogue of every backend.
+
+    Args:
+        x: `[T, H, V]`, already rounded to the model dtype (any float dtype may carry it).
+        fmt: an output format or its name; groups run over the flattened row of `H * V` columns.
+        output: `[T, H, fmt.output_columns(V)]` of the format's container; written whole.
+        output_block_scale: of shape `fmt.block_scale_shape(T, H * V)`; written whole, padding included.
+        output_scale: fp32, one value, for formats with a static scale.
+        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of `vattn.AttentionConfig`.
+
+    Raises:
+        ScaleError: a scale tensor that the format needs is missing.
+    """
+    fmt = _format(fmt)
+    if fmt.static_scale and output_scale is None:
+        raise ScaleError(f"output_format {fmt.name} without output_scale", "an fp32 tensor of 1 value", "pass it")
+    if fmt.block_scale_dtype is not None and output_block_scale is None:
+        raise ScaleError(f"output_format {fmt.name} without output_block_scale", "a tensor to write into", "pass it")
+    if fmt.container is None:
+        output.copy_(x)
+        return
+    codes, scales = quantise_rows(x.flatten(1), fmt, output_scale, arithmetic, min_scale)
+    output.copy_(codes.view(output.shape))
+    if output_block_scale is not None and scales is not None:
+        output_block_scale.copy_(scales)
+
+
+def quantise_rows(
+    rows: Tensor,
+    fmt: OutputFormat,
+    output_scale: Tensor | None = None,
+    arithmetic: str = "divide",
+    min_scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return codes of rows `[T, N]` in a quantised output format, and the scales that it computes, if any.
+
+    Arguments are those of `quantise_output`.
+    """
+    if output_scale is None:
+        group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
+        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale)
+        return codes, _column_major(scales) if fmt.column_major else scales
+    if fmt.container is torch.uint8:
+        return quant_nvfp4(rows, output_scale, fmt.swizzled)
+    if _multiplies(arithmetic):
+        return _to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
+    return quant_fp8_static(rows, output_scale), None
+
+
+def dequantise_output(
+    output: Tensor,
+    fmt: OutputFormat | str,
+    output_block_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+) -> Tensor:
+    """Return the fp32 `[T, H, V]` that an attention output of some format stands for.
+
+    Raises:
+        ScaleError: a scale tensor that the format needs is missing.
+    """
+    fmt = _format(fmt)
+    if fmt.container is None:
+        return output.float()
+    num_tokens, num_heads = output.shape[:2]
+    if fmt.container is torch.uint8:
+        if output_block_scale is None or output_scale is None:
+            raise ScaleError(f"output_format {fmt.name} without its scales", "both scales", "pass them")
+        rows = dequant_nvfp4(output.flatten(1), output_block_scale, output_scale, fmt.swizzled)
+        return rows.view(num_tokens, num_heads, 2 * output.shape[2])
+    scale = output_scale if fmt.static_scale else output_block_scale
+    if scale is None:
+        raise ScaleError(f"output_format {fmt.name} without its scale", "the scale that it was written with", "pass it")
+    if fmt.static_scale:
+        return output.float() * scale.reshape(())
+    rows = output.flatten(1).float().unflatten(1, (scale.shape[1], -1))
+    return (rows * scale.unsqueeze(-1)).reshape(output.shape)

@@ -1,0 +1,83 @@
+"""Hadamard rotations of rows: what they are, and how queries and outputs meet rotated keys and values.
+
+`"hadamard"`: `y = H x` with the Sylvester matrix `H` of the row's width, a power of two, unnormalised (entries 1 and
+-1). `"block_hadamard"`: `y = H S x` on each block of columns, as wide as the largest power of two that divides the
+row, where `S` flips the signs of `flips(width)`: fixed signs that keep rows of one sign from gathering in one column.
+
+`H` is summed as butterflies: columns 1 apart first, then 2, 4 and so on, `(a, b) -> (a + b, a - b)`, each in fp32.
+
+Rotations are orthogonal up to the block's width n: `q . k = (H S q) . (H S k) / n`. So queries are rotated instead of
+keys, and sums of values once instead of every value; that is exact in real numbers, and in fp32 up to the order of
+sums. Rotated keys and values are held as `2^-c y` with `c = ceil(log2(n) / 2)`, near the size of the row as it came,
+so that 16-bit floats hold them; queries and outputs carry the rest of `1 / n`. All these factors are powers of two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vattn.quantization.formats import KV_FORMATS
+
+
+def block_width(width: int, rotation: str) -> int:
+    """Return the columns that one transform takes; 1 without rotation."""
+    if rotation == "none":
+        return 1
+    return width if rotation == "hadamard" else width & -width
+
+
+def row_shift(width: int, rotation: str) -> int:
+    """Return c: decoded rows in the rotated basis are `2^-c` of the transform."""
+    return block_width(width, rotation).bit_length() // 2
+
+
+def query_factor(width: int, rotation: str) -> float:
+    """Return the power of two that rotated queries, and outputs that are turned back, are multiplied by."""
+    block = block_width(width, rotation)
+    return 2.0 ** row_shift(width, rotation) / block
+
+
+def flips(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return fp32 `[width]` of 1 and -1: -1 where bit 31 of `(column + 1) * 0x9E3779B9` is set."""
+    column = torch.arange(1, width + 1, dtype=torch.int64, device=device)
+    return 1.0 - 2.0 * ((column * 0x9E3779B9 >> 31) & 1).float()
+
+
+def butterflies(x: Tensor, block: int) -> Tensor:
+    """Return the unnormalised Hadamard transform of every block of `block` columns, in the stated order."""
+    step = 1
+    while step < block:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        step *= 2
+    return x
+
+
+def rotate(x: Tensor, rotation: str) -> Tensor:
+    """Return fp32 rows `[..., width]` in the basis of a rotation, not scaled."""
+    if rotation == "block_hadamard":
+        x = x * flips(x.shape[-1], x.device)
+    return butterflies(x, block_width(x.shape[-1], rotation))
+
+
+def unrotate(x: Tensor, rotation: str) -> Tensor:
+    """Return fp32 rows in their own basis, of rows `[..., width]` that are `2^-c` of the rotated ones."""
+    if rotation == "none":
+        return x
+    x = butterflies(x, block_width(x.shape[-1], rotation)) * query_factor(x.shape[-1], rotation)
+    return x * flips(x.shape[-1], x.device) if rotation == "block_hadamard" else x
+
+
+def rotate_query(query: Tensor, fmt_name: str) -> Tensor:
+    """Return fp32 queries `[..., D]` turned so that they can be multiplied by keys in the basis that is stored."""
+    fmt = KV_FORMATS[fmt_name]
+    if fmt.key is None or fmt.key.rotation == "none":
+        return query
+    return rotate(query, fmt.key.rotation) * query_factor(query.shape[-1], fmt.key.rotation)
+
+
+def rotate_back(out: Tensor, fmt_name: str) -> Tensor:
+    """Return fp32 outputs `[..., V]` in their own basis, of sums of values in the basis that is stored."""
+    fmt = KV_FORMATS[fmt_name]
+    return out if fmt.value is None else unrotate(out, fmt.value.rotation)

@@ -1,0 +1,118 @@
+"""TurboQuant rows: keys as directions in a codebook and a length, values on a uniform grid, or keys as bare e4m3."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from vattn.quantization.formats import FP8_E4M3_MAX, PackedPart
+from vattn.quantization.packed.bit_packing import (
+    FP16_MAX,
+    halves_up,
+    over,
+    pack_codes,
+    to_fp16,
+    unpack_codes,
+    zero_unless,
+)
+from vattn.quantization.packed.hadamard import rotate, row_shift
+
+_HALVES = {
+    3: (0.24509418, 0.75600528, 1.34390928, 2.1519457),
+    4: (0.12839503, 0.3880483, 0.65675912, 0.94234046, 1.2562312, 1.61804639, 2.06901723, 2.73258957),
+}
+
+CENTROIDS: dict[int, tuple[float, ...]] = {
+    bits: (*(-value for value in reversed(half)), *half) for bits, half in _HALVES.items()
+}
+"""The levels with the least squared error for normal numbers of variance 1 (Lloyd and Max), by bits."""
+
+BOUNDARIES: dict[int, tuple[float, ...]] = {
+    bits: tuple((low + high) / 2 for low, high in itertools.pairwise(levels)) for bits, levels in CENTROIDS.items()
+}
+"""Midpoints between neighbouring levels; a value on one belongs to the level above."""
+
+MIN_LENGTH = 1e-8
+"""Added to a row's length before it is divided by."""
+
+
+def pairwise_sum(x: Tensor) -> Tensor:
+    """Return the sum of each row `[..., 1]`: columns 1 apart first, then 2, 4 and so on. Widths are powers of two."""
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+class RawE4m3:
+    """`x = code` in e4m3, without any scale: magnitudes from 448 on saturate."""
+
+    def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, None]:
+        """See `vattn.quantization.packed.Codec`."""
+        return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), None
+
+    def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
+        """See `vattn.quantization.packed.Codec`."""
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+class Codebook:
+    """`y = centroid[code] * length` of rotated rows y.
+
+    Codes are those of `y / |x|`, whose columns are nearly normal with variance 1. The stored length is
+    `|x| * sqrt(width) / |centroids of the row|`: what is read back has the length of the row, whatever its codes.
+    """
+
+    def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `vattn.quantization.packed.Codec`."""
+        length = pairwise_sum(x * x).sqrt()
+        y = rotate(x, part.rotation)
+        finite = length.isfinite() & y.isfinite().all(dim=-1, keepdim=True)
+        unit = length + MIN_LENGTH
+        codes = torch.zeros_like(y, dtype=torch.int32)
+        for boundary in BOUNDARIES[part.bits]:
+            codes = codes + (y >= unit * boundary)
+        codes = zero_unless(finite, codes)
+        levels = self._levels(codes, part)
+        stored = length * math.sqrt(x.shape[-1]) / pairwise_sum(levels * levels).sqrt()
+        # A NaN after rounding: which one a device makes of another is its own affair.
+        return pack_codes(codes, part.bits), torch.where(finite, to_fp16(stored), torch.nan)
+
+    def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
+        """See `vattn.quantization.packed.Codec`."""
+        assert scales is not None
+        length = scales.float() * 2.0 ** -row_shift(width, part.rotation)
+        return self._levels(unpack_codes(codes, part.bits), part) * length
+
+    @staticmethod
+    def _levels(codes: Tensor, part: PackedPart) -> Tensor:
+        return torch.tensor(CENTROIDS[part.bits], device=codes.device)[codes]
+
+
+class Uniform:
+    """`x = code * step + least`, both fp16: the step and the least value of the row. Halves are rounded up.
+
+    Codes are made with the step and least value as they are stored. A step that is zero in fp16 has codes of zero.
+    """
+
+    def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `vattn.quantization.packed.Codec`."""
+        steps = (1 << part.bits) - 1
+        finite = x.isfinite().all(dim=-1, keepdim=True)
+        x = zero_unless(finite, x)
+        # A zero has no sign here: which of several zeros is the least depends on the order of columns.
+        least = (x.amin(dim=-1, keepdim=True) + 0.0).clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
+        reach = x.amax(dim=-1, keepdim=True) - least.float()
+        step = over(reach.clamp(min=0.0) + 0.0, steps).clamp(max=FP16_MAX).to(torch.float16)
+        divisor = torch.where(step == 0, torch.inf, step.float())
+        codes = halves_up((x - least.float()) / divisor).clamp(0, steps)
+        scales = torch.where(finite, torch.cat((step, least), dim=-1), torch.nan)
+        return pack_codes(zero_unless(finite, codes).int(), part.bits), scales
+
+    def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
+        """See `vattn.quantization.packed.Codec`."""
+        assert scales is not None
+        step, least = scales.float().split(1, dim=-1)
+        return unpack_codes(codes, part.bits).float() * step + least
