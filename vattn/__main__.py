@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_doctor(add("doctor", help="what vattn can use on this machine"))
     _add_explain(add("explain", help="which backend a request gets, and why the others refuse"))
     _add_explain_fusion(add("explain-fusion", help="what the compiler passes make of your model"))
-    commands.add_parser("demo", help="a small compiled model answers prompts on the paged cache", add_help=False)
+    commands.add_parser("demo", help="says where to find the demo", add_help=False)
     _add_generate(add("generate", help="a transformers model continues prompts, many at once"))
     _add_kv_report(add("kv-report", help="what every KV cache format costs and saves on a model and a text"))
     _add_bench(add("bench", help="vattn's speed beside every other library's that is found"))
@@ -35,9 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     if arguments[:1] == ["demo"]:
-        from examples.demo.main import main as demo
-
-        return demo(arguments[1:])
+        print("The demo is no part of the installed package. Run `make demo` in a checkout of vattn.", file=sys.stderr)
+        return 2
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         from vattn.cli.bench import command
@@ -103,7 +102,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from vattn.cli import doctor
 
     if options.support_table:
-        print(doctor.support_table(), end="")
+        from vattn.cli.support_table import support_table
+
+        print(support_table(), end="")
         return 0
     print(doctor.report())
     if not options.check:

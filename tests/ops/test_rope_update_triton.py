@@ -13,7 +13,7 @@ from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
 from vattn.kernels.variants import using
 
-from .codec_kernels import encode_quotients, encode_values
+from tests.quantization.codec_kernels import encode_quotients, encode_values
 
 
 @pytest.mark.parametrize("call", list(CALLS))

@@ -73,7 +73,7 @@ def version(name):
     return real(name)
 
 importlib.metadata.version = version
-from vattn import doctor
+from vattn.cli import doctor
 print(doctor.report())
 for row in doctor.check_backends():
     print(*row)

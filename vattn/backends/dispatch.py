@@ -21,7 +21,7 @@ from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.ops import checks
+from vattn.ops import checks, schemas
 from vattn.ops import checks_mla as mla_checks
 from vattn.ops.arguments import (
     AttentionArgs,
@@ -33,6 +33,7 @@ from vattn.ops.arguments import (
 )
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.fusion_notes import read_note
+from vattn.ops.linear_arguments import LinearArgs, check_linear
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 
@@ -195,6 +196,10 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, T
 
 
 def linear(*arguments: Any) -> Tensor:
-    args = products.LinearArgs(*arguments)
-    products.check_linear(args)
+    args = LinearArgs(*arguments)
+    check_linear(args)
     return products.linear(args)
+
+
+for _name in schemas.all_ops():
+    schemas.implement(_name, globals()[_name])

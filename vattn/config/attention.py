@@ -91,8 +91,8 @@ class AttentionConfig:
         output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
             that reciprocal. FP8 formats only. `"approximate_divide"` and `"approximate_multiply"` divide as code that
             Inductor generates for CUDA does, which may differ in the last two places (`vattn.quantization.formats`).
-        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`. With 0,
-            rows of zeros become NaN.
+        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`.
+            With 0, rows of zeros become NaN.
         attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
             sees every key of its request, and nothing that compares positions can be asked for.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.

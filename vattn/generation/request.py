@@ -7,7 +7,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vattn.cache.block_pool import BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
@@ -15,9 +15,6 @@ from vattn.errors import RequestError, VattnError
 from vattn.generation.detokenizer import TextStream
 from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
-
-if TYPE_CHECKING:
-    from vattn.generation.request import Progress
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 

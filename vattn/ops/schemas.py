@@ -234,8 +234,13 @@ def _shape_function(name: str) -> Callable[..., Any]:
     return checked
 
 
+def all_ops() -> dict[str, str]:
+    """Return the schema of every op by name."""
+    return {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS}
+
+
 def _register() -> None:
-    for name, schema in {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS}.items():
+    for name, schema in all_ops().items():
         library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,) if name in TRANSFER_OPS else ())
         torch.library.register_fake(f"vattn::{name}", _shape_function(name), lib=library)
         library.impl(name, _autograd_guard(name), "Autograd")

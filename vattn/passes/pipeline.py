@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from vattn.config.attention import AttentionConfig
-from vattn.ops.fusion_notes import FUSED, NodeReport
+from vattn.ops.fusion_notes import FUSED, NodeReport, record
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import report
 from vattn.passes.output_quant import find as output_quant
@@ -88,7 +88,7 @@ class FusionPass(CustomGraphPass):
             logger.warning("the fusion passes failed; this graph has no report", exc_info=True)
             report.note_failed()
             return
-        report.record(nodes)
+        record(nodes)
         report.log(nodes)
         misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
         if self.strict and misses:

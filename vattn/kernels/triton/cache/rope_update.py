@@ -302,7 +302,7 @@ def start_of_launch(config: AttentionConfig, num_tokens: int, programs: int, lim
 
     It starts early where no multiprocessor has more than one program; `vattn.compilation.graph_edges` takes that back
     in captured graphs where it does not pay. The next kernel may where it is one of ours, all of which wait before they
-    read, and cannot be spread worse for it. Programs that are launched while others run go where there is memory for them,
+    read, and cannot be spread worse for it. Programs launched while others run go where there is memory for them,
     several to a multiprocessor unless they fill it, as those of clusters do. Those of the plain decode kernel do not,
     so this is for caches with which that one is not launched early.
     """
