@@ -146,7 +146,7 @@ def test_latent_attention() -> None:
 
 
 def test_all_examples_are_tested_and_short() -> None:
-    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert EXAMPLES
     for name in EXAMPLES:
         assert f'"{name}"' in source
