@@ -33,6 +33,7 @@ from vattn.cli.bench.peers import Call, NotThisCellError, Peer
 from vattn.cli.bench.report import write_result
 from vattn.cli.bench.shapes import LAYERS, WORKS, LayerShape, Work
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import multiprocessors
 from vattn.kernels import variants
 from vattn.ops.arguments import VarlenAttentionArgs
 
@@ -129,7 +130,7 @@ def by_cut(name: str, fp8_query: bool = False, **cut: int) -> Peer:
         prefill_launch.plan(args.query_start_loc, args.seq_lens, schedule, tokens, config, chosen)
 
         def step() -> Tensor:
-            ctas = prefill_launch.multiprocessors(device)
+            ctas = multiprocessors(device)
             prefill_launch.launch(args, config, schedule, args.output, ctas, chosen)
             return args.output
 

@@ -36,8 +36,6 @@ def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_cod
         pytest.skip("needs Triton's interpreter")
     import triton.language as tl
 
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     for module in device_code:
         for name, value in list(vars(module).items()):
             if isinstance(value, tl.constexpr):
@@ -46,4 +44,4 @@ def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_cod
         monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
     constants = launcher.decode_constants
     monkeypatch.setattr(launcher, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 3)

@@ -92,17 +92,17 @@ SCALES = {"bfloat16": "none", "fp8_e4m3": "tensor"}
 COMPILE = """
 import os
 os.environ["TRITON_INTERPRET"] = "0"
-import torch, triton
+import triton
 from tests.support import make_config, random_paged_batch
-from vattn.ops.gluon import decode_cluster_launch as launch
-from vattn.ops.triton import compile_decode
+from tools.compile_kernels.compiling import GPU_TARGETS, source_of
+from tools.compile_kernels.launches import record
+from vattn.kernels.hopper.decode import cluster_launch
 config = make_config(
     num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, output_format="fp8_group128"
 )
 batch = random_paged_batch(config, [1], [40])
-arguments = launch.kernel_arguments(batch.args, config, batch.args.output, 16)
-source, options = compile_decode.source_of(launch.decode_cluster_kernel, arguments)
-print(triton.compile(source, target=compile_decode.TARGET, options=options).asm["ptx"])
+launch, *_ = record("", "sm_90", lambda: cluster_launch.decode(batch.args, config, 16))
+print(triton.compile(source_of(launch), target=GPU_TARGETS["sm_90"], options=launch.options).asm["ptx"])
 """
 
 

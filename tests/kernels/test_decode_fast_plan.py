@@ -245,7 +245,7 @@ def test_one_wave_of_short_requests_stays_whole(
 ) -> None:
     from vattn.kernels.hopper.decode import launch as decode_fast
 
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     config = make_config(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", **changes})
     args: Any = SimpleNamespace(
         query=torch.empty(reqs, 1), seq_lens=torch.empty(reqs), block_table=torch.empty(reqs, tokens // 16)
@@ -290,7 +290,7 @@ def test_fp8_requests_that_fill_waves_are_two_ctas_a_multiprocessor(
 def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from vattn.kernels.hopper.decode import launch as decode_fast
 
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     device = torch.device("cpu")
     layer = {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "dtype": "bfloat16"}
 

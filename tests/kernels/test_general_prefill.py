@@ -11,7 +11,7 @@ import triton
 
 from tests.conformance.compare import compare
 from tests.support import make_config, random_packed_batch, random_paged_batch
-from tools.compile_kernels.attention import TARGETS
+from tools.compile_kernels.launches import TARGETS
 from vattn.kernels.triton.attention import launch
 from vattn.kernels.triton.common.tiles import Tiles, choose_tiles
 

@@ -24,13 +24,7 @@ LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "
 
 @pytest.fixture(autouse=True)
 def processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
-    for module in (mixed_launch, prefill_launch):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
 
 
 WAYS = {
@@ -208,7 +202,7 @@ def test_both_kernels_write_every_row_once(
             monkeypatch.setattr(decode_fast_kernels, name, value.value)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 3)
     constants = decode_fast.decode_constants
     monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
     overlap = "end" if way == "overlapped" else False
@@ -252,7 +246,7 @@ def test_fp8_heads_of_256_are_rows_of_one_launch(monkeypatch: pytest.MonkeyPatch
     """Until their decode kernel has been compared beside the prefill kernel."""
     from vattn.kernels.hopper import mixed_launch
 
-    monkeypatch.setattr(mixed_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     step = (4224, 136, torch.device("cpu"))
     for changes, way in (
         ({}, "overlapped"),

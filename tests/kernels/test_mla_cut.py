@@ -36,7 +36,7 @@ STEPS = {
 
 @pytest.fixture(autouse=True)
 def processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_launch, "_multiprocessors", lambda device: PROCESSORS)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: PROCESSORS)
 
 
 def layer(heads: int) -> MLAConfig:

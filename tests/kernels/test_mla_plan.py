@@ -138,7 +138,7 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
     hopper, device = DeviceInfo("cuda", (9, 0)), torch.device("cuda")
     monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, d: not mla_prefill_launch.refusals(c, hopper))
     monkeypatch.setattr(mla_launch, "_can_run", lambda c, d: not mla_launch.refusals(c, hopper))
-    monkeypatch.setattr(mla_launch, "_multiprocessors", lambda d: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda d: 132)
     deepseek = make_mla_config(
         num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
         block_size=64, backend="TRITON_MLA",

@@ -193,7 +193,7 @@ def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch)
     from vattn.errors import ShapeError
     from vattn.kernels.hopper.decode import launch as decode_fast
 
-    monkeypatch.setattr(decode_fast, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     config, device = make_config(**LLAMA), torch.device("cpu")
     narrow = config.replace(head_size=64, head_size_v=64, sliding_window=128)
     steps = [

@@ -9,7 +9,7 @@ from tests.ops.rope_cases import make_call
 from tests.ops.test_rope_update import CALLS, check_call
 from tests.quantization.codec_kernels import encode_quotients, encode_values
 from tests.support import make_config
-from tools.compile_kernels.attention import TARGETS
+from tools.compile_kernels.launches import TARGETS
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
 from vattn.kernels.variants import using

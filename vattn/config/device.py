@@ -19,6 +19,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 _ARCHITECTURES = tuple(
     f"sm_{number}"
     for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)

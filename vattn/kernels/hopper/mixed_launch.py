@@ -19,12 +19,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.prefill import launch as prefill_launch
-from vattn.kernels.hopper.prefill.launch import Cut, multiprocessors, packs, padded_pack, products_of
+from vattn.kernels.hopper.prefill.launch import Cut, packs, padded_pack, products_of
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.variants import current
 from vattn.ops.arguments import AttentionArgs
@@ -50,7 +51,7 @@ def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torc
         way = variants.speculative
         least = LEAST_DRAFTS_PER_PROCESSOR if variants.few_drafts == "measured" else least
     tiles = max(num_tokens * config.group_size // (2 * GROUP_ROWS.value), num_reqs) * config.num_kv_heads
-    if way == "general" or tiles < least * multiprocessors(device):
+    if way == "general" or tiles < least * devices.multiprocessors(device):
         return ""
     return way
 
@@ -145,11 +146,11 @@ def attend(args: AttentionArgs, config: AttentionConfig, way: str = "") -> None:
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
     if way == "packed":
-        prefill_launch.launch(args, config, schedule, output, multiprocessors(device), cut)
+        prefill_launch.launch(args, config, schedule, output, devices.multiprocessors(device), cut)
     else:
         of_decode, of_prefill = _parts(schedule, config, num_reqs)
         early = way == "overlapped"
-        prefill_launch.launch(args, config, of_prefill, output, multiprocessors(device), cut, early)
+        prefill_launch.launch(args, config, of_prefill, output, devices.multiprocessors(device), cut, early)
         sizes = decode_fast.sizing(config, num_reqs, tuning, device, rows, longest=short_rows(config))
         decode_fast.launch(args, config, of_decode, output, tuning, sizes, rows)
     if not finished:

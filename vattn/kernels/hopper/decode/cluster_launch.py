@@ -69,24 +69,19 @@ def cluster_size(config: AttentionConfig, num_reqs: int) -> int:
     return 8 if config.num_kv_heads * num_reqs * 8 >= 128 else 16
 
 
-def decode(args: AttentionArgs, config: AttentionConfig) -> None:
-    """Run `vattn::attention` for a step that `takes` took."""
+def decode(args: AttentionArgs, config: AttentionConfig, size: int = 0) -> None:
+    """Run `vattn::attention` for a step that `takes` took, in clusters of `size` CTAs, 0 for as many as are best."""
     fmt = OUTPUT_FORMATS[config.output_format]
     output, written, finished = args.output, config, not fmt.group_size or groups_fit_heads(config)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=args.query.device)
         written = config.with_plain_output()
-    launch(args, written, output)
+    size = size or cluster_size(config, args.seq_lens.shape[0])
+    arguments = kernel_arguments(args, written, output, size)
+    grid = (args.seq_lens.shape[0] * config.num_kv_heads,)
+    launch_in_clusters(decode_cluster_kernel, grid, size, arguments)
     if not finished:
         fp4_rows.finish(args, config, args.seq_lens.shape[0], output)
-
-
-def launch(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> None:
-    """Launch the kernel; `output` is the final one, or another in the model dtype."""
-    num_reqs = args.seq_lens.shape[0]
-    size = cluster_size(config, num_reqs)
-    arguments = kernel_arguments(args, config, output, size)
-    launch_in_clusters(decode_cluster_kernel, (num_reqs * config.num_kv_heads,), size, arguments)
 
 
 def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vattn.cache.layout import key_value_views
+from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import requested_features
@@ -156,7 +157,7 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
     if current().one_wave == "scheduled" or not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
         return None
-    if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / _multiprocessors(args.query.device) <= 1:
+    if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device) <= 1:
         return None
     stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
@@ -164,7 +165,7 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
     """Return an upper bound of the items that run at a time, whatever the batch; schedules are sized by it."""
-    return 8 * _multiprocessors(device) // config.num_kv_heads + _multiprocessors(device)
+    return 8 * devices.multiprocessors(device) // config.num_kv_heads + devices.multiprocessors(device)
 
 
 def heads_per_cta(num_kv_heads: int, most: int) -> int:
@@ -204,7 +205,7 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, devi
         return tokens
     if most == 1 or tokens > 4 * most or current().few_drafts == "general":
         return 0
-    few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * _multiprocessors(device)
+    few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * devices.multiprocessors(device)
     return most if few else 0
 
 
@@ -268,14 +269,9 @@ def sizing(
     """
     groups = -(-config.num_kv_heads // tuning.heads)
     most = most_ctas(config, device)
-    ctas = max(1, min(most, int(_multiprocessors(device) * tuning.ctas) // groups))
+    ctas = max(1, min(most, int(devices.multiprocessors(device) * tuning.ctas) // groups))
     waves = -(-(num_tokens // tokens or num_reqs) // ctas)
     return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens, longest) + WAVE_CHOICES.value * most)
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
@@ -444,7 +440,7 @@ def launch(
     _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
     way = choose_reduction(config if finished else written, num_reqs)
     most = 6 if tuning.max_registers else 8  # Of a multiprocessor: what there is room for beside the main kernel.
-    programs = min(num_reqs * tokens * config.num_heads * way.parts, most * _multiprocessors(device))
+    programs = min(num_reqs * tokens * config.num_heads * way.parts, most * devices.multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vattn.cache.layout import packed_views
+from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import requested_features
@@ -99,7 +100,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) 
     """Return how the kernel is cut for a layer and this many requests, with heads that fill their CTAs."""
     tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
     groups = -(-config.num_kv_heads // tuning.heads)
-    if num_reqs * groups > tuning.ctas * decode_fast._multiprocessors(device) and config.group_size <= 4:
+    if num_reqs * groups > tuning.ctas * devices.multiprocessors(device) and config.group_size <= 4:
         tuning = MANY_TUNINGS.get(config.kv_cache_dtype, tuning)
     heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
     return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
@@ -131,7 +132,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     _launch(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
     few = num_reqs <= 4
     parts = 4 if few else 1
-    programs = min(num_reqs * config.num_heads * parts, 8 * decode_fast._multiprocessors(device))
+    programs = min(num_reqs * config.num_heads * parts, 8 * devices.multiprocessors(device))
     reduce_kernel[(programs,)](
         schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
         num_tokens=num_reqs, TOKENS=1, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=False,

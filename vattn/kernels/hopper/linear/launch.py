@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vattn.config import device as devices
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.linear.kernel import streamed_kernel
 from vattn.ops.linear_arguments import E4M3, LinearArgs
@@ -66,7 +66,7 @@ def streamed_linear(args: LinearArgs, ring: Ring = RING) -> Tensor:
     x, weight, features = args.input, args.weight, args.weight.shape[0]
     output = torch.empty(x.shape[0], features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     tiles, rows = -(-features // ring.features), max(8, triton.next_power_of_2(x.shape[0]))
-    streamed_kernel[(min(tiles, multiprocessors(x.device)),)](
+    streamed_kernel[(min(tiles, devices.multiprocessors(x.device)),)](
         weight_boxes=_boxes(weight, ring.features, ring), input_boxes=_boxes(x, rows, ring),
         input_scale=args.input_scale, weight_scale=args.weight_scale, output=output, num_rows=x.shape[0],
         num_features=features, K=x.shape[1], STAGES=ring.stages, CODES=x.dtype is E4M3,
@@ -83,9 +83,3 @@ def _boxes(rows: Tensor, height: int, ring: Ring) -> Any:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=PANEL_BYTES, element_bitwidth=8 * rows.itemsize, rank=3)
     shape, strides = [rows.shape[1] // columns, rows.shape[0], columns], [columns, rows.stride(0), 1]
     return TensorDescriptor(rows, shape, strides, [ring.panels, height, columns], layout)
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vattn.config import device as devices
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
@@ -166,7 +167,7 @@ def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.
 def _schedule_room(num_reqs: int, device: torch.device) -> int:
     """Return how many integers a plan has for all but the row tiles of prompts."""
     parts = most_parts(num_reqs, 1)
-    records = _even(1 + 2 * parts + WAVES.value * _multiprocessors(device))
+    records = _even(1 + 2 * parts + WAVES.value * devices.multiprocessors(device))
     return records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
 
 
@@ -187,13 +188,8 @@ def parts_in(plan: Tensor, num_reqs: int) -> Parts:
     return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
-    return max(1, _multiprocessors(device) // groups_of_rows(config, tokens))
+    return max(1, devices.multiprocessors(device) // groups_of_rows(config, tokens))
 
 
 def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> int:
@@ -327,7 +323,7 @@ def _launch(
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
     parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
     merge_parts(
-        busy * rows * groups, parts, config.num_heads, rows * groups, _multiprocessors(device), True,
+        busy * rows * groups, parts, config.num_heads, rows * groups, devices.multiprocessors(device), True,
         schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
         lse=args.lse, max_items=_max_items(scheduled, ctas),
     )  # fmt: skip

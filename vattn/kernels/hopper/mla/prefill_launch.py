@@ -10,12 +10,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vattn.config import device as devices
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.mla import MLAConfig
 from vattn.kernels import variants
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.prefill import GROUPS, KEYS, ROPE, mla_prefill_gluon_kernel
-from vattn.kernels.hopper.prefill.launch import multiprocessors
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.hopper.prefill.schedule import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
@@ -109,7 +109,6 @@ def attend_expanded(
     rows: Tensor | None,
     longest: int,
     limits: Limits,
-    ctas: int | None = None,
     schedule: Tensor | None = None,
 ) -> None:
     """Attend requests of more than `longest` tokens to their keys on the line, and write rows of padding.
@@ -117,7 +116,6 @@ def attend_expanded(
     Args:
         expanded, ropes: flat, of whole rows of N (P + V) and R columns.
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
-        ctas: programs, by default one for each multiprocessor.
         schedule: the step's row tiles, made here by default.
     """
     query, heads = args.query, config.num_heads
@@ -133,7 +131,8 @@ def attend_expanded(
     groups = constants["GROUPS"] if kind in ("groups", "swizzled") else (0, False, False, -1.0, "divide")
     nope, _, values = _widths(config)
     rows_of_line = expanded.view(-1, heads * (nope + values))
-    mla_prefill_gluon_kernel[(min(ctas or multiprocessors(device), max_row_tiles(tokens, reqs, ROWS) * heads),)](
+    tiles = max_row_tiles(tokens, reqs, ROWS) * heads
+    mla_prefill_gluon_kernel[(min(devices.multiprocessors(device), tiles),)](
         **_query_boxes(query, nope), key_boxes=_boxes(rows_of_line, KEYS.value, nope),
         rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
         block_scale=target["output_block_scale"] if groups[0] else None, output_scale=args.output_scale,

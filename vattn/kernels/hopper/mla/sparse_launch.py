@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.config import device as devices
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.kernels import variants
@@ -18,7 +19,6 @@ from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import FIELDS
 from vattn.kernels.hopper.mla.sparse_slots import mla_slots_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
-from vattn.kernels.hopper.prefill.launch import multiprocessors
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
@@ -53,19 +53,15 @@ def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool
     return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
 
 
-def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, processors: int = 0) -> Tensor:
-    """Attend absorbed queries `[T, N, 576]` to listed rows of the cache; return `[T, N, 512]` and write the LSE.
-
-    Args:
-        processors: multiprocessors to count on, by default those of the device.
-    """
+def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
+    """Attend absorbed queries `[T, N, 576]` to listed rows of the cache; return `[T, N, 512]` and write the LSE."""
     topk = args.topk_indices
     assert topk is not None
     tokens, reqs, device = absorbed.shape[0], args.seq_lens.shape[0], absorbed.device
     from_codes = config.kv_cache_dtype == mla_launch.FP8
     rows = mla_launch.rows_per_program(config, 1) if from_codes else ROWS
     groups = -(-config.num_heads // rows)
-    ctas = max(1, (processors or multiprocessors(device)) // groups)
+    ctas = max(1, devices.multiprocessors(device) // groups)
     splits = max(1, min(-(-topk.shape[1] // TILE.value), ctas // tokens))
     items = tokens * splits
 
@@ -109,7 +105,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, 
     if splits > 1:
         merge_parts(
             tokens * rows * groups, splits, config.num_heads, rows * groups,
-            processors or multiprocessors(device), False, schedule=schedule, partial=partial, stats=stats,
+            devices.multiprocessors(device), False, schedule=schedule, partial=partial, stats=stats,
             query_start_loc=starts, output=output, lse=args.lse, max_items=items,
         )  # fmt: skip
     return output

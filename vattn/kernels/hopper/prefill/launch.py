@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.cache.layout import key_value_views
+from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import requested_features
@@ -219,7 +220,7 @@ def plan(
         least_rows: requests of fewer rows are left out.
     """
     num_reqs = seq_lens.shape[0]
-    cut = cut or cut_of(config, num_tokens, num_reqs, multiprocessors(seq_lens.device))
+    cut = cut or cut_of(config, num_tokens, num_reqs, devices.multiprocessors(seq_lens.device))
     rows = cut.tokens
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
@@ -238,7 +239,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
-    cut = cut or cut_of(config, num_tokens, num_reqs, multiprocessors(args.query.device))
+    cut = cut or cut_of(config, num_tokens, num_reqs, devices.multiprocessors(args.query.device))
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
@@ -249,7 +250,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None
     output, finished = args.output, not fmt.group_size or computes_scales(config)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
-    launch(args, config, schedule, output, multiprocessors(args.query.device), cut)
+    launch(args, config, schedule, output, devices.multiprocessors(args.query.device), cut)
     if not finished:
         fp4_rows.finish(args, config, num_reqs, output)
 
@@ -264,12 +265,6 @@ def computes_scales(config: AttentionConfig) -> bool:
     is_long = OUTPUT_FORMATS[config.output_format].static_scale or config.output_arithmetic == "divide"
     has_room = config.head_size < 256 or products_of(config) != "widened"
     return groups_fit_heads(config) and not is_long and has_room
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """Return how many CTAs run at a time: one per multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(
