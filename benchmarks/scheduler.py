@@ -89,9 +89,9 @@ def measure(
     if detail:
         for owner, method, name in (
             (generator.scheduler, "schedule", "scheduler"), (generator._blocks, "publish", "blocks by content"),
-            (generator._blocks, "rows", "block tables"), (generator._launcher, "_ids", "token ids"),
-            (generator._launcher.builder, "build", "metadata"), (generator, "_accept", "tokens taken"),
-            (generator._launcher.builder, "advance", "metadata of steps behind"),
+            (generator._blocks, "rows", "block tables"), (generator._runner, "_ids", "token ids"),
+            (generator._runner.builder, "build", "metadata"), (generator, "_accept", "tokens taken"),
+            (generator._runner.builder, "advance", "metadata of steps behind"),
             (generator.scheduler, "follow", "scheduler, steps behind"),
         ):  # fmt: skip
             parts.watch(owner, method, name)

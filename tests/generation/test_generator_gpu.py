@@ -149,7 +149,7 @@ def test_launching_a_step_waits_for_nothing() -> None:
     for speculation in (None, vattn.PromptLookup(shortest=1)):
         generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none", speculation=speculation)
         requests = [generator.add(PROMPTS[1], sampling) for sampling in samplings * 2]
-        launch = generator._launcher.launch
+        launch = generator._runner.launch
 
         def checked(*arguments: Any, launch: Any = launch) -> Any:
             torch.cuda.set_sync_debug_mode("error")
@@ -160,7 +160,7 @@ def test_launching_a_step_waits_for_nothing() -> None:
 
         for _ in range(4):
             generator.step()
-        generator._launcher.launch = checked  # type: ignore[method-assign]
+        generator._runner.launch = checked  # type: ignore[method-assign]
         while generator.busy:
             generator.step()
         assert requests[0].output == requests[2].output and requests[1].output == requests[3].output
@@ -216,13 +216,13 @@ def test_following_steps_in_graphs_are_those_of_build(compiled: str) -> None:
         if not follow:
             generator.scheduler.follow = lambda before: None  # type: ignore[method-assign]
         advanced = []
-        advance = generator._launcher.builder.advance
+        advance = generator._runner.builder.advance
 
         def watched(*arguments: Any, advance: Any = advance, advanced: list[int] = advanced) -> Any:
             advanced.append(1)
             return advance(*arguments)
 
-        generator._launcher.builder.advance = watched  # type: ignore[method-assign]
+        generator._runner.builder.advance = watched  # type: ignore[method-assign]
         outputs.append([request.output for request in generator.generate(PROMPTS, sampling)])
         assert bool(advanced) == follow
     assert outputs[0] == outputs[1]
@@ -243,16 +243,16 @@ def test_steps_with_prompts_in_graphs(name: str) -> None:
     assert generator.mixed_graphs._pool == generator.graphs._pool
     replayed = []
     replay = generator.mixed_graphs.__class__.__call__
-    runner, forward = generator.mixed_graphs, generator._launcher.forward
+    runner, forward = generator.mixed_graphs, generator._runner.forward
 
     def watched(*inputs: Any, metadata: Any) -> Any:
         replayed.append(metadata.slot_mapping.shape[0])
         return replay(runner, *inputs, metadata=metadata)
 
-    generator._launcher.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
-    generator._launcher.forward = None  # type: ignore[assignment]
+    generator._runner.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
+    generator._runner.forward = None  # type: ignore[assignment]
     done = generator.generate(PROMPTS, sampling)
-    generator._launcher.forward = forward
+    generator._runner.forward = forward
     assert_near(done, alone, plain)
     assert len(set(replayed)) > 1
     generator.scheduler.pool.check()

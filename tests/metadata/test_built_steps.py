@@ -378,34 +378,6 @@ def test_draft_steps_go_with_the_step_that_they_are_of() -> None:
                 layer(*make_inputs(4), metadata=older)
 
 
-def test_an_interruption_at_the_end_of_entering_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes behind a call of C, such as the release of the lock, when the block is the innermost already."""
-
-    class Interrupted:
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None:
-            raise KeyboardInterrupt
-
-    step = make_builder().build([1, 1], [3, 4], TABLES)
-    with monkeypatch.context() as patch:
-        patch.setattr(vattn.metadata.forward_context, "_entering", Interrupted())
-        with pytest.raises(KeyboardInterrupt), vattn.forward_context(step):
-            pass
-    assert vattn.metadata.forward_context.current is None
-    entered = []
-
-    def enter() -> None:
-        with vattn.forward_context(step):
-            entered.append(vattn.metadata.forward_context.current)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    enter()
-    assert entered == [step, step] and vattn.metadata.forward_context.current is None
-
-
 def test_the_error_is_ours_and_a_value_error() -> None:
     builder = make_builder()
     older, _ = builder.build([1, 1], [3, 4], TABLES), builder.build([1, 1], [3, 4], TABLES)

@@ -1,8 +1,9 @@
-"""`CacheBlocks`: which blocks of the cache the running requests hold, in every group of layers."""
+"""`CacheBlocks`: the blocks of the cache that running requests hold, in every group of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,9 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.block_pool import BlockPool, BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.cache.specs import KVCacheSpec
-from vattn.generation.model_state import ModelState
 from vattn.generation.request import Request
 from vattn.generation.sampler import on_host
+from vattn.layers.mla.kv_b_proj import TensorState, tensor_state, weights_version
 
 
 class CacheBlocks:
@@ -27,9 +28,9 @@ class CacheBlocks:
         max_num_reqs: requests that run at once; each has a row in the tables.
         max_seq_len: longest request.
         reuse: whether whole blocks get a name by their content.
-        model: whose weights and cache scales the content depends on. Where they have changed when a request comes and
-            none runs, no block from before is found any more; what torch does not count (`weight.data.copy_`) is not
-            noticed.
+        model: its weights and cache scales decide the content. If they have changed when a request is opened and none
+            runs, earlier blocks are not found any more; changes that torch does not count (`weight.data.copy_`) are
+            not noticed.
 
     Attributes:
         pool: where blocks come from.
@@ -55,9 +56,9 @@ class CacheBlocks:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget who holds which blocks, and what they contain."""
+        """Take all blocks back and forget their content."""
         self.pool = BlockPool(self.cache.num_blocks, reserved=self.cache.reserved_blocks)
-        # What the tables lack: row, column and block.
+        # Not yet written into the tables: row, column and block.
         self._fresh: list[tuple[int, int, int]] = []
         self._rows = list(range(self._max_num_reqs - 1, -1, -1))
 
@@ -84,7 +85,7 @@ class CacheBlocks:
         self._note(request, 0)
 
     def grow(self, request: Request, count: int) -> None:
-        """Make room for `count` more tokens behind `request.cached`.
+        """Make room for `count` more tokens after `request.cached`.
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks; nothing has changed.
@@ -92,12 +93,12 @@ class CacheBlocks:
         table = request.table
         if table is not None and request.cached + count > request.room:
             before = request.room // self.block_size
-            # What was appended for drafts that were wrong is there again.
+            # Room that was taken for wrong drafts is used again.
             table.num_tokens = request.cached
             table.append(count)
             request.room = len(_rows(table)[0]) * self.block_size
             if self.cache.groups and count > self.block_size:
-                # What this chunk leaves behind its windows is given back by the next step, not by the next block.
+                # The next step frees blocks that this chunk leaves before its windows.
                 request.room = request.cached + count
             self._note(request, before)
 
@@ -113,14 +114,14 @@ class CacheBlocks:
         """Give a request's row and blocks back."""
         if request.table is not None:
             request.table.free()
-            # What is noted for the row would come behind what its next request notes.
+            # Before the next request of the row notes its own blocks.
             self._write_fresh()
             self._rows.append(request.row)
             request.table, request.row = None, -1
             request.cached = request.room = request.published = 0
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Make the whole blocks of a request's first tokens, which a step on its way fills, known by their content."""
+        """Make the whole blocks of a request's first tokens, which a running step fills, known by their content."""
         first, last = request.published, num_tokens // self.block_size
         if not self.reuse or request.table is None:
             return
@@ -132,7 +133,7 @@ class CacheBlocks:
         request.published = last
 
     def forget(self, request: Request) -> None:
-        """Let nobody find the blocks of a request whose values turned out wrong."""
+        """Make the blocks of a failed request unknown again."""
         if request.table is not None:
             self.pool.forget(block for row in _rows(request.table) for block in row if block)
 
@@ -145,7 +146,7 @@ class CacheBlocks:
         return found if self.cache.groups else found[0]
 
     def _write_fresh(self) -> None:
-        """Write what the tables lack."""
+        """Write the noted blocks into the tables."""
         if self._fresh:
             row, column, block = on_host([number for each in self._fresh for number in each]).view(-1, 3).unbind(1)
             # Rows of the groups follow each other.
@@ -174,7 +175,7 @@ class CacheBlocks:
 
     def _name(self, key: str, group: int) -> str:
         name = f"{key}/{group}" if self.cache.groups else key
-        # Another name behind every change of the model.
+        # Every change of the model changes the names.
         changes = 0 if self._model is None else self._model.changes
         return f"{changes}/{name}" if changes else name
 
@@ -233,8 +234,69 @@ def _first_block(spec: KVCacheSpec | None, num_tokens: int) -> int:
 
 
 def _run_lengths(present: Sequence[int]) -> list[int]:
-    """Return, for each place, how many places up to it are present without a gap."""
+    """Return, for each entry, how many entries up to it are present without a gap."""
     lengths: list[int] = []
     for one in present:
         lengths.append((lengths[-1] if lengths else 0) + 1 if one else 0)
     return lengths
+
+
+_OF_LAYERS = ("k_scale", "v_scale", "q_scale", "output_scale", "sinks", "alibi_slopes")
+"""Buffers of a layer with a cache that decide what it stores, or the inputs of the layers after it."""
+
+_OF_LINEARS = ("input_scale",)
+
+
+class ModelState:
+    """Count the changes of a model's weights and cache scales.
+
+    Weights and scales are compared by identity and by torch's version counter, not by value. Scales that layers
+    calculate themselves (`CacheConfig.calculate_kv_scales`) are written in every step, so their values are read, which
+    waits for the device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._state = (*self._now(), 0)
+
+    @property
+    def changes(self) -> int:
+        """How many changes were seen."""
+        return self._state[2]
+
+    def look(self) -> None:
+        """Count a change since the last look; the first calculation of a scale is none."""
+        (versions, values), (before, known, changes) = self._now(), self._state
+        changed = versions != before
+        changed |= any(old is not None and old != new for old, new in zip(known, values, strict=False))
+        self._state = (versions, values, changes + changed)
+
+    def _now(self) -> tuple[tuple[TensorState, ...], list[tuple[float, ...] | None]]:
+        parts: list[Any] = [part for part in self._model.modules() if part._buffers]
+        layers = [part for part in parts if "kv_cache" in part._buffers]
+        calculated = [layer for layer in layers if getattr(layer, "calculate_kv_scales", False)]
+        # Layers that share a cache hold the scales of its owner too.
+        written = {id(buffer) for layer in calculated for buffer in _present(layer, _OF_LAYERS[:3])}
+        watched = [buffer for layer in layers for buffer in _present(layer, _OF_LAYERS) if id(buffer) not in written]
+        watched += [buffer for part in parts for buffer in _present(part, _OF_LINEARS)]
+        versions = (*weights_version(self._model), *(tensor_state(buffer) for buffer in watched))
+        return versions, _values(calculated)
+
+
+def _present(module: nn.Module, names: tuple[str, ...]) -> list[Tensor]:
+    return [buffer for name in names if (buffer := module._buffers.get(name)) is not None]
+
+
+def _values(layers: list[Any]) -> list[tuple[float, ...] | None]:
+    """Return the scales of each layer, `None` for those that are not calculated yet; one copy from each device."""
+    tensors = [[layer.scales_ready, *_present(layer, _OF_LAYERS[:3])] for layer in layers]
+    pieces = [tensor.detach().reshape(-1).float() for each in tensors for tensor in each if not tensor.is_meta]
+    if not pieces or len(pieces) != sum(map(len, tensors)):
+        return [None] * len(layers)
+    numbers = torch.cat([piece.to(pieces[0].device) for piece in pieces]).tolist()
+    values: list[tuple[float, ...] | None] = []
+    for ready, *scales in tensors:
+        count = ready.numel() + sum(scale.numel() for scale in scales)
+        own, numbers = numbers[:count], numbers[count:]
+        values.append(tuple(own[ready.numel() :]) if all(own[: ready.numel()]) else None)
+    return values

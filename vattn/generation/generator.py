@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -19,7 +20,7 @@ from vattn.config.arguments import known_keywords
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.detokenizer import TextStream
-from vattn.generation.model_runner import Launched, Launcher
+from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.prompts import Prompt, check_sampling, pair, read_prompt
@@ -41,7 +42,6 @@ from vattn.generation.setup import (
     mixed_sizes,
 )
 from vattn.generation.statistics import Statistics
-from vattn.generation.turn import Turn
 
 
 class Generator:
@@ -52,41 +52,40 @@ class Generator:
             what `vattn.integrations.transformers.enable` returned.
         tokenizer: with `encode(text)` and `decode(ids)`; without one, prompts are token ids.
         cache: what `vattn.allocate_kv_cache(model, ...)` returned, with groups (`hybrid=True`) or without; default
-            `model.kv_cache`. It belongs to the newest generator; an older one refuses further steps, as it does behind
-            `vattn.calibrate` or `vattn.audit` of the model.
+            `model.kv_cache`. It belongs to the newest generator: an older one refuses further steps, and so does this
+            one after `vattn.calibrate` or `vattn.audit` of the model.
         max_num_reqs: requests that run at once.
         token_budget: new tokens of one step; longer prompts are cut into chunks and mixed with decodes.
         max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768 and what the
             model was trained for.
         stop_token_ids: end tokens; default those of the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: find blocks of equal content in the cache instead of computing them; those of other weights are
-            found no more once a request comes while none runs (what is written through `.data` is not noticed).
-        speculation: guess tokens and verify them together: fewer steps, the same tokens. Requests with
-            a repetition penalty or logits processors of their own get no guesses.
+        reuse_prefixes: reuse cached blocks of equal content. After a change of the weights, blocks are not found once a
+            request starts while none runs (changes through `.data` are not noticed).
+        speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
+            a repetition penalty or logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
             `"layers"` on CUDA and `"none"` elsewhere.
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
-            CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with guesses too.
+            CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with drafts too.
         mixed_graph_sizes: numbers of tokens to capture for steps that hold prompts, each with up to `max_num_reqs`
             requests; default a ladder up to 1535 and the token budget where decodes are captured and all layers run on
             TRITON_ATTN, else none; `()` for none. A step runs padded to the next size, and without a graph beyond the
-            largest. It pays where launching the layers takes the host longer than the device computes.
+            largest. It helps where the host takes longer to launch the layers than the device to compute them.
 
     Attributes:
         graphs: the runner of the captured sizes, `None` without.
-        draft_graphs: that of steps with guesses.
-        mixed_graphs: that of steps with prompts.
+        draft_graphs: the runner of steps with drafts.
+        mixed_graphs: the runner of steps with prompts.
 
     Raises:
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
-        UnknownOptionError: a keyword that is none of these.
+        UnknownOptionError: an unknown keyword.
         UnsupportedRequestError: the model cannot be captured as a CUDA graph.
 
-    The same tokens come out as one by one, up to the first step whose two best logits are closer than what matrix
-    products of other shapes differ by: those of the model are not ours. Not thread-safe: add and step from one thread;
-    a step inside of another is refused.
+    Each request gets the tokens of a run by itself, up to the first step whose two best logits are closer than the
+    rounding of matrix products of other shapes. Any thread may add and cancel; one thread at a time runs a step.
 
     Example:
         >>> import torch, transformers, vattn
@@ -147,14 +146,13 @@ class Generator:
         take_cache(cache.kv_caches[0], self)
         layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._layers = [(layer, layer.kv_cache.data_ptr()) for layer in layers[:1]]
-        self._launcher = Launcher(forward, builder, graphs, self._blocks)
+        self._runner = ModelRunner(forward, builder, graphs, self._blocks)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
-        self._turn = Turn(self, _HOLDING, self.scheduler, tokenizer)
-        self._cancelled, self._streams = deque[Request](), 0
-        # Whether a step has left nothing half done, and whether one that could not be launched was undone.
-        self._whole = self._undone = False
+        # Reentrant: a signal handler may cancel requests too. It is held for moments, never during a step.
+        self._lock, self._stepping = threading.RLock(), False
+        self._cancelled, self._streams = list[Request](), 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
@@ -188,7 +186,7 @@ class Generator:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it is, and give its blocks back; one that has ended stays as it is.
+        """End a request and free its blocks; one that has ended stays as it is.
 
         While a step runs, in a logits processor or another thread, the request ends when the step does.
 
@@ -198,9 +196,11 @@ class Generator:
         if not isinstance(request, Request):
             raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
         self.scheduler.check_held(request)
-        self._cancelled.append(request)
-        if self._take_turn():
-            self._end_step(True)
+        with self._lock:
+            if self._stepping:
+                self._cancelled.append(request)
+            else:
+                self.scheduler.cancel(request)
 
     @property
     def busy(self) -> bool:
@@ -208,18 +208,42 @@ class Generator:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Progress]:
-        """Compute one step; return what came of it for each request that got tokens or ended.
+        """Compute one step; return the new tokens and text of each request that got tokens or ended.
 
-        The step after it is on its way already when this one returns, unless tokens have to be known to plan it. An
-        error in the model leaves no request half computed: they wait, and the next step computes them again. So do they
-        behind Ctrl-C or any other interruption, if need be with nothing left in the cache.
+        The next step is launched before this one returns, unless its plan depends on the new tokens. A step that
+        raises is undone: its requests wait, and later steps compute them again from their tokens.
 
         Raises:
             CacheError: the model has another cache by now, or the cache another user.
             ConfigError: the model is in training mode; requests stay what they are.
-            RequestError: a step inside of another.
+            RequestError: another step is running.
         """
         self._mode.check_whole()
+        self._check_cache()
+        with self._lock:
+            if self._stepping:
+                raise RequestError(
+                    "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
+                    "one step at a time, from one thread",
+                    "add requests there, and run them by the steps that run already",
+                )
+            snapshot, self._stepping = self.scheduler.snapshot(), True
+        try:
+            progress = self._run_step()
+        except BaseException:
+            self._undo(snapshot)
+            raise
+        finally:
+            with self._lock:
+                self._stepping = False
+                while self._cancelled:
+                    self.scheduler.cancel(self._cancelled.pop())
+        for one in progress if self._streams else ():
+            if one.request.watcher is not None:
+                one.request.watcher.append(one)
+        return progress
+
+    def _check_cache(self) -> None:
         if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
             raise CacheError(
                 "a step of a generator whose model has another cache now",
@@ -232,63 +256,29 @@ class Generator:
                 "one generator for a cache: the newest",
                 "use that one or make a new one, or give each a model with a cache of its own",
             )
-        if not self._take_turn(brief=False):
-            raise RequestError(
-                "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
-                "one step at a time, from one thread",
-                "add requests there, and run them by the steps that run already",
-            )
-        self._whole = self._undone = False
-        try:
-            came = self._run_step()
-        finally:
-            self._end_step(self._whole)
-        for one in came if self._streams else ():
-            if one.request.watcher is not None:
-                one.request.watcher.append(one)
-        return came
 
-    def _take_turn(self, brief: bool = True) -> bool:
-        """Let this thread change requests; behind an interruption they wait as they did before that step."""
-        if not self._turn.take(brief):
-            return False
-        if self._turn.started_over:
-            self._ahead, self._turn.started_over = None, False
-        return True
-
-    def _end_step(self, whole: bool) -> None:
-        """End the requests that were cancelled meanwhile, and let the next step begin."""
-        ended = False
-        try:
-            while whole and self._cancelled:
-                self.scheduler.cancel(self._cancelled[0])
-                self._cancelled.popleft()
-            ended = whole
-        finally:
-            self._turn.give(ended)
+    def _undo(self, snapshot: Mapping[Request, int]) -> None:
+        """Undo a step: its requests have the tokens of the snapshot and wait, and the cache is empty."""
+        self._ahead = None
+        for request in self.scheduler.start_over(snapshot):
+            if self.tokenizer is not None:
+                request.stream = TextStream(self.tokenizer, request.sampling.stop_strings)
+                if request.output:
+                    request.stream.push(request.output)
+                request.text = request.stream.text
 
     def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
-        now, self._ahead = self._ahead or self._next(None), None
+        now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
-            self._whole = True
             return []
         self._publish(now.batch)
-        # The device goes on while the host deals with this step.
-        self._ahead = self._next(now) if self._can_look_ahead(now.batch) else None
-        came = self._accept(now)
-        self._count(now, came, begin)
-        self._whole = True
-        return came
-
-    def _next(self, before: Launched | None) -> Launched | None:
-        """Launch the next step; where that fails and is undone, the step before is still on its way."""
-        try:
-            return self._launch(before)
-        except BaseException:
-            self._ahead = before
-            self._whole = self._undone
-            raise
+        # The device computes the next step while the host handles this one.
+        self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
+        progress = self._accept(now)
+        tokens = sum(map(len, map(_TOKENS, progress)))
+        self._statistics.count(now.batch, tokens, time.perf_counter() - begin, now.waited, now.device_seconds)
+        return progress
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
@@ -298,30 +288,13 @@ class Generator:
         return not any(request.sampling.needs_history for request in sampled)
 
     def _launch(self, before: Launched | None) -> Launched | None:
-        """Launch the next step, `None` if there is nothing to do; `before` is on its way."""
+        """Launch the next step while `before` still runs; return `None` if there is nothing to do."""
         batch = self.scheduler.follow(before.batch) if before is not None else None
         if batch is None:
-            self._await_tokens(before)
+            if before is not None:
+                _expect_tokens(before.batch)
             batch = self.scheduler.schedule()
-        if not batch.requests:
-            return None
-        try:
-            return self._launcher.launch(batch, before)
-        except BaseException:
-            if batch.follows:
-                self._await_tokens(before)
-            for request in reversed(batch.requests):
-                self.scheduler.preempt(request)
-            self._undone = True
-            raise
-
-    def _await_tokens(self, before: Launched | None) -> None:
-        """Count the tokens that a step on its way will bring."""
-        for place, request in enumerate(before.batch.requests[: before.batch.ready] if before is not None else ()):
-            # A request that is sure to end with that token needs no further step.
-            if not request.coming and request.ended is None and request.num_tokens + 1 < request.limit:
-                request.coming, request.place = True, place
-                request.behind += 1
+        return self._runner.launch(batch, before) if batch.requests else None
 
     def _accept(self, now: Launched) -> list[Progress]:
         """Wait for a step, and give its requests their tokens."""
@@ -335,36 +308,36 @@ class Generator:
                 deque(map(list.append, map(_OUTPUT, run.requests), tokens), maxlen=0)
                 return list(map(_PROGRESS, zip(run.requests, repeat(""), zip(tokens))))
             for request in now.batch.requests:
-                request.coming = True
-        came = []
-        for place, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
+                request.pending = True
+        progress = []
+        for row, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
             if request.ended is not None:
                 continue
-            if request.coming and request.plain and usable[place] and token not in request.stop_token_ids:
-                # The most frequent case, and `take_tokens` in short: its next step is on its way too.
+            if request.pending and request.plain and usable[row] and token not in request.stop_token_ids:
+                # The most frequent case, `take_tokens` in short: the request's next step runs too.
                 request.output.append(token)
-                request.coming = False
-                came.append(Progress(request, "", (token,)))
+                request.pending = False
+                progress.append(Progress(request, "", (token,)))
             else:
-                came.append(self._take(request, [token], [usable[place]], now.errors.get(place)))
-        return came
+                progress.append(self._take(request, [token], [usable[row]], now.errors.get(row)))
+        return progress
 
     def _accept_drafts(self, now: Launched, tokens: list[int], usable: list[int]) -> list[Progress]:
-        """Give requests the tokens that follow right guesses, and the one that follows the last right guess."""
-        batch, came, stop = now.batch, [], 0
+        """Give requests their right drafts, and the token after the last right one."""
+        batch, progress, stop = now.batch, [], 0
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             begin, stop = stop, stop + 1 + len(drafts)
             if request.ended is not None:
                 continue
             right = next((i for i, draft in enumerate(drafts) if draft != tokens[begin + i]), len(drafts))
-            # Keys and values of wrong guesses are written over.
+            # Later tokens overwrite the keys and values of wrong drafts.
             request.cached = end - len(drafts) + right
             request.drafted += len(drafts)
             request.accepted += right
             self._statistics.accepted_tokens += right
             chosen = slice(begin, begin + 1 + right)
-            came.append(self._take(request, tokens[chosen], usable[chosen], now.errors.get(begin)))
-        return came
+            progress.append(self._take(request, tokens[chosen], usable[chosen], now.errors.get(begin)))
+        return progress
 
     def _take(self, request: Request, tokens: list[int], usable: list[int], error: VattnError | None) -> Progress:
         """Give a request its tokens, and take it out if it ends."""
@@ -379,14 +352,14 @@ class Generator:
         return progress
 
     def _publish(self, batch: Batch) -> None:
-        """Make the blocks that a step fills with known tokens known by their content."""
+        """Publish the blocks that a step fills with known tokens."""
         size, drafts = self._blocks.block_size, batch.drafts
         if batch.follows:
             assert batch.run is not None
-            for place in batch.run.full(batch.behind):
-                self._blocks.publish(batch.requests[place], batch.run.ends[place] + batch.behind)
+            for row in batch.run.full(batch.offset):
+                self._blocks.publish(batch.requests[row], batch.run.ends[row] + batch.offset)
             return
-        ends = [end - len(guesses) for end, guesses in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
+        ends = [end - len(draft) for end, draft in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
         for request, end in zip(batch.requests, ends, strict=True):
             if end // size > request.published:
                 self._blocks.publish(request, end)
@@ -395,10 +368,10 @@ class Generator:
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Progress]:
-        """Run prompts to their end, yielding what each step brought for them, in the order in which it came.
+        """Run prompts to their end and yield the progress of each step.
 
-        Prompts are queued when the iteration begins. Those that cannot be served come first, as failed requests.
-        Stopping the iteration cancels what is left. Streams may take turns: whoever runs a step, each gets its own.
+        Prompts are queued when the iteration begins. Refused ones are yielded first, as failed requests. Stopping the
+        iteration cancels the rest. Several streams may run in turn: each yields the progress of its own requests.
 
         Raises:
             ConfigError: see `generate`.
@@ -431,8 +404,7 @@ class Generator:
 
         Raises:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
-                as many samplings as neither one nor the prompts; a model, or a part of it, in training mode. Nothing
-                has run then.
+                neither one sampling nor one each; a model, or a part of it, in training mode. Nothing has run then.
         """
         if not isinstance(progress, bool):
             raise ConfigError(f"progress={progress!r:.60}", "True or False", "progress=True shows a bar")
@@ -440,17 +412,15 @@ class Generator:
         pairs = pair(prompts, sampling, self.tokenizer)
         requests: list[Request] = []
         bar = _bar(len(pairs)) if progress else None
-        for came in self._run_to_end(pairs, requests):
-            if bar is not None and came.request.done:
+        for one in self._run_to_end(pairs, requests):
+            if bar is not None and one.request.done:
                 bar.update()
         if bar is not None:
             bar.close()
         return requests
 
     def statistics(self) -> Statistics:
-        """Return counts and times since the generator was made, and what it holds now."""
-        if self._turn.torn and self._take_turn():
-            self._end_step(True)
+        """Return counts and times since the generator was made, and the requests and blocks that it holds."""
         now, running = self._statistics, self.scheduler.running
         now.waiting, now.running = len(self.scheduler.waiting), len(running)
         now.used_blocks, now.preemptions = self._blocks.pool.num_used, self.scheduler.preemptions
@@ -468,7 +438,7 @@ class Generator:
             return request
 
     def _readable(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt that was refused; none where it has none."""
+        """Return the ids of a refused prompt, `[]` if it has none."""
         try:
             return read_prompt(prompt, self.tokenizer, None)
         except VattnError:
@@ -477,52 +447,38 @@ class Generator:
     def _run_to_end(
         self, pairs: Sequence[tuple[Prompt, Sampling | None]], requests: list[Request]
     ) -> Iterator[Progress]:
-        """Queue prompts, add their requests to a list, and run them to their end; steps of others may do so too."""
+        """Queue prompts, append their requests to a list, and yield their progress until all have ended."""
         self._mode.check()
         self._streams += 1
         try:
             for prompt, sampling in pairs:
                 requests.append(self._add_or_fail(prompt, sampling))
-            came = deque(Progress(request, "", ()) for request in requests if request.done)
+            queue = deque(Progress(request, "", ()) for request in requests if request.done)
             for request in requests:
-                request.watcher = came
-            while came or any(not request.done for request in requests):
-                if came:
-                    yield came.popleft()
+                request.watcher = queue
+            while queue or any(not request.done for request in requests):
+                if queue:
+                    yield queue.popleft()
                 else:
                     self.step()
         finally:
             self._streams -= 1
-            # All at once: another interruption ends none of them later than the next step.
-            self._cancelled.extend(request for request in requests if not request.done)
             for request in requests:
                 request.watcher = None
-            if self._take_turn():
-                self._end_step(True)
+                self.cancel(request)
 
-    def _count(self, now: Launched, came: Sequence[Progress], begin: float) -> None:
-        so_far, batch = self._statistics, now.batch
-        so_far.steps += 1
-        so_far.generated_tokens += sum(map(len, map(_TOKENS, came)))
-        for drafts in batch.drafts:
-            so_far.drafted_tokens += len(drafts)
-            so_far.drafted_steps += bool(drafts)
-        for request, start, end in zip(batch.requests, batch.starts, batch.ends, strict=False):
-            if start < len(request.prompt):
-                so_far.prompt_tokens += min(end, len(request.prompt)) - start
-                so_far.reused_tokens += request.reused if start == request.reused else 0
-        taken = time.perf_counter() - begin
-        so_far.seconds += taken
-        so_far.host_seconds += taken - now.waited
-        so_far.device_seconds += now.device_seconds
-
-
-_HOLDING = (Generator.step.__code__, Generator._end_step.__code__)
-"""Methods that run while a generator has its turn."""
 
 _TOKENS, _OUTPUT = attrgetter("tokens"), attrgetter("output")
 _PROGRESS = partial(tuple.__new__, Progress)
-"""`Progress` of a tuple of its fields."""
+"""Make a `Progress` from a tuple of its fields."""
+
+
+def _expect_tokens(batch: Batch) -> None:
+    """Count the tokens that a running step will choose, except a request's last one."""
+    for place, request in enumerate(batch.requests[: batch.ready]):
+        if not request.pending and request.ended is None and request.num_tokens + 1 < request.limit:
+            request.pending, request.pending_row = True, place
+            request.uncached += 1
 
 
 def _bar(total: int) -> Any:

@@ -1,4 +1,4 @@
-"""Put a step on the device: inputs, the model or its graph, the choice of tokens. Nothing here waits for the device."""
+"""Launch a step: its inputs, the model or its graph, and the sampler. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
 
 @dataclass
 class Launched:
-    """A step on its way.
+    """A running step.
 
     Attributes:
         batch: what it computes.
-        tokens: int64 `[N]` on the device, the tokens that it chooses: one for each ready request, and one behind each
+        tokens: int64 `[N]` on the device, the tokens that it chooses: one for each ready request, and one after each
             of its drafts.
         result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
-        errors: what the logits processors of a request raised, by place in `tokens`.
+        errors: what the logits processors of a request raised, by row of `tokens`.
         metadata: of the step.
         runner: the graphs that hold it, `None` if it runs without.
         begin, done: events around the step, `None` without a GPU.
@@ -66,14 +66,14 @@ class Launched:
         return self.begin.elapsed_time(self.done) / 1e3
 
 
-class Launcher:
-    """Launches the steps that a scheduler plans.
+class ModelRunner:
+    """Launch the steps that a scheduler plans.
 
     Args:
         forward: the model, compiled or not.
         builder: where metadata comes from.
         graphs: one runner each, or `None`, for steps of one token a request, with drafts, and with prompts.
-        blocks: whose block tables are used.
+        blocks: hold the block tables.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Launcher:
     ) -> None:
         self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
         self.device = builder.device
-        # As what `launch` makes: rows of another kind would compile a graph of their own.
+        # An inference tensor, as in `launch`: another kind would compile another graph.
         with torch.inference_mode():
             self._places = torch.arange(builder.max_num_reqs, device=self.device)
 
@@ -95,11 +95,11 @@ class Launcher:
 
         Args:
             batch: what it computes, of requests whose blocks are taken.
-            before: the step before, if it has not been read: tokens that it chooses are taken on the device.
+            before: the step before, if it has not been read: its tokens are taken on the device.
         """
         begin = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
         if before is not None and batch.follows and not self.blocks.cache.groups:
-            logits, metadata, runner = self._run_behind(batch, before, begin)
+            logits, metadata, runner = self._advance(batch, before, begin)
         else:
             logits, metadata, runner = self._run(batch, before, begin)
         tokens, result, errors = choose_tokens(logits, *_chosen(batch))
@@ -134,11 +134,11 @@ class Launcher:
         plain, with_drafts, mixed = self.graphs
         if max(counts) <= 1 + max(map(len, batch.drafts), default=0):
             return with_drafts if batch.drafts else plain
-        # With prompts and guesses in one step no number of rows is known.
+        # A step with both prompts and drafts has no fixed number of rows.
         return None if batch.drafts else mixed
 
-    def _run_behind(self, batch: Batch, before: Launched, begin: torch.cuda.Event | None) -> Outcome:
-        """Run the step behind one on its way, as that ran: with what it adds alone."""
+    def _advance(self, batch: Batch, before: Launched, begin: torch.cuda.Event | None) -> Outcome:
+        """Run the step after a running one of the same requests, from its metadata."""
         count, ids = batch.ready, before.tokens
         metadata = self.builder.advance(before.metadata, batch.new_blocks[0])
         if count == 1 and before.runner is None:
@@ -160,7 +160,7 @@ class Launcher:
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
         with torch.inference_mode(False):
-            # As what graphs are captured with: inference tensors would compile a whole model once more.
+            # Not inference tensors, as in captures: those would compile a whole model once more.
             inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
         with forward_context(metadata):
             return self.forward(*inputs), metadata, None
@@ -185,10 +185,10 @@ class Launcher:
         ids: list[int] = []
         sources: list[int] = []
         for index, (request, start, count) in enumerate(zip(batch.requests, batch.starts, counts, strict=True)):
-            if request.coming and start + count == request.num_tokens:
+            if request.pending and start + count == request.num_tokens:
                 ids += request.tokens(start, start + count - 1)
                 sources += [-1] * (len(ids) - len(sources))
-                sources.append(request.place)
+                sources.append(request.pending_row)
                 ids.append(0)
             elif batch.drafts and batch.drafts[index]:
                 ids.append(request.output[-1])
@@ -203,11 +203,11 @@ class Launcher:
 
     def _single_ids(self, batch: Batch, before: Launched) -> Tensor:
         """Return the ids of a step of one token a request."""
-        sources = [request.place if request.coming else -1 for request in batch.requests]
+        sources = [request.pending_row if request.pending else -1 for request in batch.requests]
         if len(sources) > 1 and sources == list(range(before.tokens.shape[0])):
             return before.tokens
         ids = [
-            0 if request.coming else request.tokens(start, start + 1)[0]
+            0 if request.pending else request.tokens(start, start + 1)[0]
             for request, start in zip(batch.requests, batch.starts, strict=True)
         ]
         few = 2 - len(ids)

@@ -1,4 +1,4 @@
-"""What becomes of a request when its next tokens are known: its output, its text, and whether and how it ends."""
+"""Take the tokens that a step chose into a request: its output, its text, and whether it ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vattn.generation.request import FAILED, FINISHED, Progress, Request
 
 
 def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], error: VattnError | None) -> Progress:
-    """Give a request the tokens that a step chose for it; it is finished or failed afterwards, or goes on.
+    """Append the tokens that a step chose to a request, which may finish or fail.
 
     Args:
-        tokens: in order; what follows the end of the request is dropped.
+        tokens: in order; those after the end of the request are dropped.
         usable: 0 for tokens whose logits could not be used.
         error: what its logits processors raised.
     """
-    came: list[int] = []
+    taken: list[int] = []
     text = ""
     for token, good in zip(tokens, usable, strict=True):
         if error is None and not good:
@@ -30,32 +30,27 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
         if request.first_token is None:
             request.first_token = time.monotonic()
             request.plain = request.stream is None and not request.sampling.stopping_criteria
-        known = len(request.output)
         try:
             reason = _append(request, token)
             text += _show(request, bool(reason))
         except VattnError as failed:
             request.end(FAILED, "error", failed)
             break
-        except BaseException:
-            # Interrupted in a criterion or a tokenizer: the token is chosen again.
-            del request.output[known:]
-            raise
         if reason != "stop token":
-            came.append(token)
+            taken.append(token)
         if request.stream is not None and request.stream.stopped:
             reason = "stop string"
         if reason:
             request.end(FINISHED, reason)
             break
-    return Progress(request, text, tuple(came))
+    return Progress(request, text, tuple(taken))
 
 
 def _append(request: Request, token: int) -> str:
     """Append a token to a request's output, unless it ends it; return why the request ends, "" if it does not."""
-    # The token is one more that is not in the cache, unless it counted already.
-    request.behind += not request.coming
-    request.coming = False
+    # A pending token is counted already.
+    request.uncached += not request.pending
+    request.pending = False
     if token in request.stop_token_ids:
         return "stop token"
     request.output.append(token)
@@ -65,7 +60,7 @@ def _append(request: Request, token: int) -> str:
 
 
 def _show(request: Request, last: bool) -> str:
-    """Return the text of a request's output that can be shown now and was not."""
+    """Return the new text of a request's output."""
     if request.stream is None:
         return ""
     try:

@@ -13,12 +13,12 @@ from vattn.generation.sampling import whole_number
 @known_fields
 @dataclass(frozen=True)
 class PromptLookup:
-    """Speculate that what followed the last tokens before will follow them again.
+    """Draft tokens by prompt lookup: what followed an earlier occurrence of the last tokens.
 
     Attributes:
-        num_drafts: tokens that are guessed at most; a step then verifies them beside the token that is sure.
-        longest, shortest: how many last tokens have to have occurred before: the longest match is taken, of equally
-            long ones the latest.
+        num_drafts: most tokens that are drafted; a step verifies them together.
+        longest, shortest: how many last tokens have to occur before; the longest match counts, of equally long ones the
+            latest.
 
     Raises:
         ConfigError: a value out of range.
@@ -73,10 +73,10 @@ class LookupIndex:
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Put tokens behind those that are known."""
+        """Append tokens."""
         begin = max(0, len(self.tokens) - 1)
         self.tokens += tokens
-        # What ends with the last token is followed by nothing yet.
+        # A sequence that ends with the last token has no next token yet.
         for end in range(begin + 1, len(self.tokens)):
             for length in self._lengths:
                 if length <= end:
@@ -88,7 +88,7 @@ class LookupIndex:
         for length in self._lengths:
             place = self._followed.get(tuple(tokens[-length:])) if length <= len(tokens) else None
             if place is not None:
-                # A sequence that repeats itself goes on into its own drafts.
+                # A sequence that repeats itself continues into its own drafts.
                 period = len(tokens) - place
                 return [tokens[place + step % period] for step in range(count)]
         return []

@@ -1,4 +1,4 @@
-"""`Request`: a prompt and what became of it."""
+"""`Request`: a prompt, its output and its state; `Progress`: what a step added to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished"
 
 
 class Request:
-    """One prompt and what became of it; made by `Generator.add`.
+    """One prompt, its output and its state; made by `Generator.add`.
 
     Attributes:
         prompt: token ids.
@@ -31,11 +31,11 @@ class Request:
         reason: why it ended: "length", "stop token", "stop string", "stopping criterion", "cancelled" or "error".
         error: what it failed with.
         reused: tokens of the prompt that were in the cache already.
-        drafted, accepted: tokens that were guessed for it, and those of them that were right.
+        drafted, accepted: tokens that were drafted for it, and those that were right.
         preemptions: how often it had to give its blocks back and start again.
         arrived, first_token, ended: seconds of a monotonic clock, `None` before.
         limit: the most that prompt and output can become together.
-        behind: tokens whose keys and values are not in the cache, nor will be when the steps on their way have run.
+        uncached: tokens whose keys and values are not in the cache, and not written by a running step.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, stop_token_ids: frozenset[int] = frozenset()) -> None:
@@ -54,18 +54,18 @@ class Request:
         # them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
         self.row = -1
-        # The mark of the scheduler that it was given to.
+        # The mark of its scheduler.
         self.holder: object = None
         self.freed: list[int] = []
-        self.behind, self.room, self.published = len(self.prompt), 0, 0
-        # Whether a token that is on its way counts already, and at which place among those that its step brings.
-        self.coming, self.place = False, -1
+        self.uncached, self.room, self.published = len(self.prompt), 0, 0
+        # Whether the token that a running step will choose is counted already, and its row in that step's output.
+        self.pending, self.pending_row = False, -1
         self.greedy = sampling.greedy
-        # Whether a token that is no end token changes nothing but the output.
+        # Whether a token only extends the output: no text, no stopping criteria.
         self.plain = False
         self.index: LookupIndex | None = None
         self.stream: TextStream | None = None
-        # Where what comes of it is put for an iteration that waits for it.
+        # The queue of the stream that reads its progress.
         self.watcher: deque[Progress] | None = None
         self._keys: list[str] = []
 
@@ -76,21 +76,21 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output together, and the one that is on its way, where it counts."""
-        return len(self.prompt) + len(self.output) + self.coming
+        """Tokens of prompt and output together, and the pending one."""
+        return len(self.prompt) + len(self.output) + self.pending
 
     @property
     def cached(self) -> int:
-        """Tokens whose keys and values lie in the cache, or will when the steps on their way have run."""
-        return len(self.prompt) + len(self.output) + self.coming - self.behind
+        """Tokens whose keys and values are in the cache once the running steps end."""
+        return len(self.prompt) + len(self.output) + self.pending - self.uncached
 
     @cached.setter
     def cached(self, count: int) -> None:
-        self.behind = self.num_tokens - count
+        self.uncached = self.num_tokens - count
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the request has ended."""
         return self.ended is not None
 
     def tokens(self, start: int, end: int) -> list[int]:
@@ -117,14 +117,15 @@ class Request:
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:
         """Note how the request ended."""
         self.state, self.reason, self.error = state, reason, error
-        self.coming, self.index, self.stream = False, None, None
+        self.pending, self.index, self.stream = False, None, None
         self.ended = time.monotonic()
 
-    def start_over(self) -> None:
-        """Wait with nothing in the cache, behind an interruption; what was generated stays."""
+    def start_over(self, length: int) -> None:
+        """Wait with the first `length` tokens of the output and nothing in the cache."""
+        del self.output[length:]
         self.state, self.reason, self.error = WAITING, "", None
         self.table, self.row, self.freed = None, -1, []
-        self.coming, self.index, self._keys = False, None, []
+        self.pending, self.index, self._keys = False, None, []
         self.cached = self.room = self.published = 0
 
     def result(self) -> Request:
@@ -142,12 +143,12 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """What a step did for one request.
+    """New tokens and text of one request after one step.
 
     Attributes:
-        request: whose.
-        text: text that came, whole characters only; "" without a tokenizer.
-        tokens: ids that came: one, more where guesses were right, none if the request has failed.
+        request: made by `Generator.add`.
+        text: new text, whole characters only; "" without a tokenizer.
+        tokens: new ids: one, more where drafts were right, none if the request has failed.
     """
 
     request: Request

@@ -24,8 +24,8 @@ def choose_tokens(
     """Return a token for each row, without waiting for the device.
 
     Args:
-        logits: `[N, vocab_size]` of any float dtype; rows behind those of the requests are ignored.
-        requests: whose rows they are; a request with drafts has several.
+        logits: `[N, vocab_size]` of any float dtype; rows after those of the requests are ignored.
+        requests: of each row; a request with drafts has several rows.
         places: positions of the tokens that are chosen, one for each row; read where something is sampled.
         sampled: rows whose requests are not greedy.
 
@@ -99,9 +99,9 @@ def _run(process: Any, ids: Tensor, scores: Tensor) -> Tensor:
             f"logits processor {name} raised {type(error).__name__}: {error}", "one that returns scores", "correct it"
         ) from error
     if not isinstance(out, Tensor) or out.shape != scores.shape or not out.is_floating_point():
-        came = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise RequestError(
-            f"logits processor {name} returned {came}", f"scores {tuple(scores.shape)}", "return what it was given"
+            f"logits processor {name} returned {got}", f"scores {tuple(scores.shape)}", "return what it was given"
         )
     return out
 

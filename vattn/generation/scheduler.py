@@ -1,10 +1,11 @@
-"""What each step computes: running requests first, then as many waiting ones as token budget and blocks allow."""
+"""Plan each step: running requests first, then as many waiting ones as the token budget and the blocks allow."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from vattn.cache.block_pool import BlockPool
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
@@ -21,10 +22,10 @@ class Batch:
         requests: the others have more of their prompt to compute.
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
-        drafts: for the first ones, how their last tokens were guessed; empty in a step without guesses.
-        run: what the steps that may follow have to know; `None` where the next one has to be planned.
-        behind: how many steps behind the first of its run it is. One that is behind takes the tokens of the step before
-            as they come, see `Scheduler.follow`; its `starts` and `ends` are empty, since all are one more.
+        drafts: the drafts of each of the ready requests; empty in a step without drafts.
+        run: the run of decode steps that this step belongs to; `None` where the next one has to be planned.
+        offset: its number in the run, from 0. A step with an offset takes its tokens from the step before, see
+            `Scheduler.follow`; its `starts` and `ends` are empty, since each is one more.
         new_blocks: of such a step, the blocks that begin with its tokens, for each group.
     """
 
@@ -34,31 +35,31 @@ class Batch:
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
     run: DecodeRun | None = None
-    behind: int = 0
+    offset: int = 0
     new_blocks: list[list[int]] = field(default_factory=list)
 
     @property
     def follows(self) -> bool:
-        """Whether it takes the tokens of the step before as they come."""
-        return self.behind > 0
+        """Whether it takes its tokens from the step before."""
+        return self.offset > 0
 
     def places(self) -> list[int]:
         """Return the positions of the tokens that the ready requests get."""
-        if self.run is not None and self.behind:
-            return [end + self.behind for end in self.run.ends]
+        if self.run is not None and self.offset:
+            return [end + self.offset for end in self.run.ends]
         return self.ends[: self.ready]
 
 
 class DecodeRun:
-    """Steps of one token for each of the same requests, behind each other.
+    """A run of consecutive decode steps over the same requests.
 
-    What a step has to do for some of its requests is known ahead, by how many steps it is behind the first: no step
-    looks at all of them.
+    The offset of a step in the run tells which requests need a block, and whose last block is full: no step looks at
+    all requests.
 
     Args:
         requests: all that run.
         ends: of the first step.
-        changes: of the scheduler's batch, when that step was planned.
+        changes: the scheduler's count of changes when that step was planned.
         block_size: of the cache.
 
     Attributes:
@@ -84,22 +85,22 @@ class DecodeRun:
         self._plain = self._plain or all(request.plain for request in self.requests)
         return self._plain
 
-    def full(self, behind: int) -> list[int]:
-        """Return the places of the requests whose last block is full after a step."""
-        return self._full[behind % len(self._full)]
+    def full(self, offset: int) -> list[int]:
+        """Return the rows of the requests whose last block is full after a step."""
+        return self._full[offset % len(self._full)]
 
-    def grow(self, blocks: CacheBlocks, behind: int) -> list[list[int]]:
+    def grow(self, blocks: CacheBlocks, offset: int) -> list[list[int]]:
         """Take blocks for a step, and return those that begin with its tokens, for each group.
 
         Raises:
             OutOfBlocksError: too few are left; some requests may have got theirs.
         """
-        for place in self._due.pop(behind - 1, ()):
+        for place in self._due.pop(offset - 1, ()):
             request = self.requests[place]
             blocks.grow(request, 1)
             self._due.setdefault(request.room - self.ends[place], []).append(place)
-        begun = self.full(behind - 1)
-        return blocks.begun([self.requests[place] for place in begun], [self.ends[place] + behind for place in begun])
+        begun = self.full(offset - 1)
+        return blocks.begun([self.requests[place] for place in begun], [self.ends[place] + offset for place in begun])
 
 
 class Scheduler:
@@ -107,7 +108,7 @@ class Scheduler:
 
     A prompt longer than what is left of the token budget is cut into chunks. When blocks run out, the youngest running
     request gives its blocks back and waits; what it has generated stays and is computed again as part of its prompt,
-    as far as its blocks have been handed to somebody else by then. Whole blocks are found again by their content.
+    unless its blocks are still in the cache: whole blocks are found again by their content.
 
     Args:
         blocks: of the cache.
@@ -115,7 +116,7 @@ class Scheduler:
         token_budget: new tokens of one step.
         max_seq_len: longest request, prompt and output.
         max_queue: most waiting requests; `None` for any number.
-        lookup: guess tokens of greedy and sampled requests; guesses take what the budget and the blocks have left.
+        lookup: drafts tokens of greedy and sampled requests, with the rest of the budget and of the blocks.
 
     Attributes:
         waiting, running: requests; the oldest first.
@@ -137,7 +138,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        # What its requests carry, those that have ended too.
+        # Identifies its requests, ended ones too.
         self.mark = object()
         self._changes = 0
 
@@ -180,12 +181,12 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Batch:
-        """Return what the next step computes; its blocks are taken."""
+        """Plan the next step and take its blocks."""
         budget, preemptions = self.token_budget, self.preemptions
         ready, rest = Batch(), Batch()
         for request in list(self.running):
             start = request.cached
-            count = min(request.behind, budget)
+            count = min(request.uncached, budget)
             if count and (start + count <= request.room or self._grow(request, count)):
                 budget -= self._put(request, count, budget, ready, rest)
         while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
@@ -207,27 +208,26 @@ class Scheduler:
         return ready
 
     def follow(self, before: Batch) -> Batch | None:
-        """Return the step behind one that is on its way, if the same requests get one token each, and nothing else.
+        """Plan the step after a running one without looking at every request: the same requests, one token each.
 
-        That is what most steps are. Blocks are taken, and nothing else changes for a request: when the tokens of
-        `before` are appended to the outputs, everything is as after `schedule`. Returns `None` where the step has to
-        be planned.
+        Blocks are taken, and nothing else changes for a request: when the tokens of `before` are appended to the
+        outputs, everything is as after `schedule`. Returns `None` where `schedule` has to plan the step.
         """
         run = before.run
         if run is None or run.changes != self._changes or run.left < 1:
             return None
         if self.waiting and len(self.running) < self.max_num_reqs:
             return None
-        behind = before.behind + 1
+        offset = before.offset + 1
         try:
-            new_blocks = run.grow(self.blocks, behind)
+            new_blocks = run.grow(self.blocks, offset)
         except OutOfBlocksError:
             return None
         run.left -= 1
-        return Batch(run.requests, ready=before.ready, run=run, behind=behind, new_blocks=new_blocks)
+        return Batch(run.requests, ready=before.ready, run=run, offset=offset, new_blocks=new_blocks)
 
     def _put(self, request: Request, count: int, budget: int, ready: Batch, rest: Batch) -> int:
-        """Put a request with room for `count` tokens into the batch, and guesses behind them; return how many."""
+        """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are."""
         start, end = request.cached, request.cached + count
         batch = rest if end < request.num_tokens else ready
         if self.lookup is not None:
@@ -240,11 +240,11 @@ class Scheduler:
         return end - start
 
     def _look_up(self, request: Request, budget: int) -> list[int]:
-        """Return guesses for a request's next tokens, as many as there is room for."""
+        """Return drafts of a request's next tokens, as many as there is room for."""
         assert self.lookup is not None
-        # The token after the guesses is chosen too.
+        # The step also chooses the token after the drafts.
         most = min(self.lookup.num_drafts, request.limit - request.num_tokens - 1, budget)
-        if most < 1 or request.coming or request.sampling.needs_history:
+        if most < 1 or request.pending or request.sampling.needs_history:
             return []
         if request.index is None:
             request.index = LookupIndex(self.lookup, request.prompt)
@@ -254,12 +254,12 @@ class Scheduler:
             try:
                 self.blocks.grow(request, 1 + len(drafts))
             except OutOfBlocksError:
-                # Nobody is preempted for a guess.
+                # A draft preempts no request.
                 drafts = drafts[: request.room - request.cached - 1]
         return drafts
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Take blocks for a running request's next tokens; the youngest make room, itself at last (then False)."""
+        """Take blocks for a request's next tokens and preempt the youngest for them; False if that was itself."""
         while request.table is not None:
             try:
                 self.blocks.grow(request, count)
@@ -294,22 +294,26 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(request)
 
-    def start_over(self, known: Sequence[Request]) -> list[Request]:
-        """Let all requests that have not ended wait, and forget what is in the cache; return them.
+    def snapshot(self) -> dict[Request, int]:
+        """Return the requests that the next step may run, in order, each with the length of its output."""
+        return {
+            request: len(request.output) for request in chain(self.running, islice(self.waiting, self.max_num_reqs))
+        }
 
-        Args:
-            known: in order; those that wait or run and are not among them follow.
-        """
-        found = [request for request in dict.fromkeys([*known, *self.running, *self.waiting]) if not request.done]
-        for request in found:
-            request.start_over()
-        self.waiting, self.running = deque(found), []
+    def start_over(self, snapshot: Mapping[Request, int]) -> list[Request]:
+        """Empty the cache and let all unfinished requests wait, with the outputs of a snapshot; return them."""
+        unfinished = [
+            request for request in dict.fromkeys([*snapshot, *self.running, *self.waiting]) if not request.done
+        ]
+        for request in unfinished:
+            request.start_over(snapshot.get(request, len(request.output)))
+        self.waiting, self.running = deque(unfinished), []
         self.blocks.start_over()
         self._changes += 1
-        return found
+        return unfinished
 
     def retire(self, request: Request) -> None:
-        """Take a request out, whether it runs or was preempted while its last token was on its way."""
+        """Take a request out, whether it runs or was preempted while its last step ran."""
         if request.table is not None:
             self.release(request)
         else:

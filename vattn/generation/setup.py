@@ -1,4 +1,4 @@
-"""What a generator is made of: arguments checked, the cache, end tokens, the compiled model, captured graphs."""
+"""Set up a generator: check its arguments, find its cache, compile its model, capture its graphs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Forward = Callable[..., Tensor]
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int, or refuse what is none or too small."""
+    """Return an int of at least `least`, or raise ConfigError."""
     if not whole_number(value, least):
         raise ConfigError(f"{name}={value!r}", f"an int, at least {least}", f"change {name}")
     return int(value)
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
-    """Refuse what is neither `None` nor of a type."""
+    """Refuse a value that is neither `None` nor of a type."""
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"change {name}, or leave it out")
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse what cannot turn texts into ids and back; `None` can be told from that."""
+    """Refuse a tokenizer without `encode` and `decode`; `None` is none."""
     if tokenizer is not None and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
         raise ConfigError(
             f"tokenizer={tokenizer!r:.80}",
@@ -84,36 +84,36 @@ def _no_cache(model: Any, cache: Any) -> ConfigError:
     )
 
 
-def longest_request(model: Any, asked: int | None, most: int) -> int:
-    """Return the longest request: what was asked for, or what the cache can hold.
+def longest_request(model: Any, requested: int | None, most: int) -> int:
+    """Return the longest request: as requested, or what the cache can hold.
 
     Args:
         model: a transformers model may say how many positions it was trained for.
-        asked: `None` for the default.
+        requested: `None` for the default.
         most: tokens that the cache can hold for one request.
     """
-    # Some models have frequencies for requests of up to a length alone.
-    turned: Any = getattr(model, "rope_length", None)
-    if whole_number(turned, 1):
-        if asked is not None and check_count("max_seq_len", asked) > turned:
+    # `enable(rope_length=...)` fixes the frequencies for requests of up to this length.
+    rope_length: Any = getattr(model, "rope_length", None)
+    if whole_number(rope_length, 1):
+        if requested is not None and check_count("max_seq_len", requested) > rope_length:
             raise ConfigError(
-                f"max_seq_len={asked} for a model with rope_length={turned}",
-                f"up to {turned}",
+                f"max_seq_len={requested} for a model with rope_length={rope_length}",
+                f"up to {rope_length}",
                 "leave max_seq_len out, or call enable(model, rope_length=...) with the longest request",
             )
-        most = min(most, turned)
-    if asked is None:
+        most = min(most, rope_length)
+    if requested is None:
         config: Any = getattr(getattr(model, "model", None), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
         trained: Any = getattr(text, "max_position_embeddings", None)
         return min(most, int(trained) if whole_number(trained, 1) else most, 32768)
-    if check_count("max_seq_len", asked) > most:
+    if check_count("max_seq_len", requested) > most:
         raise ConfigError(
-            f"max_seq_len={asked} for a cache that holds a request of {most} tokens",
+            f"max_seq_len={requested} for a cache that holds a request of {most} tokens",
             f"up to {most}",
             "leave max_seq_len out, or allocate more blocks",
         )
-    return asked
+    return requested
 
 
 def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
@@ -122,7 +122,7 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     Raises:
         ConfigError: no token ids, or one beyond the model's vocabulary.
     """
-    asked = given is not None
+    explicit = given is not None
     if given is None:
         inner = getattr(model, "model", model)
         given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
@@ -130,8 +130,8 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
     ids = [check_count("stop_token_ids", token, 0) for token in given]
-    # Models may name end tokens of their own that their vocabulary does not have.
-    never = never_chosen(ids, getattr(model, "vocab_size", None)) if asked else None
+    # A model's own end tokens may lie outside its vocabulary.
+    never = never_chosen(ids, getattr(model, "vocab_size", None)) if explicit else None
     if never is not None:
         raise ConfigError(*never)
     return frozenset(ids)
@@ -146,7 +146,7 @@ def make_builder(
 
 
 def compiled(model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]) -> Forward:
-    """Return the model compiled as asked for."""
+    """Return the compiled model."""
     how = ("layers" if device.type == "cuda" else "none") if how is None else how
     if how not in ("layers", "model", "none"):
         raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
@@ -166,7 +166,7 @@ def mixed_sizes(
     decodes: Sequence[int],
     builder: AttentionMetadataBuilder,
 ) -> list[int]:
-    """Return the numbers of tokens to capture for steps with prompts: those asked for, or a ladder on CUDA.
+    """Return the numbers of tokens to capture for steps with prompts: those given, or a ladder on CUDA.
 
     Args:
         sizes: `None` for the ladder, `()` for none.
@@ -203,7 +203,7 @@ Each fills tiles of rows but for one: a multiple of the requests would not do, s
 """
 
 _MOST_DRAFTS = 16
-"""Rows of a request that attention takes for drafts at most."""
+"""Most rows of a request that attention takes for drafts."""
 
 
 def mixed_pair(max_num_reqs: int, tokens: int, max_seq_len: int) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def mixed_pair(max_num_reqs: int, tokens: int, max_seq_len: int) -> tuple[int, i
 
 
 def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -> list[int]:
-    """Return the numbers of requests to capture: those asked for, or a ladder on CUDA."""
+    """Return the numbers of requests to capture: those given, or a ladder on CUDA."""
     if sizes is None:
         # Steps of decodes read weights and caches for the most part: rows of padding cost little, captures a tenth of a
         # second each, and more where a kernel is compiled for them.

@@ -1,8 +1,10 @@
-"""What a generator reports: of one step for one request, and of all steps."""
+"""`Statistics`: counts and times of a generator's steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from vattn.generation.scheduler import Batch
 
 
 @dataclass
@@ -13,16 +15,16 @@ class Statistics:
         steps: computed steps.
         prompt_tokens, generated_tokens: of all requests; prompt tokens computed again after preemption count again.
         reused_tokens: prompt tokens that were found in the cache.
-        drafted_tokens, accepted_tokens: guesses of `PromptLookup` that were verified, and those that were right.
-        drafted_steps: how often a request had guesses in a step.
+        drafted_tokens, accepted_tokens: drafts of `PromptLookup` that were verified, and those that were right.
+        drafted_steps: how often a request had drafts in a step.
         preemptions: how often a request had to give its blocks back.
         waiting, running: requests now.
         used_blocks, num_blocks: blocks that requests hold now, and all that there are for them.
-        wasted_tokens: places in the blocks of the running requests whose content no query reads: behind the last token,
-            and in a cache with groups before the windows.
+        wasted_tokens: entries in the blocks of the running requests that no query reads: after the last token, and in a
+            cache with groups before the windows.
         seconds: wall time of all steps.
-        device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. What `seconds` is
-            longer, the device waited for the host.
+        device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. In the rest of
+            `seconds` the device waited for the host.
         host_seconds: the part of `seconds` in which the host worked; in the rest it waited for the device.
         first_token_seconds: from arrival to the first token, of every request that has one.
     """
@@ -45,6 +47,21 @@ class Statistics:
     host_seconds: float = 0.0
     first_token_seconds: tuple[float, ...] = ()
 
+    def count(self, batch: Batch, tokens: int, seconds: float, waited: float, device_seconds: float) -> None:
+        """Add one step: its batch, generated tokens, wall time, time spent waiting, and time on the device."""
+        self.steps += 1
+        self.generated_tokens += tokens
+        for drafts in batch.drafts:
+            self.drafted_tokens += len(drafts)
+            self.drafted_steps += bool(drafts)
+        for request, start, end in zip(batch.requests, batch.starts, batch.ends, strict=False):
+            if start < len(request.prompt):
+                self.prompt_tokens += min(end, len(request.prompt)) - start
+                self.reused_tokens += request.reused if start == request.reused else 0
+        self.seconds += seconds
+        self.host_seconds += seconds - waited
+        self.device_seconds += device_seconds
+
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens by wall time."""
@@ -52,5 +69,5 @@ class Statistics:
 
     @property
     def accepted_per_step(self) -> float:
-        """Mean of right guesses of a request, over the steps in which it had guesses; each saves the request a step."""
+        """Mean number of right drafts of a request, over the steps in which it had drafts; each saves it a step."""
         return self.accepted_tokens / self.drafted_steps if self.drafted_steps else 0.0

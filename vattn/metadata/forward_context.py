@@ -22,21 +22,18 @@ current: AttentionMetadata | None = None
 
 
 class _Block:
-    """One `with` block: the running one that it began in, and the steps from before it and its own."""
+    """A running `with` block, its step, and the block around it in the same thread and task."""
 
-    __slots__ = ("before", "ended", "outer", "step")
-
-    def __init__(self, before: AttentionMetadata | None, step: AttentionMetadata | None) -> None:
-        self.outer: _Block | None = None
-        self.before, self.step, self.ended = before, step, False
+    def __init__(self, step: AttentionMetadata | None) -> None:
+        self.step, self.outer = step, _own_innermost.get()
 
 
-_entering = threading.Lock()
-_innermost: _Block | None = None
+_lock = threading.Lock()
+_running: list[_Block] = []
+"""All blocks that have begun and not ended, the innermost last."""
+
 _own_innermost: ContextVar[_Block | None] = ContextVar("own_innermost", default=None)
-"""The block that was entered last, of all and of this thread and task. Where they differ, another one is halfway
-through a model with its step. Either may have ended: a task that began in a block outlives it, and a generator may be
-closed elsewhere."""
+"""The block that this thread and task entered last; it may have ended elsewhere."""
 
 
 @contextmanager
@@ -64,62 +61,41 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         raise rewritten(metadata, "forward_context()")
     if metadata is not None and metadata._built is not None and not torch.compiler.is_compiling():
         metadata._built.check_caches()
-    before = current
-    block = None if torch.compiler.is_compiling() else _Block(before, metadata)
+    # Dynamo traces neither locks nor context variables.
+    before, block = current, None if torch.compiler.is_compiling() else _Block(metadata)
     if block is not None:
-        try:
-            _enter(block)
-        except BaseException:
-            # Ctrl-C behind its becoming the innermost would keep everybody out.
-            block.ended = True
-            raise
+        _enter(block)
     try:
         _set_parts(before, metadata)
         current = metadata
         yield
     finally:
-        if block is not None:
-            # Before anything is called: Ctrl-C there would leave it running.
-            block.ended = True
-        left, after = (metadata, before) if block is None else _leave(block)
+        left, after = (metadata, before) if block is None else (current, _leave(block))
         _set_parts(left, after)
         current = after
 
 
 def _enter(block: _Block) -> None:
-    """Note that a block begins."""
-    global _innermost
-    with _entering:
-        outer = _running(_own_innermost.get())
-        if outer is not _running(_innermost):
+    with _lock:
+        while block.outer is not None and block.outer not in _running:
+            block.outer = block.outer.outer
+        if _running and block.outer is not _running[-1]:
             raise MetadataError(
                 "forward_context() while another thread or task is inside of its own",
                 "one at a time: all of them see the same step",
                 "pass metadata= to the layers where several run models at once",
             )
-        block.outer = outer
-        if outer is None:
-            # A step that is current outside of all blocks was left by one whose end was interrupted.
-            block.before = None
-        _innermost = block
+        _running.append(block)
         _own_innermost.set(block)
 
 
-def _leave(block: _Block) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
-    """Return the step that was current in a block that has ended, and that of the innermost block that still runs."""
-    with _entering:
-        running = _running(_innermost)
-    outermost = block
-    while outermost.outer is not None:
-        outermost = outermost.outer
-    return current, outermost.before if running is None else running.step
-
-
-def _running(block: _Block | None) -> _Block | None:
-    """Return the block, or the nearest around it that has not ended."""
-    while block is not None and block.ended:
-        block = block.outer
-    return block
+def _leave(block: _Block) -> AttentionMetadata | None:
+    """End a block; return the step of the innermost one that still runs."""
+    with _lock:
+        _running.remove(block)
+        if _own_innermost.get() is block:
+            _own_innermost.set(block.outer)
+        return _running[-1].step if _running else None
 
 
 def _set_parts(before: AttentionMetadata | None, metadata: AttentionMetadata | None) -> None:
