@@ -61,10 +61,6 @@ class UnknownOptionError(VattnError, TypeError):
     """An option name that vattn does not know; nothing is ever ignored."""
 
 
-class ArgumentsError(VattnError, TypeError):
-    """A call lacks arguments that have no default, or has more than there are."""
-
-
 class UnsupportedRequestError(VattnError, NotImplementedError):
     """No backend, or not the one that was asked for, can run the request. The text lists each backend's reasons."""
 

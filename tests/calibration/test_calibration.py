@@ -218,8 +218,6 @@ def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) ->
     ):
         with pytest.raises(errors.ConfigError, match=text):
             vattn.audit(packed, texts, **options)  # type: ignore[arg-type]
-    with pytest.raises(errors.UnknownOptionError, match="per_head"):
-        vattn.audit(packed, [[1]], perhead=True)  # type: ignore[call-arg]
     done = vattn.audit(packed, iter([[1]]))
     for path in ("drift", "drift.foo", 5):
         with pytest.raises(errors.ConfigError, match="png"):
@@ -276,8 +274,6 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
             vattn.calibrate(packed, batches)  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="per_head='x'"):
         found.quant_config(next(iter(found.layers)), per_head="x")
-    with pytest.raises(errors.UnknownOptionError, match="per_head"):
-        found.quant_config(next(iter(found.layers)), perhead=True)  # type: ignore[call-arg]
     with pytest.raises(errors.ConfigError, match="linears='yes'"):
         vattn.calibrate(packed, [[[1]]], linears="yes")  # type: ignore[arg-type]
     for path in (5, None):

@@ -122,8 +122,6 @@ def test_what_sampling_takes() -> None:
         numpy.int64(4), 1, top_k=torch.tensor(3), stop_strings=["a"], stop_token_ids=[numpy.int32(2)]
     )  # type: ignore[arg-type]
     assert sampling.stop_strings == ("a",) and sampling.stop_token_ids == (2,)
-    with pytest.raises(errors.UnknownOptionError, match=r"temprature.*Try: temperature"):
-        vattn.Sampling(temprature=1.0)  # type: ignore[call-arg]
 
 
 def test_stop_ids_that_never_match(packed: PackedModel) -> None:
@@ -137,7 +135,6 @@ WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ConfigError,
         r"tokenizer='gpt2'.*encode\(text\) and decode\(ids\)",
     ),
-    "unknown keyword": ({"max_reqs": 3}, errors.UnknownOptionError, "max_num_reqs"),
     "a float": ({"max_num_reqs": 2.0}, errors.ConfigError, "max_num_reqs=2.0"),
     "no budget": ({"token_budget": 0}, errors.ConfigError, "token_budget=0"),
     "longer than the cache": ({"max_seq_len": 2000}, errors.ConfigError, "holds a request of 1008 tokens.*up to 1008"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import ConfigError, UnknownOptionError
+from vattn.errors import ConfigError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
 
@@ -103,8 +103,6 @@ def test_guesses_beside_prompts_run_without(packed: PackedModel) -> None:
 def test_sizes_that_no_step_has_are_refused(packed: PackedModel, sizes: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_generator(packed, mixed_graph_sizes=sizes, max_seq_len=64)
-    with pytest.raises(UnknownOptionError, match="mixed_graph_sizes"):
-        vattn.Generator(packed, mixed_graph_size=[8])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("max_num_reqs", [1, 2, 3, 16, 64, 256])

@@ -349,8 +349,6 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(vattn.errors.ConfigError, match=text):
             enable(model, **option)
-    with pytest.raises(vattn.errors.UnknownOptionError, match="Try: memory"):
-        enable(model, memmory="1GiB")
     enable(model)
     with pytest.raises(vattn.errors.ConfigError, match="disable"):
         enable(model)

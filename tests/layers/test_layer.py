@@ -352,8 +352,8 @@ def test_queries_that_no_cache_is_for_are_told_what_one_can_be(dtype):
 
 
 BAD_OPTIONS = {
-    "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "Try: sinks"),
-    "misspelt argument": ({"window": 4}, UnknownOptionError, "Try: per_layer_sliding_window"),
+    "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "sinks"),
+    "misspelt argument": ({"window": 4}, UnknownOptionError, "per_layer_sliding_window"),
     "unknown backend": ({"attn_backend": "FAST"}, UnknownOptionError, "FAST"),
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
     "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "use vattn.EncoderOnlyAttention"),

@@ -23,7 +23,7 @@ from tests.layers.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, make_builde
 from tests.metadata.flash_steps import Greedy, builder_for
 from tests.support import make_config
 from vattn.compilation.export import ExportedStep
-from vattn.errors import ArgumentsError, ConfigError, MetadataError, ShapeError, VattnError
+from vattn.errors import ConfigError, MetadataError, ShapeError, VattnError
 from vattn.metadata.attention_metadata import AttentionMetadata
 
 TABLES = [[3, 5, 6, 1], [2, 7, 4, 0]]
@@ -430,7 +430,6 @@ def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
     return {
         "a block size that is a text": (MetadataError, lambda: step.check("16")),  # type: ignore[arg-type]
         "a block size of none": (MetadataError, lambda: step.check(0)),
-        "no block size": (ArgumentsError, lambda: step.check()),  # type: ignore[call-arg]
         "blocks that are a text": (MetadataError, lambda: step.check(BLOCK, "8")),  # type: ignore[arg-type]
         "a builder's check of nothing": (MetadataError, lambda: builder.check(None)),  # type: ignore[arg-type]
         "rows of a builder": (MetadataError, lambda: vattn.kept_rows(rows, builder)),  # type: ignore[arg-type]
@@ -448,7 +447,6 @@ def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
 WRONG_CALLS = (
     "a block size that is a text",
     "a block size of none",
-    "no block size",
     "blocks that are a text",
     "a builder's check of nothing",
     "rows of a builder",

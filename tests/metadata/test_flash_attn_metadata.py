@@ -144,14 +144,14 @@ def test_attention_types_without_their_fields_are_refused() -> None:
 
 
 def test_orders_of_tokens() -> None:
-    order = vattn.metadata.token_order([1, 3, 1, 2], [9, 3, 20, 8], first="prefill")
+    order = vattn.token_order([1, 3, 1, 2], [9, 3, 20, 8], first="prefill")
     assert order.requests == [1, 3, 0, 2]
     assert order.tokens.tolist() == [1, 2, 3, 5, 6, 0, 4]
-    back = vattn.metadata.token_order([3, 2, 1, 1], [3, 8, 9, 20], first="decode")
+    back = vattn.token_order([3, 2, 1, 1], [3, 8, 9, 20], first="decode")
     assert back.requests == [2, 3, 0, 1]
-    assert vattn.metadata.token_order([3, 2], [3, 8], "decode", decode_threshold=2).requests == [1, 0]
+    assert vattn.token_order([3, 2], [3, 8], "decode", decode_threshold=2).requests == [1, 0]
     with pytest.raises(UnknownOptionError, match="'prefill', 'decode'"):
-        vattn.metadata.token_order([1], [1], first="extend")
+        vattn.token_order([1], [1], first="extend")
 
 
 QUERIES, SEQUENCES = [1, 5, 1, 3, 1], [37, 5, 9, 20, 2]
@@ -163,7 +163,7 @@ def test_both_orders_of_tokens_give_equal_outputs(first: str) -> None:
     """The same requests, packed either way, over caches with the same contents."""
     torch.manual_seed(3)
     model = Greedy("TORCH_SDPA", torch.float32, "cpu")
-    tokens, order = torch.randint(97, (sum(QUERIES),)), vattn.metadata.token_order(QUERIES, SEQUENCES, first)
+    tokens, order = torch.randint(97, (sum(QUERIES),)), vattn.token_order(QUERIES, SEQUENCES, first)
     for layer in model.layers:
         layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
     lens, seqs, tables = ([values[i] for i in order.requests] for values in (QUERIES, SEQUENCES, BLOCKS))

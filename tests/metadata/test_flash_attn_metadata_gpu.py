@@ -107,7 +107,7 @@ def test_both_orders_of_tokens_give_equal_outputs(backend: str) -> None:
         model = Greedy(backend, torch.bfloat16, "cuda", 64)
         for layer in model.layers:
             layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
-        tokens, order = torch.arange(sum(QUERIES), device="cuda"), vattn.metadata.token_order(QUERIES, SEQUENCES, first)
+        tokens, order = torch.arange(sum(QUERIES), device="cuda"), vattn.token_order(QUERIES, SEQUENCES, first)
         lens, seqs, tables = ([values[i] for i in order.requests] for values in (QUERIES, SEQUENCES, BLOCKS))
         if first == "prefill":
             step = builder_for(model).build(lens, seqs, tables).common

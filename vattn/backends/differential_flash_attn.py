@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Backend, Capabilities
+from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import FEATURES
-from vattn.config.host_integers import integer, read_count
 from vattn.errors import CacheError, ConfigError
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS

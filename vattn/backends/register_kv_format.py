@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vattn.backends import selector
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError
 from vattn.quantization.formats import KV_FORMATS, KVFormat, kv_cache_dtypes
 from vattn.quantization.packed import CODECS, Codec
@@ -17,7 +16,6 @@ TRITON_BACKENDS = ("TRITON_ATTN",)
 """Backends that read packed formats through `vattn.quantization.packed`, and through Triton functions."""
 
 
-@known_keywords
 def register_kv_format(
     fmt: KVFormat, codecs: Mapping[str, Codec] | None = None, triton: Mapping[str, tuple[Any, Any]] | None = None
 ) -> None:

@@ -25,7 +25,6 @@ from vattn.cache.specs import (
     SlidingWindowSpec,
     TQFullAttentionSpec,
 )
-from vattn.config.arguments import known_keywords
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -219,7 +218,6 @@ def parse_bytes(memory: int | str) -> int:
     return count
 
 
-@known_keywords
 def allocate_kv_cache(
     model: nn.Module,
     *,
@@ -251,7 +249,6 @@ def allocate_kv_cache(
         ConfigError: neither or both of `num_blocks` and `memory`, a value out of range, or numbers in
             `kv_cache_dtype_skip_layers` where no layer has one. Entries that match no layer here, and may match one of
             another pipeline rank, are warned of.
-        UnknownOptionError, ArgumentsError: an unknown option, or no model.
         CacheError: no layer found, memory too small for one block, block sizes that differ, an invalid sharing target,
             or a layer class that knows no groups.
         DtypeError, DeviceError: a dtype or device that a cache cannot have.

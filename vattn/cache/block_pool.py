@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from vattn.config.arguments import known_keywords
-from vattn.config.host_integers import integer, read_count
+from vattn.config.arguments import integer, read_count
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 
 
@@ -45,7 +44,6 @@ class BlockPool:
         [1]
     """
 
-    @known_keywords
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
         blocks, kept = integer(num_blocks), integer(reserved)
         if blocks is None or kept is None or kept < 0 or blocks <= kept:

@@ -22,7 +22,6 @@ from vattn.calibration.calibrate import (
     iterable,
 )
 from vattn.calibration.result_files import check_output, check_picture, figures
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import make_scale
@@ -120,7 +119,6 @@ def _clip_rates(row: AuditRow) -> tuple[float, float, float]:
     return row.keys_clipped, row.values_clipped, row.outputs_clipped
 
 
-@known_keywords
 def audit(
     model: nn.Module,
     texts: Iterable[Sequence[int]],

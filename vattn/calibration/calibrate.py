@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from vattn.cache.cache_owner import take_cache
 from vattn.calibration.eval_mode import EvalMode
 from vattn.calibration.result_files import check_output
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
@@ -59,7 +58,6 @@ class Calibration:
     tokens: int
     inputs: dict[str, float] = field(default_factory=dict)
 
-    @known_keywords
     def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
         """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
 
@@ -78,7 +76,6 @@ class Calibration:
             )
         return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
-    @known_keywords
     def quant_config(
         self,
         prefix: str,
@@ -306,7 +303,6 @@ def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor
             handle.remove()
 
 
-@known_keywords
 def calibrate(
     model: nn.Module, batches: Iterable[Batch], *, linears: bool = False, progress: bool = False
 ) -> Calibration:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn.calibration.calibrate import Calibration, as_calibration, linears_of, root_of
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError
 from vattn.layers.fp8_linear import FP8Linear, LinearFormat, check_sizes, encode_weight, linear_format, weight_scale
 from vattn.quantization.formats import MODEL_DTYPES
@@ -26,7 +25,6 @@ CAPABILITY = (8, 9)
 """Of the first GPUs with FP8 products."""
 
 
-@known_keywords
 def quantise_linears(
     model: nn.Module,
     format: str,

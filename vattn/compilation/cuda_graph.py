@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from vattn.backends import selector
 from vattn.backends.mla.registry import mla_backends
 from vattn.compilation.graph_edges import start_early
-from vattn.config.arguments import known_keywords
-from vattn.config.host_integers import integer, read_count
+from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.kernels import variants
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
@@ -135,7 +134,6 @@ class CUDAGraphRunner:
         ([1, 5, 9, 0], torch.Size([3, 32]))
     """
 
-    @known_keywords
     def __init__(
         self,
         function: Callable[..., Any],

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_keywords
-from vattn.config.host_integers import integer
+from vattn.config.arguments import integer
 from vattn.errors import ConfigError
 from vattn.layers.attention import Attention
 from vattn.layers.base.cache_binding import BoundCache
@@ -38,7 +37,6 @@ class WarmupReport:
         return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
 
 
-@known_keywords
 def warmup(
     model: nn.Module,
     builder: AttentionMetadataBuilder,
@@ -65,7 +63,6 @@ def warmup(
         How long every step took.
 
     Raises:
-        ArgumentsError: no builder.
         ConfigError: what is no model, no builder of such steps or no list of sizes, no layer to warm, a size beyond the
             builder's capacity, `function` without `make_inputs` or the other way round.
         CacheNotBoundError: a layer without a cache.

@@ -13,10 +13,9 @@ from enum import Enum
 from functools import lru_cache
 
 from vattn.config import encoding as canonical
-from vattn.config.arguments import known_fields, known_keywords
+from vattn.config.arguments import integer
 from vattn.config.dcp import Stripe, check_stripe, stripe_of
 from vattn.config.encoding import check as _check
-from vattn.config.host_integers import integer
 from vattn.quantization.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
@@ -356,7 +355,6 @@ class AttentionConfig:
         return canonical.parse(_HEAD, AttentionConfig, text)
 
 
-@known_fields
 @dataclass(frozen=True)
 class CacheConfig:
     """Say how the KV caches of a model are stored.
@@ -432,7 +430,6 @@ class CacheConfig:
             )
 
 
-@known_keywords
 def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
     """Return the first and last layers of a model, for `CacheConfig.kv_cache_dtype_skip_layers`.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vattn.config import encoding as canonical
-from vattn.config.arguments import known_fields
 from vattn.config.dcp import Stripe, check_stripe, stripe_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
@@ -29,7 +28,6 @@ _MOST_SCALE = (2 - 2.0**-23) * 2.0**127
 """The largest number of fp32."""
 
 
-@known_fields
 @dataclass(frozen=True)
 class MLAConfig:
     """Describe one latent attention completely and statically.

@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import known_fields, known_keywords
+from vattn.config.arguments import check_seconds
 from vattn.config.dcp import MAX_PERIOD, Stripe
-from vattn.config.host_integers import check_seconds
 from vattn.distributed.rendezvous import confirm, meet, refuse
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
 
@@ -38,7 +37,6 @@ _missed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 """Groups in which a rank was missed, and what was being compared: messages may still be under way in them."""
 
 
-@known_fields
 @dataclass(frozen=True)
 class ContextParallel:
     """Share the KV caches of a model among the ranks of a process group.
@@ -84,7 +82,6 @@ class ContextParallel:
             raise UnknownOptionError(f"combine={self.combine!r}", ", ".join(COMBINES), "choose one of these names")
 
     @staticmethod
-    @known_keywords
     def of(
         group: ProcessGroup | None = None,
         *,

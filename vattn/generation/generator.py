@@ -16,7 +16,6 @@ from torch import nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.cache_owner import owns_cache, take_cache
 from vattn.calibration.eval_mode import EvalMode
-from vattn.config.arguments import known_keywords
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.detokenizer import TextStream
@@ -99,7 +98,6 @@ class Generator:
         [5, 5]
     """
 
-    @known_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -157,7 +155,6 @@ class Generator:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
-    @known_keywords
     def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
         """Queue a prompt.
 
@@ -364,7 +361,6 @@ class Generator:
             if end // size > request.published:
                 self._blocks.publish(request, end)
 
-    @known_keywords
     def stream(
         self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Iterator[Progress]:
@@ -384,7 +380,6 @@ class Generator:
 
         return run()
 
-    @known_keywords
     def generate(
         self,
         prompts: Iterable[Prompt],

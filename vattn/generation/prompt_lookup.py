@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vattn.config.arguments import known_fields
 from vattn.errors import ConfigError
 from vattn.generation.sampling import whole_number
 
 
-@known_fields
 @dataclass(frozen=True)
 class PromptLookup:
     """Draft tokens by prompt lookup: what followed an earlier occurrence of the last tokens.

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vattn.config.arguments import known_fields
 from vattn.errors import ConfigError
 
 
-@known_fields
 @dataclass(frozen=True)
 class Sampling:
     """Say how tokens are chosen and when to stop.

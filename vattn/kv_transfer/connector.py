@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from vattn.config.host_integers import read_count
+from vattn.config.arguments import read_count
 from vattn.errors import ConfigError
 
 

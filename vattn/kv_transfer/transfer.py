@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import CrossAttentionSpec, KVCacheAllocation, find_layers
-from vattn.config.host_integers import check_seconds
+from vattn.config.arguments import check_seconds
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import required_arguments
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type, named_arguments
 from vattn.layers.base.paged_attention import CachedAttention
@@ -69,7 +68,6 @@ class Attention(CachedAttention):
 
     takes_context_parallel = True
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,

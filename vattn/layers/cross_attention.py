@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import required_arguments
 from vattn.config.attention import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.base.arguments import check_configs, check_extra, check_type, named_arguments
@@ -67,7 +66,6 @@ class CrossAttention(CachedAttention):
 
     writes_tokens = False
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -133,7 +131,6 @@ class CrossAttention(CachedAttention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
-        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the keys and values of new encoder states to the cache, and attend to all states of each request.
 
@@ -151,7 +148,7 @@ class CrossAttention(CachedAttention):
             MetadataError: the step was built without `encoder_lens`.
             CacheNotBoundError, ShapeError, DtypeError: as `Attention`.
         """
-        return super().forward(query, key, value, output_shape, metadata=metadata, **unknown)
+        return super().forward(query, key, value, output_shape, metadata=metadata)
 
     def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:
         shared = self.kv_sharing_target_layer_name is not None

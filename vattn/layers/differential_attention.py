@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
-from vattn.config.arguments import refuse_unknown_inputs, required_arguments
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
@@ -90,7 +89,6 @@ class DifferentialAttention(Attention):
 
     takes_context_parallel = False
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -196,14 +194,11 @@ class DifferentialAttention(Attention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
-        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new keys and values to the cache and attend; arguments and results are those of `Attention`.
 
         A layer that shares a cache takes queries only, of any step: prompts, chunks, prefix hits and decodes.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         self._check_given(key, value, metadata)

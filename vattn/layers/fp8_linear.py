@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends.linear import scaled_product
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
 from vattn.quantization.codecs import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
@@ -105,7 +104,7 @@ class FP8Linear(nn.Linear):
             compressed-tensors, and both shapes load.
 
     Raises:
-        ArgumentsError, ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError,
+        ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError,
             ShapeError: when called, with an input of another width, in another dtype than the bias or in none of a
             model, and for what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than
             bf16, and blocks with K that is no multiple of 512.
@@ -127,7 +126,6 @@ class FP8Linear(nn.Linear):
     quantises_input = True
     own_product = False
 
-    @known_keywords
     def __init__(
         self,
         weight: Tensor,

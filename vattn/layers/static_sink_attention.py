@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import required_arguments
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -79,7 +78,6 @@ class StaticSinkAttention(Attention):
 
     takes_context_parallel = False
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vattn.config.host_integers import integer
+from vattn.config.arguments import integer
 from vattn.errors import MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.block_conflicts import BlocksInUse, WrittenBlocks

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import known_keywords
+from vattn.config.arguments import read_count
 from vattn.config.dcp import Stripe
-from vattn.config.host_integers import read_count
 from vattn.errors import MetadataError
 from vattn.metadata.checks import (
     check_block_table,
@@ -188,7 +187,6 @@ class AttentionMetadata:
         for name, tensor in self.tensors().items():
             mark_once(tensor, *([0, 1, 2] if name == "tree_bias" else [0]))
 
-    @known_keywords
     def check(self, block_size: int, num_blocks: int | None = None) -> None:
         """Test what only a device sync can tell; for tests and debugging.
 

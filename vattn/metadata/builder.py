@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_keywords
+from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.host_integers import integer, read_count
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, DeviceError, MetadataError
 from vattn.metadata.advance import FollowingSteps, moved_on, write_following
@@ -80,7 +79,6 @@ class AttentionMetadataBuilder:
     _one_table = True
     """Whether all layers read their blocks from the same table."""
 
-    @known_keywords
     def __init__(
         self,
         max_num_reqs: int,
@@ -180,7 +178,6 @@ class AttentionMetadataBuilder:
         self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
         """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
 
-    @known_keywords
     def build(
         self,
         query_lens: Lengths,
@@ -293,7 +290,6 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
-    @known_keywords
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
         """Return the step behind a step of decodes: each of its requests gets one new token more.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.config.host_integers import integer
+from vattn.config.arguments import integer
 from vattn.errors import MetadataError
 from vattn.metadata.step import Step
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vattn.backends.advance_step import advance
+from vattn.config.arguments import read_count
 from vattn.config.attention import AttentionType
-from vattn.config.host_integers import read_count
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
 from vattn.metadata.lineage import BuiltStep

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_keywords
+from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
-from vattn.config.host_integers import integer, read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -39,7 +38,6 @@ class FlashAttentionMetadataBuilder:
         ([0, 1], [81])
     """
 
-    @known_keywords
     def __init__(
         self,
         max_num_reqs: int,
@@ -76,7 +74,6 @@ class FlashAttentionMetadataBuilder:
                 2, rows, dtype=torch.int32, device=self._inner.device
             ).unbind()
 
-    @known_keywords
     def build(
         self,
         query_lens: Lengths,
@@ -178,7 +175,7 @@ class FlashAttentionMetadataBuilder:
             raise MetadataError(
                 f"request {late[0]}, a prefill of {queries[late[0]]} tokens, behind request {first}, a decode",
                 "prefills first",
-                "order the requests by vattn.metadata.token_order(query_lens, seq_lens, first='prefill')",
+                "order the requests by vattn.token_order(query_lens, seq_lens, first='prefill')",
             )
         return first
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import known_keywords
 from vattn.errors import UnknownOptionError
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 
@@ -25,7 +24,6 @@ class TokenOrder(NamedTuple):
     tokens: Tensor
 
 
-@known_keywords
 def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
     """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
 
@@ -40,7 +38,7 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
 
     Example:
         >>> import vattn
-        >>> order = vattn.metadata.token_order(query_lens=[1, 3, 1], seq_lens=[9, 3, 20], first="prefill")
+        >>> order = vattn.token_order(query_lens=[1, 3, 1], seq_lens=[9, 3, 20], first="prefill")
         >>> order.requests, order.tokens.tolist()
         ([1, 0, 2], [1, 2, 3, 0, 4])
     """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vattn.config.host_integers import read_count
+from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata.builder import AttentionMetadataBuilder

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, UnknownOptionError
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -73,7 +72,6 @@ class Enabled:
         setattr(config, SLOT, self._before)
 
 
-@known_keywords
 def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
     """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
 
@@ -124,7 +122,6 @@ def _enabled_over(current: Any) -> tuple[Any, ...]:
     return current.replaced if isinstance(current, FusionPass) else ()
 
 
-@known_keywords
 def options(
     base: dict[str, Any] | None = None,
     *,

@@ -30,9 +30,9 @@ from vattn.backends.flash_attn.libraries import (
 )
 from vattn.cache.copies import BlockMapping, copy_blocks, swap_blocks
 from vattn.cache.layout import key_value_views
+from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.host_integers import integer, read_count
 from vattn.errors import CacheError
 from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
 from vattn.quantization.formats import dtype_name

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.cache.skip_layers import check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
-from vattn.config.arguments import known_keywords
 from vattn.config.attention import CacheConfig
 from vattn.errors import (
     ConfigError,
@@ -154,7 +153,6 @@ class PackedModel(nn.Module):
         out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
         return out.logits[0]
 
-    @known_keywords
     def allocate(
         self,
         *,
@@ -178,7 +176,6 @@ class PackedModel(nn.Module):
         return self.kv_cache
 
 
-@known_keywords
 def enable(
     model: Any,
     *,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from vattn.calibration.calibrate import linears_of, root_of
 from vattn.calibration.fp8_saving import describe_linears
 from vattn.calibration.quantise_linears import check_device, check_untouched, has_own_forward, replace
-from vattn.config.arguments import known_keywords
 from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers.fp8_checkpoint_config import (
     CACHED,
@@ -224,7 +223,6 @@ def give_cache_hooks(taken: list[tuple[nn.Module, int, Any]]) -> None:
 # Linear layers
 
 
-@known_keywords
 def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, str]:
     """Replace the linear layers that a checkpoint holds in FP8 by `vattn.layers.fp8_linear.FP8Linear`s, in place.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_keywords
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers import (
@@ -52,7 +51,6 @@ _NEEDED = (
 """What makes a module a latent attention that keeps its latents to the end."""
 
 
-@known_keywords
 def enable_latent_attention(
     model: Any,
     *,

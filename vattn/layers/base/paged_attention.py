@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import refuse_unknown_inputs
 from vattn.config.attention import AttentionConfig
 from vattn.errors import (
     CacheError,
@@ -54,7 +53,6 @@ class CachedAttention(BoundCache):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
-        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new keys and values to the cache and attend.
 
@@ -73,8 +71,6 @@ class CachedAttention(BoundCache):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         metadata = self._own_part(metadata)
         parallel = self.context_parallel
         heads = self.num_heads if parallel is None else self.num_heads // parallel.world_size

@@ -14,7 +14,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_fields, known_keywords
 from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.formats import OUTPUT_FORMATS, QUERY_FORMATS
 
@@ -26,7 +25,6 @@ HEADROOM = 2.0
 exceed the first ones, and in a floating-point format a factor of two costs no precision until values go subnormal."""
 
 
-@known_fields
 @dataclass(frozen=True, eq=False)
 class QuantConfig:
     """Say what one attention layer quantises and with which scales.
@@ -129,7 +127,6 @@ def count_clipped(values: Tensor, real: Tensor, scale: Tensor, max_value: float)
     return torch.stack((clipped.sum(), total))
 
 
-@known_keywords
 @contextmanager
 def observe_clipping(model: nn.Module) -> Iterator[None]:
     """Count, while the block runs, how many keys and values exceed the range of their layer's scales.
@@ -151,7 +148,6 @@ def observe_clipping(model: nn.Module) -> Iterator[None]:
             layer.observing = False  # type: ignore[assignment]
 
 
-@known_keywords
 def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
     """Return the share of clipped keys and values per quantised layer since `observe_clipping` began. Synchronises.
 

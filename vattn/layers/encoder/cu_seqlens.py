@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from vattn.config.host_integers import read_count
+from vattn.config.arguments import read_count
 from vattn.errors import MetadataError, ShapeError
 from vattn.quantization.formats import dtype_name
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.skip_layers import skip_names
-from vattn.config.arguments import refuse_unknown_inputs, required_arguments
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (
@@ -77,7 +76,6 @@ class EncoderOnlyAttention(PackedAttention):
         torch.Size([14, 64])
     """
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -196,7 +194,6 @@ class EncoderOnlyAttention(PackedAttention):
         output_shape: torch.Size | Sequence[int] | None = None,
         *,
         metadata: AttentionMetadata | None = None,
-        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the rows of each request to each other.
 
@@ -216,8 +213,6 @@ class EncoderOnlyAttention(PackedAttention):
             MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges.
             UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         metadata = given_step(self, metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
         key = split_heads("key", key, self.num_kv_heads, self.head_size)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import known_keywords, refuse_unknown_inputs
 from vattn.config.attention import AttentionType
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
@@ -68,7 +65,6 @@ class MMEncoderAttention(PackedAttention):
     amax_steps: Tensor | None
     alibi_slopes = sinks = output_scale = None
 
-    @known_keywords
     def __init__(
         self,
         num_heads: int,
@@ -128,7 +124,6 @@ class MMEncoderAttention(PackedAttention):
         max_seqlen: int | Tensor | None = None,
         *,
         padded: bool = False,
-        **unknown: Any,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -150,8 +145,6 @@ class MMEncoderAttention(PackedAttention):
                 (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
             UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         if not isinstance(query, Tensor):
             raise ShapeError(
                 f"query is {type(query).__name__} in layer {self.prefix!r}",

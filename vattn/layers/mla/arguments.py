@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends.mla.registry import mla_backends
-from vattn.config.host_integers import integer, read_count
+from vattn.config.arguments import integer, read_count
 from vattn.errors import (
     ConfigError,
     DtypeError,

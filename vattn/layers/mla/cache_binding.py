@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
-from vattn.config.arguments import known_keywords, required_arguments
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
@@ -55,7 +54,6 @@ class BoundLatents(OwnBuffers):
     output_scale: Tensor | None
     workspace: Tensor | None
 
-    @required_arguments
     def __init__(
         self,
         num_heads: int,
@@ -164,7 +162,6 @@ class BoundLatents(OwnBuffers):
         weight = self.kv_b_weight
         return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[1]
 
-    @known_keywords
     def process_weights_after_loading(self, act_dtype: torch.dtype | None = None) -> None:
         """Read `kv_b_proj` into the layer's own weights, in place where they exist: captured graphs stay valid.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vattn.config.host_integers import integer
+from vattn.config.arguments import integer
 from vattn.errors import ConfigError, ScaleError, ShapeError
 from vattn.ops.reference.mla_weights import dequantise_blocks
 from vattn.quantization.formats import dtype_name

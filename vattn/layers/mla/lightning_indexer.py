@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from vattn.config.arguments import known_keywords, refuse_unknown_inputs
-from vattn.config.host_integers import read_count
+from vattn.config.arguments import read_count
 from vattn.errors import (
     CacheNotBoundError,
     ConfigError,
@@ -67,7 +64,6 @@ class LightningIndexer(nn.Module):
     index_cache: Tensor | None
     topk_indices: Tensor
 
-    @known_keywords
     def __init__(
         self,
         num_heads: int,
@@ -99,7 +95,6 @@ class LightningIndexer(nn.Module):
         self.register_buffer("topk_indices", topk_indices, persistent=False)
         self.register_buffer("index_cache", None, persistent=False)
 
-    @known_keywords
     def allocate(self, num_blocks: int) -> None:
         """Allocate the cache, zeroed: as many blocks as the layer's own has.
 
@@ -117,7 +112,6 @@ class LightningIndexer(nn.Module):
         weights: Tensor,
         key: Tensor,
         metadata: AttentionMetadata | None = None,
-        **unknown: Any,
     ) -> Tensor:
         """Write the step's keys and choose the positions of its rows.
 
@@ -138,8 +132,6 @@ class LightningIndexer(nn.Module):
             ShapeError, DtypeError, DeviceError: tensors that contradict the sizes or the step.
             UnsupportedRequestError: a step over a cache that ranks share, or one that a sparse layer refuses.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         metadata, tokens = plain_step(self, metadata), self._check_rows(query, weights, key)
         if metadata is None:
             return self.topk_indices[:tokens]

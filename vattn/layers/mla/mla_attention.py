@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.mla.registry import mla_backends
-from vattn.config.arguments import refuse_unknown_inputs
-from vattn.config.host_integers import read_count
+from vattn.config.arguments import read_count
 from vattn.config.mla import MLAConfig
 from vattn.errors import CacheNotBoundError, ConfigError
 from vattn.layers.base.checks import (
@@ -88,7 +87,6 @@ class MLAAttention(BoundLatents):
         *,
         metadata: AttentionMetadata | None = None,
         rotary: LatentRotary | None = None,
-        **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new latents and rotated keys to the cache and attend.
 
@@ -111,8 +109,6 @@ class MLAAttention(BoundLatents):
             CacheNotBoundError: metadata but no cache.
             ShapeError, DtypeError: tensors that contradict the layer.
         """
-        if unknown:
-            refuse_unknown_inputs(self, unknown)
         metadata = plain_step(self, metadata)
         rope = "" if rotary is None else rope_string(rotary, self.prefix)
         parallel = self.context_parallel

@@ -1,4 +1,4 @@
-"""Counts: integers of any kind are taken, everything else is refused with an error of ours, and nothing changes."""
+"""Arguments: integers of any kind are counts; what is something else is refused with one of our errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import nn
 
 import vattn
 from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
 from vattn.backends.flash_attn.backend import FlashAttentionBackend
-from vattn.errors import ConfigError, MetadataError, VattnError
+from vattn.errors import ConfigError, MetadataError, ScaleError, UnknownOptionError, VattnError
 
 NO_COUNTS = ["4", 4.0, True, torch.tensor(4), -1]
 
@@ -178,8 +179,8 @@ NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
     "a branch": lambda: vattn.TokenTree.merge([1, 2]),
     "a text as a branch": lambda: vattn.TokenTree.merge(["abc"]),
     "drafts": lambda: TREE.accepted(None, None),
-    "lengths": lambda: vattn.metadata.token_order([1], [2, 3], first="prefill"),
-    "lengths of text": lambda: vattn.metadata.token_order("a", [2], first="prefill"),
+    "lengths": lambda: vattn.token_order([1], [2, 3], first="prefill"),
+    "lengths of text": lambda: vattn.token_order("a", [2], first="prefill"),
     "a path": lambda: vattn.load_flash_attn(None),
     "a backend": lambda: vattn.register_backend(None),
     "a class of backends": lambda: vattn.register_backend(dict),
@@ -204,3 +205,65 @@ def test_cross_attention_by_hand_reads_the_encoders_side() -> None:
     query = torch.randn(2, 2, 16)
     by_hand = vattn.paged_attention(query, cache, step, layer.config).output
     assert torch.equal(by_hand.flatten(1), layer(query, None, None, metadata=step))
+
+
+def test_steps_of_groups_pass_their_options_on() -> None:
+    model = nn.ModuleList(
+        vattn.Attention(2, 16, 0.25, prefix=str(index), per_layer_sliding_window=window)
+        for index, window in enumerate((None, 16))
+    )
+    vattn.allocate_kv_cache(model, num_blocks=16, dtype=torch.float32, hybrid=True, max_seq_len=64)
+    grouped = vattn.GroupedMetadataBuilder(4, 8, 64, layers=model)
+    tables = [[[1]], [[2]]]
+    assert grouped.build([1], [1], tables, num_reqs_padded=4).seq_lens.shape == (4,)
+    with pytest.raises(TypeError, match="num_reqs_paded"):
+        grouped.build([1], [1], tables, num_reqs_paded=4)
+
+
+def test_a_layer_without_a_prefix_is_called_so() -> None:
+    layer = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
+    step = builder(block_size=8).build([1], [1], [[0]])
+    with pytest.raises(VattnError, match=r"layer \(no prefix given\) has no KV cache"):
+        layer(*(step.seq_lens.new_zeros(2, 32).float() for _ in range(3)), metadata=step)
+
+
+REFUSED_AT_ONCE: dict[str, tuple[Callable[[], object], type[VattnError], str]] = {
+    "no callable": (lambda: vattn.compile(3), ConfigError, "compile with int"),
+    "no layers": (lambda: vattn.compile_regions(3), ConfigError, "compile_regions of int"),
+    "layers that are none": (lambda: vattn.compile_regions(["layer"]), ConfigError, "compile_regions of str"),
+    "no path": (lambda: vattn.read_encoder_scales(None), ScaleError, "scale file None"),
+    "mode and options": (
+        lambda: vattn.compile(abs, mode="max-autotune", options=vattn.options()),
+        ConfigError,
+        r"options=vattn.options\(mode='max-autotune'\)",
+    ),
+    "an option of ours for Inductor": (
+        lambda: vattn.compile(abs, options={"vattn.strikt": True}),
+        UnknownOptionError,
+        "backend=vattn.backend",
+    ),
+    "regions": (
+        lambda: vattn.compile_regions([nn.Identity()], mode="default", options={}),
+        ConfigError,
+        "one of the two",
+    ),
+    "no mode": (lambda: vattn.compile(abs, mode="fast"), ConfigError, "mode='fast'. Allowed: default, "),
+    "no option of Inductor": (
+        lambda: vattn.compile(abs, options=vattn.options({"triton.nope": True})),
+        UnknownOptionError,
+        "option 'triton.nope'. Allowed: Inductor's",
+    ),
+    "shortest over longest": (lambda: vattn.PromptLookup(longest=2, shortest=9), ConfigError, "longest=2, shortest=9"),
+    "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
+    "a builder of None": (lambda: vattn.warmup(nn.Identity(), None), ConfigError, "builder of type NoneType"),
+    "clips of no model": (lambda: vattn.observe_clipping(3).__enter__(), ConfigError, "observe_clipping of int"),
+    "rates of no model": (lambda: vattn.clip_rates(3), ConfigError, "clip_rates of int"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED_AT_ONCE.values(), ids=REFUSED_AT_ONCE.keys())
+def test_what_is_no_model_option_or_format_is_refused_at_once(
+    call: Callable[[], object], kind: type[VattnError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        call()
