@@ -203,7 +203,7 @@ def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
 
 def _holds_fp8(folder: Path) -> bool:
     """Return whether a checkpoint has weights in FP8."""
-    from vattn.integrations.transformers.fp8_checkpoint import Checkpoint
+    from vattn.integrations.transformers.checkpoint import Checkpoint
 
     if not any(folder.glob("*.safetensors")):
         return False

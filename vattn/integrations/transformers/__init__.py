@@ -30,9 +30,12 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.integrations.transformers import merged_linears
-from vattn.integrations.transformers.checkpoint_scales import checkpoint_configs
+from vattn.integrations.transformers.checkpoint_scales import (
+    checkpoint_configs,
+    remove_cache_hooks,
+    restore_cache_hooks,
+)
 from vattn.integrations.transformers.checks import check_inputs
-from vattn.integrations.transformers.fp8_checkpoint import give_cache_hooks, take_cache_hooks
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.linears import give_linears, take_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, own_config, set_attention
@@ -260,7 +263,7 @@ def enable(
     scales = _scales(found, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
     frequencies = fix_frequencies(model, rope_length)
-    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
         calls = observe(model, PackedCache())
         if found is not None:
@@ -323,7 +326,7 @@ def disable(model: nn.Module) -> None:
         module._modules.pop(NAME, None)
     implementation, hooks, frequencies = before
     set_attention(inner, implementation)
-    give_cache_hooks(hooks)
+    restore_cache_hooks(hooks)
     restore_frequencies(frequencies)
     for packed in inner.__dict__.pop("_vattn_packed", []):
         if packed() is not None:

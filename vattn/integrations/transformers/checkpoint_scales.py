@@ -1,4 +1,4 @@
-"""Scales of the cache that come with a checkpoint: on the attention modules, or in the files it was loaded from."""
+"""Scales of the cache that come with a checkpoint: in the files it was loaded from, or on the attention modules."""
 
 from __future__ import annotations
 
@@ -10,103 +10,174 @@ from torch import Tensor, nn
 
 from vattn.config.attention import CacheConfig
 from vattn.errors import ScaleError
-from vattn.integrations.transformers.fp8_checkpoint import SCHEMES, Checkpoint, cache_scales, folder_of
+from vattn.integrations.transformers.checkpoint import Checkpoint, folder_of
 from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
 
-KINDS = ("k_scale", "v_scale")
+Scales = dict[str, dict[str, Any]]
+"""`{attention module: {"k_scale": fp32 [1 or heads], "v_scale": ...}}`; empty if there are none."""
 
-FP8_SCHEMES = ("static", "fp8")
-"""Words that describe scales of an FP8 cache: AutoFP8's, and ModelOpt's."""
+NAMES = {
+    "k_scale": ("k_scale",),
+    "v_scale": ("v_scale",),
+    "kv_scale": ("k_scale", "v_scale"),
+    "k_proj.output_scale": ("k_scale",),
+    "v_proj.output_scale": ("v_scale",),
+}
+"""Names of the cache's scales in checkpoints, and the scales that each gives."""
+
+UNUSED = ("q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale", "k_zero_point", "v_zero_point")
+"""Names of scales of queries and of softmax weights, and zero points: zero points of zero are fine."""
+
+FIX = "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config="
 
 
-def find_scales(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the scales that a checkpoint gives attention modules; empty for none.
+def checkpoint_configs(model: nn.Module, names: list[str], cache_config: CacheConfig | None) -> dict[str, QuantConfig]:
+    """Return the scales of a checkpoint as configurations of layers, if the cache uses them; else warn.
 
     Args:
         model: of transformers.
         names: of its attention modules.
+        cache_config: of the layers.
 
     Raises:
-        ScaleError: of some layers alone, of unknown ones, promised by the configuration and missing, or made for a
-            cache in another format.
-    """
-    folder = folder_of(model)
-    if folder is not None:
-        checkpoint = Checkpoint(folder)
-        found = cache_scales(checkpoint, names)
-        promised = next((name for name in SCHEMES if checkpoint.quantization.get(name)), None)
-        scheme = None if promised is None else checkpoint.quantization[promised]
-        if found and promised is not None:
-            _refuse_others(f"{promised}={scheme!r:.120} in {folder}", scheme)
-        if found or promised is None:
-            return found or _on_modules(model, names)
-        if not isinstance(scheme, dict) or not scheme.get("dynamic"):
-            raise ScaleError(
-                f"{folder}, whose configuration has {promised} and whose files have no k_scale and v_scale",
-                "scales of keys and values in the files",
-                "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config=",
-            )
-    return _on_modules(model, names) if folder is None else {}
-
-
-def _refuse_others(what: str, scheme: Any) -> None:
-    """Refuse scales that were made for another cache than one of FP8: 4-bit codes have much smaller ones."""
-    if isinstance(scheme, dict):
-        kind = (scheme.get("type", "float"), scheme.get("num_bits", 8), scheme.get("symmetric", True))
-        right = kind == ("float", 8, True)
-    else:
-        right = isinstance(scheme, str) and scheme.lower() in FP8_SCHEMES
-    if not right:
-        raise ScaleError(
-            f"scales of the cache, with {what}",
-            "scales of an FP8 cache without zero points",
-            "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config=",
-        )
-
-
-def _on_modules(model: nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
-    modules = {name: model.get_submodule(name) for name in names}
-    found: dict[str, dict[str, Any]] = {}
-    for name, module in modules.items():
-        scales = {kind: getattr(module, kind, None) for kind in KINDS}
-        found[name] = {kind: x.detach().float().reshape(-1) for kind, x in scales.items() if isinstance(x, Tensor)}
-    missing = [f"{name}.{kind}" for name in found for kind in KINDS if kind not in found[name]]
-    present = any(found.values())
-    if present and missing:
-        raise ScaleError(
-            f"scales of the cache on some attention modules, but no {', '.join(missing[:4])}",
-            "k_scale and v_scale on all of them, or on none",
-            "calibrate (vattn.calibrate) and pass calibration=, or pass quant_config=",
-        )
-    return found if present else {}
-
-
-def checkpoint_configs(model: nn.Module, names: list[str], cache_config: CacheConfig | None) -> dict[str, QuantConfig]:
-    """Return the scales of a checkpoint as configurations of layers, for a cache that has a use for them.
-
-    Warns where there are scales that the cache has no use for.
-
-    Raises:
-        ScaleError: see `find_scales`; for caches that need scales alone.
+        ScaleError: see `find_scales`; only for a cache that uses scales.
     """
     dtype = "auto" if cache_config is None else cache_config.cache_dtype
+    calculates = cache_config is not None and cache_config.calculate_kv_scales
     wants = dtype.startswith("fp8") and KV_FORMATS[resolve_kv_cache_dtype(dtype, torch.bfloat16)].quantised
-    wants &= cache_config is None or not cache_config.calculate_kv_scales
     try:
         found = find_scales(model, names)
     except ScaleError:
-        if wants:
+        if wants and not calculates:
             raise
         return {}
-    if found and not wants:
+    if wants and not calculates:
+        return {name: QuantConfig(**scales) for name, scales in found.items()}
+    if found:
         what, instead = f"a cache in {dtype!r}", "CacheConfig(cache_dtype='fp8')"
-        if cache_config is not None and cache_config.calculate_kv_scales:
+        if calculates:
             what, instead = "a cache that calculates its own", "calculate_kv_scales=False"
         warnings.warn(
             f"the checkpoint has scales of an FP8 cache for {len(found)} layers, which {what} does not use; "
             f"{instead} does",
             stacklevel=4,
         )
-        return {}
-    return {name: QuantConfig(**scales) for name, scales in found.items()}
+    return {}
+
+
+def find_scales(model: nn.Module, names: list[str]) -> Scales:
+    """Return the scales that a checkpoint gives attention modules.
+
+    Raises:
+        ScaleError: scales of some layers only, of unknown layers, missing although the configuration promises them, or
+            made for a cache in another format.
+    """
+    folder = folder_of(model)
+    if folder is None:
+        return _on_modules(model, names)
+    checkpoint = Checkpoint(folder)
+    found, quantization = _in_files(checkpoint, names), checkpoint.quantization
+    key = next((key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if quantization.get(key)), None)
+    if key is None:
+        return found or _on_modules(model, names)
+    scheme = quantization[key]
+    if found and not _is_fp8(scheme):
+        raise ScaleError(
+            f"scales of the cache, with {key}={scheme!r:.120} in {folder}",
+            "scales of an FP8 cache without zero points",
+            FIX,
+        )
+    if not found and not (isinstance(scheme, dict) and scheme.get("dynamic")):
+        raise ScaleError(
+            f"{folder}, whose configuration has {key} and whose files have no k_scale and v_scale",
+            "scales of keys and values in the files",
+            FIX,
+        )
+    return found
+
+
+def _is_fp8(scheme: Any) -> bool:
+    """Return whether a cache scheme is FP8: scales of 4-bit codes are much smaller."""
+    if isinstance(scheme, dict):
+        kind = (scheme.get("type", "float"), scheme.get("num_bits", 8), scheme.get("symmetric", True))
+        return kind == ("float", 8, True)
+    # AutoFP8 writes "static", ModelOpt "FP8".
+    return isinstance(scheme, str) and scheme.lower() in ("static", "fp8")
+
+
+def _on_modules(model: nn.Module, names: list[str]) -> Scales:
+    found: Scales = {}
+    for name in names:
+        module = model.get_submodule(name)
+        for kind in ("k_scale", "v_scale"):
+            scale = getattr(module, kind, None)
+            if isinstance(scale, Tensor):
+                found.setdefault(name, {})[kind] = scale.detach().float().reshape(-1)
+    return _complete(found, names, type(model).__name__)
+
+
+def _in_files(checkpoint: Checkpoint, modules: list[str]) -> Scales:
+    found: Scales = {}
+    for name in checkpoint:
+        suffix = next((s for s in (*NAMES, *UNUSED) if name.endswith("." + s)), None)
+        if suffix is None or (suffix.endswith("zero_point") and not bool(checkpoint.tensor(name).float().any())):
+            continue
+        owner = _owner(name.removesuffix("." + suffix), modules)
+        if owner is None:
+            raise ScaleError(
+                f"{name} in {checkpoint.folder}, a scale that no attention layer has",
+                f"scales of {', '.join(modules[:3])} ...",
+                "check that this checkpoint is the model's",
+            )
+        if suffix in UNUSED:
+            raise ScaleError(
+                f"{name} in {checkpoint.folder}, which the cache does not use",
+                "scales of keys and values",
+                "give quant_config or a calibration, which decide about the query too",
+            )
+        for kind in NAMES[suffix]:
+            found.setdefault(owner, {})[kind] = checkpoint.tensor(name).float().reshape(-1)
+    return _complete(found, modules, str(checkpoint.folder))
+
+
+def _complete(found: Scales, modules: list[str], where: str) -> Scales:
+    """Return scales of both kinds for every module, or none at all."""
+    kinds = ("k_scale", "v_scale")
+    missing = [f"{name}.{kind}" for name in modules for kind in kinds if kind not in found.get(name, {})]
+    if found and missing:
+        raise ScaleError(
+            f"{where} has scales of the cache, but no {', '.join(missing[:4])}",
+            "scales of keys and values of every layer, or of none",
+            FIX,
+        )
+    return found
+
+
+def _owner(name: str, modules: list[str]) -> str | None:
+    """Return the attention module that a name is or lies in; either name may have a prefix that the other lacks."""
+    while name:
+        for module in modules:
+            if module == name or module.endswith("." + name) or name.endswith("." + module):
+                return module
+        name = name.rpartition(".")[0]
+    return None
+
+
+def remove_cache_hooks(model: nn.Module) -> list[tuple[nn.Module, int, Any]]:
+    """Remove the hooks by which compressed-tensors rounds keys and values; return them for `restore_cache_hooks`.
+
+    The paged cache stores keys and values in its own format; rounding them before would round twice.
+    """
+    removed = []
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__name__", "") == "_kv_cache_attention_hook":
+                removed.append((module, key, module._forward_pre_hooks.pop(key)))
+    return removed
+
+
+def restore_cache_hooks(removed: list[tuple[nn.Module, int, Any]]) -> None:
+    """Undo `remove_cache_hooks`."""
+    for module, key, hook in removed:
+        module._forward_pre_hooks[key] = hook

@@ -1,17 +1,14 @@
-"""FP8 checkpoints in a folder, read as they were written: codes and scales of linear layers, scales of the cache.
+"""`load_fp8_linears`: the linear layers of an FP8 checkpoint with the codes and scales of its files.
 
-transformers dequantises such checkpoints where it has no kernel for them, and drops tensors that its modules have no
-place for. The files hold everything: compressed-tensors' names (`weight_scale`, `input_scale`, `k_scale`) and those
-of transformers' own FP8 format (`weight_scale_inv`, `activation_scale`).
+transformers dequantises FP8 checkpoints where it has no kernel for them, and drops tensors that its modules do not
+have. The files hold everything: compressed-tensors' names (`weight_scale`, `input_scale`, `k_scale`) and those of
+transformers' own FP8 format (`weight_scale_inv`, `activation_scale`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,215 +16,22 @@ from torch import Tensor, nn
 from vattn.calibration.calibrate import linears_of, root_of
 from vattn.calibration.fp8_saving import describe_linears
 from vattn.calibration.quantise_linears import check_device, check_untouched, has_own_forward, replace
-from vattn.errors import ConfigError, MissingPackageError, ScaleError, UnsupportedRequestError
-from vattn.integrations.transformers.fp8_checkpoint_config import (
-    CACHED,
-    input_format,
-    not_supported,
-    refuse_converted,
-    refuse_ignored,
-)
+from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
+from vattn.integrations.transformers.checkpoint import Checkpoint, folder_of
+from vattn.integrations.transformers.fp8_checkpoint_config import CACHED, input_format, not_supported, refuse_ignored
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
-
-SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Entries of a quantisation configuration that promise scales of the cache."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 INPUT_NAMES = ("input_scale", "activation_scale")
-CACHE_NAMES = {
-    "k_scale": ("k_scale",),
-    "v_scale": ("v_scale",),
-    "kv_scale": ("k_scale", "v_scale"),
-    "k_proj.output_scale": ("k_scale",),
-    "v_proj.output_scale": ("v_scale",),
-}
-"""Names of the cache's scales in checkpoints, and which of ours each gives."""
-
-OTHER_SCALES = ("q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
-"""Names of scales of queries and of softmax weights."""
-
-ZERO_POINTS = ("k_zero_point", "v_zero_point")
-
 USED = {"weight", "bias", *SCALE_NAMES, *INPUT_NAMES, "k_scale", "v_scale", "kv_scale"}
 """Names of tensors beside an FP8 weight that linear layers or the cache take."""
-
-
-class Checkpoint:
-    """The tensors of a folder of safetensors, by name.
-
-    Args:
-        folder: with `config.json` and one or more `.safetensors`.
-
-    Raises:
-        ConfigError: no such folder, files that cannot be read. MissingPackageError: safetensors is not installed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise MissingPackageError("a checkpoint without safetensors", "safetensors", "pip install") from error
-        files = sorted(folder.glob("*.safetensors"))
-        if not files or not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{folder}, which holds no checkpoint", "config.json and *.safetensors", "name the checkpoint's folder"
-            )
-        self.folder, self._open = folder, safe_open
-        self._where: dict[str, Path] = {}
-        self._twice: dict[str, Path] = {}
-        for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    names = list(opened.keys())
-            except Exception as error:  # SafetensorError is no public name.
-                raise ConfigError(f"{file}: {error}", "a file of safetensors", "fetch the checkpoint again") from error
-            self._twice |= {name: file for name in names if name in self._where}
-            self._where |= dict.fromkeys(names, file)
-        self.config = _json(folder / "config.json")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU.
-
-        Raises:
-            ConfigError: two files have one of this name.
-        """
-        if name in self._twice:
-            raise ConfigError(
-                f"{name} in two files of {self.folder}, one of them {self._twice[name].name}",
-                "every tensor once",
-                "remove the files that do not belong to this checkpoint",
-            )
-        with self._open(self._where[name], "pt") as opened:
-            return opened.get_tensor(name)
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor as safetensors writes it, such as `"F8_E4M3"`."""
-        with self._open(self._where[name], "pt") as opened:
-            return opened.get_slice(name).get_dtype()
-
-    @property
-    def quantization(self) -> dict[str, Any]:
-        """What the configuration says about quantisation; empty for nothing.
-
-        ModelOpt writes it into a file of its own.
-
-        Raises:
-            ConfigError: that is no dictionary, or cannot be read.
-        """
-        found = self.config.get("quantization_config") or self.config.get("compression_config") or {}
-        other = self.folder / "hf_quant_config.json"
-        if not found and other.is_file():
-            found = _json(other).get("quantization") or {}
-        if not isinstance(found, dict):
-            raise ConfigError(f"quantization_config={found!r:.80}", "a dictionary", "check config.json")
-        return found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}", "an object of JSON", "fetch the checkpoint again") from error
-
-
-def folder_of(model: nn.Module) -> Path | None:
-    """Return the local folder that a model was loaded from, `None` if there is none with safetensors."""
-    name = getattr(model, "name_or_path", "") or ""
-    folder = Path(name)
-    return folder if name and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
-
-
-# Scales of the cache
-
-
-def cache_scales(checkpoint: Checkpoint, modules: list[str]) -> dict[str, dict[str, Tensor]]:
-    """Return the scales of keys and values in a checkpoint, by name of the attention module.
-
-    Args:
-        checkpoint: where they are.
-        modules: names of the attention modules.
-
-    Returns:
-        `{module: {"k_scale": fp32 [1 or heads], "v_scale": ...}}`; empty if the checkpoint has none.
-
-    Raises:
-        ScaleError: scales of some layers alone, of modules that do not attend, or of queries, which nothing would use;
-            zero points.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for name in checkpoint:
-        suffix = next((s for s in (*CACHE_NAMES, *OTHER_SCALES, *ZERO_POINTS) if name.endswith("." + s)), None)
-        if suffix is None or (suffix in ZERO_POINTS and not bool(checkpoint.tensor(name).float().any())):
-            continue
-        owner = _owner(name.removesuffix("." + suffix), modules)
-        if owner is None:
-            raise ScaleError(
-                f"{name} in {checkpoint.folder}, a scale that no attention layer has",
-                f"scales of {', '.join(modules[:3])} ...",
-                "check that this checkpoint is the model's",
-            )
-        if suffix not in CACHE_NAMES:
-            raise ScaleError(
-                f"{name} in {checkpoint.folder}, which the cache has no use for",
-                "scales of keys and values",
-                "give quant_config or a calibration, which decide about the query too",
-            )
-        for ours in CACHE_NAMES[suffix]:
-            found.setdefault(owner, {})[ours] = checkpoint.tensor(name).float().reshape(-1)
-    missing = [f"{module}.{kind}" for module in modules for kind in ("k_scale", "v_scale")
-               if kind not in found.get(module, {})]  # fmt: skip
-    if found and missing:
-        raise ScaleError(
-            f"{checkpoint.folder} has scales of the cache, but no {', '.join(missing[:4])}",
-            "scales of keys and values of every layer, or of none",
-            "calibrate this model (vattn.calibrate) and pass calibration=",
-        )
-    return found
-
-
-def _owner(name: str, modules: list[str]) -> str | None:
-    """Return the attention module that a name is, or is in; names may lack or have what the whole model puts first."""
-    while name:
-        for module in modules:
-            if module == name or module.endswith("." + name) or name.endswith("." + module):
-                return module
-        name = name.rpartition(".")[0]
-    return None
-
-
-def take_cache_hooks(model: nn.Module) -> list[tuple[nn.Module, int, Any]]:
-    """Take away the hooks by which compressed-tensors rounds keys and values, and return them for `give_cache_hooks`.
-
-    The paged cache stores keys and values in the format that was asked for; rounding them before would round twice.
-    """
-    taken = []
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if getattr(hook, "__name__", "") == "_kv_cache_attention_hook":
-                taken.append((module, key, module._forward_pre_hooks.pop(key)))
-    return taken
-
-
-def give_cache_hooks(taken: list[tuple[nn.Module, int, Any]]) -> None:
-    """Undo `take_cache_hooks`."""
-    for module, key, hook in taken:
-        module._forward_pre_hooks[key] = hook
-
-
-# Linear layers
 
 
 def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, str]:
     """Replace the linear layers that a checkpoint holds in FP8 by `vattn.layers.fp8_linear.FP8Linear`s, in place.
 
-    Codes and scales are those of the files, whether transformers has dequantised them meanwhile or not. Needs neither
-    the library that wrote the checkpoint nor a GPU.
+    Codes and scales are read from the files, also where transformers has dequantised them. Needs no GPU. A
+    configuration of compressed-tensors is read by that package, as transformers needs it to load the model.
 
     Args:
         model: of transformers, loaded from that checkpoint, before `enable`.
@@ -239,12 +43,14 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
     Raises:
         ConfigError: no local folder, no FP8 weights in it, files that cannot be read or hold a tensor twice, other
             shapes or biases than the model's, a configuration that cannot be read or leaves out a layer which is in
-            FP8, layers with hooks or a forward of their own, merged projections, `own_linears`.
-            UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations, sparse weights,
-            FP8 weights that are no linear layer's, such as those of merged experts. ScaleError: scales and other
-            tensors that are missing or that nothing would use, scales in other shapes or dtypes, codes of NaN.
-            DeviceError: a GPU without FP8.
-            The model is as it was then.
+            FP8, layers with hooks or a forward of their own, merged projections, `vattn_linears`.
+        MissingPackageError: safetensors is not installed, or compressed-tensors for a configuration of its own.
+        UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations, sparse weights, FP8
+            weights of other layers than linear ones, such as merged experts.
+        ScaleError: missing scales, scales or other tensors that no layer uses, scales of other shapes or dtypes, codes
+            of NaN.
+        DeviceError: a GPU without FP8.
+            After any of these the model is unchanged.
 
     Example: see the guide, "Hugging Face models".
     """
@@ -282,8 +88,6 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
         refuse_ignored(checkpoint.quantization, (name, weight.removesuffix(".weight")))
         made[name] = _read(checkpoint, weight.removesuffix("weight"), name, linears[name])
     _check_all_used(checkpoint, set(weights))
-    tables = [name for name, module in root.named_modules() if isinstance(module, nn.Embedding)]
-    refuse_converted(checkpoint.quantization, tables, [name for name in linears if name not in made])
     for name, linear in made.items():
         replace(root, name, linear)
     describe_linears(root)
@@ -301,7 +105,7 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
     scale, given = _scale(checkpoint, prefix, SCALE_NAMES), _scale(checkpoint, prefix, INPUT_NAMES)
     if scale is None:
         raise ScaleError(f"{prefix}weight in FP8 without a scale", " or ".join(SCALE_NAMES), "check the checkpoint")
-    fmt = input_format(checkpoint.quantization, name)
+    fmt = input_format(checkpoint.quantization, name, linear)
     if (given is not None) != LINEAR_FORMATS[fmt].given:
         raise ScaleError(
             f"{prefix[:-1]} {'without' if given is None else 'with'} a scale of its input",

@@ -28,7 +28,7 @@ from vattn.integrations.transformers import (
     own_config,
     set_attention,
 )
-from vattn.integrations.transformers.fp8_checkpoint import take_cache_hooks
+from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.observe import AttentionCall, observe
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies
 from vattn.layers import MLAAttention, QuantConfig
@@ -98,7 +98,7 @@ def enable_latent_attention(
     check_quant_config(quant_config)
     own_config(model)
     frequencies = fix_frequencies(model, None)
-    model.__dict__["_vattn_before"] = model.config._attn_implementation, take_cache_hooks(model), frequencies
+    model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
         _check_calls(observe(model, PackedCache()), modules)
         for name, module in modules.items():
