@@ -143,7 +143,3 @@ class SignatureError(VattnError, TypeError):
 
 class FusionError(VattnError, RuntimeError):
     """Strict fusion was asked for and an attention node is not fused. The text says which, why and where."""
-
-
-class DemoError(VattnError, RuntimeError):
-    """The demo's model or text is missing or damaged."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vattn.errors import DemoError, MissingPackageError
+from vattn.errors import ConfigError, MissingPackageError
 
 from .model import AttentionOptions, Llama, LlamaConfig
 
@@ -18,7 +18,7 @@ def read_checkpoint(folder: Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """Read `config.json` and every `*.safetensors` of a Hugging Face Llama folder; tensors keep HF's names.
 
     Raises:
-        DemoError: a file is missing, damaged, or asks for what this model has not.
+        ConfigError: a file is missing, damaged, or asks for what this model has not.
         MissingPackageError: safetensors is not installed.
     """
     try:
@@ -31,18 +31,18 @@ def read_checkpoint(folder: Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
     config = read_config(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DemoError(f"no weights in {folder}", "one or more *.safetensors files", "restore model.safetensors")
+        raise ConfigError(f"no weights in {folder}", "one or more *.safetensors files", "restore model.safetensors")
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             tensors.update(load_file(file))
         except (SafetensorError, OSError) as error:
-            raise DemoError(f"{file} cannot be read ({error})", "a whole safetensors file", "fetch it again") from error
+            raise ConfigError(f"{file} cannot be read ({error})", "a safetensors file", "fetch it again") from error
     return config, tensors
 
 
 def read_config(file: Path) -> LlamaConfig:
-    """Read a Llama `config.json`; raises DemoError for what is missing or not plain Llama."""
+    """Read a Llama `config.json`; raises ConfigError for what is missing or not plain Llama."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -68,14 +68,14 @@ def read_config(file: Path) -> LlamaConfig:
             tied=raw.get("tie_word_embeddings", False),
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise DemoError(f"{file} cannot be read ({error})", "a Hugging Face Llama folder", "check --model") from error
+        raise ConfigError(f"{file} cannot be read ({error})", "a Hugging Face Llama folder", "check --model") from error
     except (json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise DemoError(f"{file} is no JSON object ({error})", "a Hugging Face config.json", "restore it") from error
+        raise ConfigError(f"{file} is no JSON object ({error})", "a Hugging Face config.json", "restore it") from error
     except KeyError as error:
-        raise DemoError(f"{file} has no {error}", "the keys of a LlamaConfig", "restore it") from error
+        raise ConfigError(f"{file} has no {error}", "the keys of a LlamaConfig", "restore it") from error
     for name, (got, wanted) in fixed.items():
         if got != wanted:
-            raise DemoError(f"{file} has {name} {got!r}", f"{wanted!r}", "use a plain Llama checkpoint")
+            raise ConfigError(f"{file} has {name} {got!r}", f"{wanted!r}", "use a plain Llama checkpoint")
     return config
 
 
@@ -90,7 +90,7 @@ def build_llama(
     """Return a model with these weights (HF's names), ready for `vattn.allocate_kv_cache`.
 
     Raises:
-        DemoError: a weight is missing, left over or of the wrong shape.
+        ConfigError: a weight is missing, left over or of the wrong shape.
     """
     model = Llama(config, options)
     state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -105,10 +105,12 @@ def build_llama(
             state.setdefault("lm_head.weight", state["embed_tokens.weight"])
         missing, unexpected = model.load_state_dict(state, strict=False)
     except (KeyError, RuntimeError) as error:
-        raise DemoError(f"the weights do not fit config.json ({error})", "a Llama checkpoint", "restore it") from error
+        raise ConfigError(
+            f"the weights do not fit config.json ({error})", "a Llama checkpoint", "restore it"
+        ) from error
     missing = [name for name in missing if not name.endswith("_scale") and not name.endswith("scales_ready")]
     if missing or unexpected:
-        raise DemoError(
+        raise ConfigError(
             f"the weights lack {missing} and have {unexpected} left over", "a Llama checkpoint", "restore both files"
         )
     # The table of angles stays fp32: positions up to 2048 need more digits than bf16 has.

@@ -20,7 +20,7 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration import bits_per_byte as quality
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.config.attention import CacheConfig
-from vattn.errors import DemoError, DeviceError, UnsupportedRequestError, VattnError
+from vattn.errors import ConfigError, DeviceError, UnsupportedRequestError, VattnError
 from vattn.generation import Generator, Request, Sampling
 from vattn.layers import QuantConfig, clip_rates, observe_clipping
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
@@ -117,19 +117,19 @@ def read_setting(options: argparse.Namespace) -> Setting:
     """Read the model, the texts and the rest of the command line.
 
     Raises:
-        DemoError: a file is missing or damaged, or an option is out of range.
+        ConfigError: a file is missing or damaged, or an option is out of range.
         DeviceError: the device is not there.
     """
     folder: Path = options.model
     if not folder.is_dir():
-        raise DemoError(
+        raise ConfigError(
             f"no folder {folder}",
             "a folder with config.json, model.safetensors and heldout.txt",
             "run the demo from a clone of the repository (a wheel carries no model), or pass --model DIR",
         )
     config, tensors = read_checkpoint(folder)
     if config.vocab_size != 256:
-        raise DemoError(
+        raise ConfigError(
             f"{folder} has a vocabulary of {config.vocab_size}", "256: one token a byte", "leave --model out"
         )
     heldout = _read_bytes(folder / "heldout.txt")
@@ -142,7 +142,7 @@ def read_setting(options: argparse.Namespace) -> Setting:
         prompts = _read_prompts(options.prompts)
     longest = 1 + max(map(len, prompts)) + new
     if new < 1 or longest > config.max_positions or not 0 <= options.temperature < float("inf"):
-        raise DemoError(
+        raise ConfigError(
             f"--max-new-tokens {new} at --temperature {options.temperature} after a prompt of {longest - new} bytes",
             f"1 or more, {config.max_positions} bytes together, and a temperature >= 0",
             "ask for fewer tokens or shorten the prompt",
@@ -156,9 +156,9 @@ def _read_bytes(file: Path) -> bytes:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise DemoError(f"{file} cannot be read ({error})", "a readable file", "restore it") from error
+        raise ConfigError(f"{file} cannot be read ({error})", "a readable file", "restore it") from error
     if not data.strip():
-        raise DemoError(f"{file} is empty", "some text", "restore it")
+        raise ConfigError(f"{file} is empty", "some text", "restore it")
     return data
 
 
@@ -338,7 +338,7 @@ def _compare_caches(setting: Setting, results: Results) -> None:
     """Print bits per byte for every cache format, with the weights as they are and with outliers planted."""
     text, length = setting.heldout, len(setting.heldout)
     print(report.heading(f"Bits per byte of the held-out text ({length} bytes, blocks of {quality.CONTEXT}, eager)"))
-    planted = plant_outliers(setting.tensors, setting.config, **OUTLIERS)
+    planted = plant_outliers(setting.tensors, setting.config.head_size, **OUTLIERS)
     weights = {"plain": setting.tensors, "outliers planted": planted}
     rows = []
     steps = quality.num_steps(length)

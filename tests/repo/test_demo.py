@@ -23,7 +23,7 @@ from examples.demo.report import Progress, quoted
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration import bits_per_byte as quality
 from vattn.calibration.plant_outliers import plant_outliers
-from vattn.errors import DemoError
+from vattn.errors import ConfigError
 from vattn.generation import Generator, Request, Sampling, model_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def heldout() -> bytes:
 def build(num_blocks: int, *, cache: str = "auto", planted: bool = False) -> tuple[Llama, KVCacheAllocation]:
     config, tensors = read_checkpoint(FOLDER)
     if planted:
-        tensors = plant_outliers(tensors, config, **demo.OUTLIERS)
+        tensors = plant_outliers(tensors, config.head_size, **demo.OUTLIERS)
     model = build_llama(config, tensors, AttentionOptions(*demo.CACHES[cache]))
     return model, vattn.allocate_kv_cache(model, num_blocks=num_blocks)
 
@@ -190,7 +190,7 @@ def run_in_fresh_process(code: str, **environment: str) -> str:
 
 
 SETTING = """
-from vattn.demo import main as demo
+from examples.demo import main as demo
 setting = demo.read_setting(demo._parser().parse_args(["--quick", "--max-new-tokens", "2", "--device", "cpu"]))
 model, cache = demo._build(setting, setting.tensors, demo.CACHES["auto"], demo._pool_blocks(setting))
 """
@@ -286,7 +286,7 @@ def test_damaged_model(copy: Path, capsys: pytest.CaptureFixture[str], name: str
     damage, message = DAMAGES[name]
     damage(copy)
     arguments = quick_arguments("--device", "cpu", "--model", str(copy))
-    with pytest.raises(DemoError, match=message):
+    with pytest.raises(ConfigError, match=message):
         demo.run(demo.read_setting(demo._parser().parse_args(arguments)))
     assert demo.main(arguments) == 2
     printed = capsys.readouterr()
@@ -321,7 +321,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
 
 def test_plant_outliers_touches_what_it_says() -> None:
     config, tensors = read_checkpoint(FOLDER)
-    planted = plant_outliers(tensors, config, key_exponent=3, value_exponent=5)
+    planted = plant_outliers(tensors, config.head_size, key_exponent=3, value_exponent=5)
     changed = {name for name in tensors if not torch.equal(tensors[name], planted[name])}
     assert changed == {
         f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(config.num_layers) for part in "qkvo"
@@ -358,3 +358,13 @@ def test_steps_of_a_measurement_are_counted_right(heldout: bytes) -> None:
         before = next(steps)
         quality.bits_per_byte(model, storage, heldout[:length], progress=lambda: next(steps) and None)
         assert next(steps) - before - 1 == quality.num_steps(length)
+
+
+def test_the_command_says_where_the_demo_is(capsys: pytest.CaptureFixture[str]) -> None:
+    from vattn.__main__ import main
+
+    assert main(["demo", "--quick"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "vattn: no installed package holds the demo. Run `make demo` in a checkout of vattn.\n"
+    )

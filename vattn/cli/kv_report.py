@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vattn.cache.allocation import parse_bytes
 from vattn.calibration.calibrate import Calibration, StepRunner, calibrate
+from vattn.calibration.plant_outliers import plant_outliers
 from vattn.calibration.result_files import check_output, check_picture, figures
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, VattnError
@@ -311,21 +312,11 @@ def _windows(ids: list[int], what: str, most: int) -> list[list[int]]:
 
 def _plant(model: Any, exponent: int) -> None:
     """Make a few key and value channels of every head `2^exponent` times as large; the function stays the same."""
-    from types import SimpleNamespace
-
-    from vattn.calibration.plant_outliers import plant_outliers
-
-    inner = model.config
-    shape: Any = SimpleNamespace(
-        num_layers=inner.num_hidden_layers, num_heads=inner.num_attention_heads,
-        num_kv_heads=inner.num_key_value_heads,
-        head_size=getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads,
-    )  # fmt: skip
-    state = model.state_dict()
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     try:
-        planted = plant_outliers(
-            {k: v.cpu() for k, v in state.items()}, shape, key_exponent=exponent, value_exponent=exponent
-        )
+        planted = plant_outliers(state, head_size, key_exponent=exponent, value_exponent=exponent)
     except KeyError as error:
         raise ConfigError(
             f"--outliers for a model without {error}", "models with q_proj, k_proj, v_proj and o_proj", "leave it out"
