@@ -384,7 +384,7 @@ def test_a_backend_without_query_loads_keeps_the_kernel(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "place", ["query_quant.classify_query", "pipeline.rewrite_query", "query_quant.find_query_region"]
+    "place", ["query_quant.find.classify_query", "pipeline.rewrite_query", "query_quant.find.find_query_region"]
 )
 def test_a_matcher_that_throws_breaks_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:

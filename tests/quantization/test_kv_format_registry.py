@@ -21,7 +21,7 @@ import random, runpy, torch
 runpy.run_path("examples/12_a_kv_format_of_your_own.py")
 import vattn
 from vattn.cli import support_table
-from vattn.formats import KV_FORMATS
+from vattn.quantization.formats import KV_FORMATS
 from tests.conformance import cases, compare, requests, rows
 
 found = 0

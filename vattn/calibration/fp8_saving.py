@@ -6,11 +6,11 @@ transformers would read the codes as weights, and drop the scales.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
 
-from vattn.integrations.transformers.observe import own_config
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
 
 GROUPS: dict[int, dict[str, Any]] = {
@@ -26,6 +26,16 @@ INPUTS: dict[str, dict[str, Any]] = {
     "fp8_group128": {"strategy": "group", "dynamic": True, "group_size": BLOCK},
 }
 """Same for the input, by our formats."""
+
+
+def own_config(model: Any) -> None:
+    """Give a model a config of its own, since which attention runs is written there and models may share a config."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if hasattr(value, "_attn_implementation") and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
 
 
 def describe_linears(model: Any) -> None:

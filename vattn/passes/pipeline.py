@@ -127,10 +127,10 @@ def _source_digest() -> str:
 
 def _environment() -> str:
     """Return what verdicts depend on besides the graph: versions, devices, backends and what they can do."""
-    import vattn
     from vattn.backends import selector
+    from vattn.version import __version__
 
-    parts = [vattn.__version__, str(SCHEMA_VERSION), AttentionConfig.__module__, torch.__version__]
+    parts = [__version__, str(SCHEMA_VERSION), AttentionConfig.__module__, torch.__version__]
     if torch.cuda.is_available():
         parts += [str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
     for name in selector.backend_names():

@@ -242,7 +242,7 @@ def _versions() -> dict[str, str]:
 def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run a benchmark of the checkout that the package lies in."""
     name = SCRIPTS[options.what]
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[3]
     path = folder / "benchmarks" / f"{name}.py"
     if not path.is_file():
         raise ConfigError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.cache.skip_layers import check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
+from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
 from vattn.errors import (
     ConfigError,
@@ -38,7 +39,7 @@ from vattn.integrations.transformers.checkpoint_scales import (
 from vattn.integrations.transformers.checks import check_inputs
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.linears import give_linears, take_linears
-from vattn.integrations.transformers.observe import AttentionCall, observe, own_config, set_attention
+from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
 from vattn.layers import Attention, QuantConfig

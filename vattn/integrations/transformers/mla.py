@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers import (
@@ -25,7 +26,6 @@ from vattn.integrations.transformers import (
     check_quant_config,
     disable,
     no_mask,
-    own_config,
     set_attention,
 )
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks

@@ -7,7 +7,6 @@ tested too.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -247,16 +246,6 @@ def _taking_notes(model: Any) -> Iterator[_Notes]:
         set_attention(model, before)
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
-
-
-def own_config(model: Any) -> None:
-    """Give a model a config of its own, since which attention runs is written there and models may share a config."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in list(module.__dict__.items()):
-            if hasattr(value, "_attn_implementation") and id(value) in copies:
-                module.__dict__[name] = copies[id(value)]
 
 
 def set_attention(model: Any, name: str) -> None:
