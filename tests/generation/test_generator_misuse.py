@@ -154,7 +154,7 @@ def test_caches_and_models_that_changed_are_refused() -> None:
         with pytest.raises(errors.ConfigError, match="a copy of a generator"):
             copied(generator)
     packed.allocate(num_blocks=8)
-    with pytest.raises(errors.CacheError, match="has another cache now"):
+    with pytest.raises(errors.CacheError, match="cache was bound again"):
         generator.generate([PROMPTS[1]], GREEDY)
     packed.model.train()
     with pytest.raises(errors.ConfigError, match="training mode"):

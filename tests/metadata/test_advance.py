@@ -65,11 +65,11 @@ def test_steps_are_those_of_build(block_size: int, padded: tuple[Any, Any], seed
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "no block where one begins": ({}, [], "0 new blocks for 1 requests"),
-    "a block too many": ({}, [7, 8], "2 new blocks for 1"),
+    "no block where one begins": ({}, [], "0 new blocks, and 1 requests"),
+    "a block too many": ({}, [7, 8], "2 new blocks, and 1"),
     "a block outside of the cache": ({}, [200], "from 0 to 199"),
     "a negative block": ({}, [-1], "from 0 to 199"),
-    "a block that is no int": ({}, [1.5], "from 0 to 199"),
+    "a block that is no int": ({}, [1.5], r"new_blocks is \[1.5\]"),
     "no list": ({}, 7, "a list of block ids"),
     "a text": ({}, "7", "a list of block ids"),
     "the same block twice": ({"seq_lens": [16, 32]}, [7, 7], "given twice"),
@@ -96,7 +96,7 @@ def test_refusals_touch_nothing(name: str) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in step.tensors().items())
 
 
-def test_only_the_last_step_can_be_followed() -> None:
+def test_only_the_last_step_can_be_advanced() -> None:
     builder = make()
     first = builder.build([1], [20], [[1, 2]])
     second = builder.advance(first, [])
@@ -106,7 +106,7 @@ def test_only_the_last_step_can_be_followed() -> None:
         (copy.copy(second), "a copy of this builder's newest step, of type AttentionMetadata"),
         (None, "metadata of type NoneType"),
     ):
-        with pytest.raises(MetadataError, match=f"behind {named}.*Try: pass that, or call build"):
+        with pytest.raises(MetadataError, match=f"after {named}.*Try: pass that, or call build"):
             builder.advance(wrong, [])  # type: ignore[arg-type]
     with pytest.raises(MetadataError):
         builder.build([1], [2000], [[1, 2]])

@@ -191,7 +191,7 @@ BAD = {
     "sparse": ({"query_lens": torch.tensor([3, 1]).to_sparse()}, "torch.sparse_coo"),
     "complex": ({"query_lens": torch.tensor([3, 1], dtype=torch.complex64)}, "torch.complex64"),
     "complex table": ({"block_tables": torch.ones(2, 2, dtype=torch.complex64)}, "block_tables is torch.complex64"),
-    "block ids without order": ({"block_tables": [{1}, {2, 3}]}, "has {1} in the place of"),
+    "block ids without order": ({"block_tables": [{1}, {2, 3}]}, "has {1} for a request"),
     "flags": ({"causal": [1]}, "causal describes 1 requests"),
     "flags between": ({"causal": torch.tensor([0.5, 1.0])}, "causal is torch.float32"),
     "bias of NaN": ({"tree_bias": torch.full((1, 2, 2), math.nan), "tree_id": [0, 0]}, "with NaN or inf"),
@@ -314,11 +314,12 @@ def test_a_step_without_a_cache_has_no_cached_tokens_and_no_slots() -> None:
     "lengths, tables, named",
     [
         (3, [[1]], "query_lens is 3"),
-        ([3], [1], "block_tables has 1 in the place of"),
-        ([3], [None], "block_tables has None in the place of"),
-        ([3], ["12"], "block_tables has '12' in the place of"),
-        ([3], [["1"]], r"block_tables is \['1'\]"),
-        ([3], [[1.0]], "block_tables is torch.float32"),
+        ([3], [1], "block_tables has 1 for a request"),
+        ([3], [None], "block_tables has None for a request"),
+        ([3], ["12"], "block_tables has '12' for a request"),
+        ([3], [["1"]], r"block_tables has \['1'\] for a request"),
+        ([3], [[1.0]], r"block_tables has \[1.0\] for a request"),
+        ([True], [[1]], r"query_lens is \[True\]"),
     ],
 )
 def test_what_is_no_list_of_ints_is_refused(lengths: object, tables: object, named: str) -> None:
@@ -443,7 +444,7 @@ def test_a_builder_refuses_caches_that_came_after_it() -> None:
         with pytest.raises(CacheError, match=r"layer 'layers.0' has another cache since"), vattn.forward_context(step):
             pass
         rows = torch.ones(step.slot_mapping.shape[0], 32)
-        with pytest.raises(CacheError, match=r"layer 'layers.1' has another cache since"):
+        with pytest.raises(CacheError, match=r"layer 'layers.0' has another cache since"):
             model[1](rows, rows, rows, metadata=step)
         assert all(map(torch.equal, before, step.tensors().values()))
     assert AttentionMetadataBuilder(2, 8, 64, layers=model).build([1], [9], [[8]]).num_reqs == 1

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.bindings import count_binding
 from vattn.cache.cache_group import CacheGroup
 from vattn.cache.copies import copy_blocks, swap_blocks
 from vattn.cache.groups import Grouping, KVCacheGroup, group_layers
@@ -307,6 +308,7 @@ def allocate_kv_cache(
         if hasattr(module, "kv_cache_group"):
             module.kv_cache_group = holders[index] if grouping else None
         layers.append(LayerCache(name, spec, storages[place], targets.get(name), index, adds))
+    count_binding()
     groups = groups if grouping else ()
     return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), groups, max_seq_len if grouping else 0)
 

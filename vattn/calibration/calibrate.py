@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.cache_owner import take_cache
+from vattn.cache.bindings import take_cache
 from vattn.calibration.eval_mode import EvalMode
 from vattn.calibration.result_files import check_output
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
@@ -454,7 +454,7 @@ class StepRunner:
         if isinstance(size, int) and max(text) >= size:
             raise ConfigError(f"token {max(text)}", f"0 to {size - 1}, the model's vocabulary", "check the tokenizer")
         for storage in self.storages:
-            take_cache(storage, self)
+            take_cache(storage)
         for start in range(0, len(text), self.chunk):
             ids = text[start : start + self.chunk]
             step = self.builder.build([len(ids)], [start + len(ids)], [self.blocks])

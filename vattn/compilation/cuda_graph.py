@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from vattn.backends import selector
 from vattn.backends.mla.registry import mla_backends
+from vattn.cache.bindings import CacheBindings, cache_address
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
@@ -181,7 +182,7 @@ class CUDAGraphRunner:
         if memory_of is not None:
             self._pool = memory_of._pool
         costs = tuple(self._prepare_all(sizes))
-        self._caches = self._cache_addresses()
+        self._bindings = CacheBindings(self._layers, cache_address)
         by_tokens = any(isinstance(size, tuple) for size in batch_sizes)
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs, by_tokens)
         if cuda:
@@ -314,9 +315,6 @@ class CUDAGraphRunner:
         torch.cuda.synchronize(self.builder.device)
         return torch.cuda.mem_get_info(self.builder.device)[0]
 
-    def _cache_addresses(self) -> list[int]:
-        return [layer.kv_cache.data_ptr() for layer in self._layers if layer.kv_cache is not None]
-
     def key_for(self, num_reqs: int, num_tokens: int) -> CaptureKey | None:
         """Return the smallest capture that holds a step of this many requests and tokens, `None` if none does."""
         fitting = [key for key in self._entries if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens]
@@ -357,7 +355,7 @@ class CUDAGraphRunner:
             MetadataError: an older step than the newest of its builder.
         """
         entry = self._entry(step_of(metadata, "CUDAGraphRunner"))
-        if self._cache_addresses() != self._caches:
+        if self._bindings.changed() is not None:
             raise GraphContractError(
                 "a KV cache was bound again after the capture",
                 "the caches of the capture, which the graphs write into",

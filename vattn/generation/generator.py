@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
-from vattn.cache.cache_owner import owns_cache, take_cache
+from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
 from vattn.calibration.eval_mode import EvalMode
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
@@ -141,9 +141,9 @@ class Generator:
         forward = compiled(model, compile, self.device, compile_options or {})
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
-        take_cache(cache.kv_caches[0], self)
-        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
-        self._layers = [(layer, layer.kv_cache.data_ptr()) for layer in layers[:1]]
+        take_cache(cache.kv_caches[0])
+        layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
+        self._bindings = CacheBindings(layers, cache_claim)
         self._runner = ModelRunner(forward, builder, graphs, self._blocks)
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
@@ -241,15 +241,10 @@ class Generator:
         return progress
 
     def _check_cache(self) -> None:
-        if any(layer.kv_cache is None or layer.kv_cache.data_ptr() != place for layer, place in self._layers):
+        if self._bindings.changed() is not None:
             raise CacheError(
-                "a step of a generator whose model has another cache now",
-                "the cache that the generator was made for",
-                "make a new generator after allocating a cache",
-            )
-        if not owns_cache(self.cache.kv_caches[0], self):
-            raise CacheError(
-                "a step of a generator whose cache another generator, a calibration or an audit has taken",
+                "a step of a generator whose cache was bound again, or taken by another generator, a calibration or an "
+                "audit",
                 "one generator for a cache: the newest",
                 "use that one or make a new one, or give each a model with a cache of its own",
             )

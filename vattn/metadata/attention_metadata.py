@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vattn.config.arguments import read_count
 from vattn.config.dcp import Stripe
-from vattn.errors import MetadataError
+from vattn.errors import GraphContractError, MetadataError
 from vattn.metadata.checks import (
     check_block_table,
     check_seq_lens,
     check_slots,
     check_tree_ids,
 )
-from vattn.metadata.lineage import BuiltStep
+from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
+from vattn.metadata.step import Step
 
 OPTIONAL_STEP_FIELDS = (
     "encoder_seq_lens",
@@ -77,10 +78,41 @@ class CaptureKey(NamedTuple):
     def differences(self, other: CaptureKey) -> list[str]:
         """Return one line per field in which `other` contradicts this key, e.g. `"num_reqs 4, captured 8"`."""
         found = []
-        for name, captured, came in zip(self._fields, self, other, strict=True):
-            if captured != came:
-                found.append("buffers moved" if name == "buffers" else f"{name} {came!r}, captured {captured!r}")
+        for name, captured, given in zip(self._fields, self, other, strict=True):
+            if captured != given:
+                found.append("buffers moved" if name == "buffers" else f"{name} {given!r}, captured {captured!r}")
         return found
+
+
+def refuse_contradiction(captured: CaptureKey, step_key: CaptureKey) -> None:
+    """Raise GraphContractError, naming every difference, if a step cannot replay a capture."""
+    if captured != step_key:
+        raise GraphContractError(
+            "the step contradicts the captured graph: " + "; ".join(captured.differences(step_key)),
+            "the sizes, optional tensors and buffers of the capture",
+            "build the step with the builder and the capture_key of the capture, or capture this kind of step too",
+        )
+
+
+def refuse_overflow(step: Step, key: CaptureKey) -> None:
+    """Refuse a step that is larger than a capture in any size."""
+    captured = dict(key.optional)
+    sizes = [
+        ("requests", step.query_lens.shape[0], key.num_reqs),
+        ("tokens", step.positions.shape[0], key.num_tokens),
+    ]
+    if step.cross is not None and "cross_slot_mapping" in captured:
+        sizes.append(("encoder states", step.cross.num_rows, captured["cross_slot_mapping"][0]))
+    if "logits_indices" in captured:
+        kept = step.query_lens if step.num_logits is None else step.num_logits
+        sizes.append(("kept tokens", int(kept.sum()), captured["logits_indices"][0]))
+    for name, count, limit in sizes:
+        if count > limit:
+            raise GraphContractError(
+                f"a step of {count} {name} for a graph captured with {limit}",
+                f"at most {limit} {name}",
+                "replay a larger graph, or run this step without one",
+            )
 
 
 @dataclass(eq=False)
@@ -275,28 +307,6 @@ def step_of(metadata: object, where: str) -> AttentionMetadata:
     if is_rewritten(metadata):
         raise rewritten(metadata, where)
     return metadata
-
-
-class OfBuilder(Protocol):
-    """Metadata that knows which step of its builder it is."""
-
-    _built: BuiltStep | None
-
-
-def is_rewritten(metadata: OfBuilder) -> bool:
-    """Return whether its builder has written a later step over this one; nothing that varies by step is read."""
-    built = metadata._built
-    return built is not None and built.rewritten is not None
-
-
-def rewritten(metadata: OfBuilder, where: str) -> MetadataError:
-    """Return the error of such a step; `where` it came."""
-    assert metadata._built is not None
-    return MetadataError(
-        f"{where} got {metadata._built.rewritten}",
-        "the newest step of a builder, all of whose steps share their tensors",
-        "run what build() or advance() returned last, and build steps that must last with a builder of their own",
-    )
 
 
 def _check_shapes(host: dict[str, Tensor]) -> None:

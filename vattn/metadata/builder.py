@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,21 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.bindings import CacheBindings, cache_kind
 from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, DeviceError, MetadataError
-from vattn.metadata.advance import FollowingSteps, moved_on, write_following
-from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
-from vattn.metadata.block_conflicts import WrittenBlocks
-from vattn.metadata.capture_contract import refuse_contradiction, refuse_overflow
+from vattn.metadata.advance import DecodeRun, advanced, write_advance
+from vattn.metadata.attention_metadata import (
+    AttentionMetadata,
+    CaptureKey,
+    refuse_contradiction,
+    refuse_overflow,
+    step_of,
+)
+from vattn.metadata.block_conflicts import BlockConflicts
 from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
 from vattn.metadata.dcp import builder_facts, check_striped_step, step_facts, telling_others
 from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
 from vattn.metadata.inputs import Lengths, read_positions, read_step
-from vattn.metadata.lineage import BuiltSteps
+from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers, alias
 from vattn.metadata.step import Limits, Step
@@ -154,9 +161,9 @@ class AttentionMetadataBuilder:
         with torch.inference_mode(False):
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
-        self._written = WrittenBlocks(self.num_blocks, found.reaches)
+        self._conflicts = BlockConflicts(self.num_blocks, found.reaches)
         self._builds = itertools.count()
-        self._steps = BuiltSteps(found.bound, self.num_blocks)
+        self._lineage = Lineage(CacheBindings(found.bound, cache_kind), self.num_blocks)
         if context_parallel is not None:
             context_parallel.agree(builder_facts(self._limits, found.asked))
 
@@ -175,7 +182,7 @@ class AttentionMetadataBuilder:
         host = torch.device("cpu")
         self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
         self._host_table = self._buffers.block_table
-        self._built: tuple[AttentionMetadata, Step | FollowingSteps] | None = None
+        self._built: tuple[AttentionMetadata, Step | DecodeRun] | None = None
         """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
 
     def build(
@@ -242,20 +249,22 @@ class AttentionMetadataBuilder:
             CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
             RankError: the other ranks build another step, or none; no buffer was touched.
         """
-        number = next(self._builds)
-        with telling_others(self.context_parallel):
-            self._steps.check_caches()
-            step = read_step(
-                self._limits, self._written, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias,
-                tree_id, mm_ranges,
+        number, parallel = next(self._builds), self.context_parallel
+        with contextlib.nullcontext() if parallel is None else telling_others(parallel):
+            self._lineage.check_caches()
+            step = self._read(
+                query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
             )  # fmt: skip
-            num_reqs, num_tokens = step.query_lens.shape[0], step.positions.shape[0]
-            if self.context_parallel is not None:
+            num_reqs, num_tokens = step.query_lens.shape[0], step.num_tokens
+            if parallel is not None:
                 check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
-            step.positions = step.positions if positions is None else read_positions(positions, num_tokens)
+            if positions is not None:
+                step.positions = read_positions(positions, num_tokens)
             step.given_places = positions is not None or slot_mapping is not None
-            step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
-            step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
+            if encoder_lens is not None or new_encoder is not None or cross_block_tables is not None:
+                step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
+            if num_logits is not None or logits_indices is not None:
+                step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
             if shared_prefix_len is not None:
                 step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
             if capture_key is not None:
@@ -269,19 +278,25 @@ class AttentionMetadataBuilder:
                 num_reqs_padded = capture_key.num_reqs if num_reqs_padded is None else num_reqs_padded
                 num_tokens_padded = capture_key.num_tokens if num_tokens_padded is None else num_tokens_padded
                 refuse_overflow(step, capture_key)
-            padded_reqs = _padded("requests", num_reqs, num_reqs_padded, max(2, num_reqs), self.max_num_reqs)
-            padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, num_tokens, self.max_num_tokens)
+            padded_reqs, padded_tokens = max(2, num_reqs), num_tokens
+            if num_reqs_padded is not None:
+                padded_reqs = _padded("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
+            if num_tokens_padded is not None:
+                padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
             metadata = self._views(step, padded_reqs, padded_tokens)
-            self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
-            self._add_logits(metadata, step, padded_reqs, num_logits_padded)
-            self._add_prefix(metadata, step, padded_reqs)
+            if step.cross is not None or num_encoder_tokens_padded is not None:
+                self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
+            if step.num_logits is not None or num_logits_padded is not None:
+                self._add_logits(metadata, step, padded_reqs, num_logits_padded)
+            if step.shared_prefix_len is not None:
+                self._add_prefix(metadata, padded_reqs)
             if capture_key is not None:
                 refuse_contradiction(capture_key, metadata.capture_key())
-        if self.context_parallel is not None:
-            self.context_parallel.agree(step_facts(step, metadata, number))
+        if parallel is not None:
+            parallel.agree(step_facts(step, metadata, number))
         for layer in self._sink_layers:
             layer.write_changed_sinks()
-        self._built, metadata._built = None, self._steps.begin()
+        self._built, metadata._built = None, self._lineage.begin()
         self._write(step, padded_reqs, padded_tokens)
         self._derive(metadata, step)
         metadata.mark_dynamic()
@@ -290,8 +305,25 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
+    def _read(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths | None,
+        block_tables: Any,
+        slot_mapping: Lengths | None,
+        causal: bool | Lengths,
+        tree_bias: Tensor | None,
+        tree_id: Lengths | None,
+        mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
+    ) -> Step:
+        """Return what `read_step` makes of the arguments of `build`."""
+        return read_step(
+            self._limits, self._conflicts, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id,
+            mm_ranges,
+        )  # fmt: skip
+
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
-        """Return the step behind a step of decodes: each of its requests gets one new token more.
+        """Return the step that follows a step of decodes: each of its requests gets one new token more.
 
         The metadata is what `build` would return for the same requests with lengths one larger; only what differs is
         checked, written and copied, so that it takes a fraction of the time.
@@ -318,25 +350,25 @@ class AttentionMetadataBuilder:
         """
         if self._built is None or self._built[0] is not metadata:
             raise self._not_the_last(metadata)
-        self._steps.check_caches()
-        before, steps = self._built
-        if isinstance(steps, Step):
-            steps = FollowingSteps(self._limits, steps, self._host_table[: steps.table.shape[0]], self._written)
-        step = steps.read(new_blocks)
+        self._lineage.check_caches()
+        before, run = self._built
+        if isinstance(run, Step):
+            run = DecodeRun(self._limits, run, self._host_table[: run.table.shape[0]], self._conflicts)
+        step = run.next(new_blocks)
         for layer in self._sink_layers:
             layer.write_changed_sinks()
-        self._built, built = None, self._steps.begin()
-        write_following(step, self._staging.next(), self._buffers)
+        self._built, built = None, self._lineage.begin()
+        write_advance(step, self._staging.next(), self._buffers)
         self._staging.copied()
         # Its tensors are those of the step before, which Dynamo knows as dynamic.
-        after = moved_on(before, built)
-        self._derive(after, step)
-        steps.move(step)
-        self._built = after, steps
+        after = advanced(before, built)
+        self._plans.fill(after, after.seq_lens, step)
+        run.commit(step)
+        self._built = after, run
         return after
 
     def _not_the_last(self, metadata: object) -> MetadataError:
-        """Return the error of `advance` behind something else than the newest step of this builder."""
+        """Return the error of `advance` after something else than the newest step of this builder."""
         built = metadata._built if isinstance(metadata, AttentionMetadata) else None
         newest = self._built[0]._built if self._built is not None else None
         if built is not None and built is newest:
@@ -348,41 +380,41 @@ class AttentionMetadataBuilder:
         else:
             what = f"metadata of type {type(metadata).__name__}"
         return MetadataError(
-            f"advance() behind {what}",
+            f"advance() after {what}",
             "the metadata itself that build() or advance() of this builder returned last",
             "pass that, or call build() for this step",
         )
 
-    def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
-        """Add views of the encoder's side, with as many rows of states as asked for."""
+    def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, padded: int | None) -> None:
+        """Add views of the encoder's side, with `padded` rows of states; default: as many as the step writes."""
         if step.cross is None:
-            if asked is not None and asked != 0:
+            if padded != 0:
                 raise MetadataError(
-                    f"num_encoder_tokens_padded={asked} without encoder_lens", "both or neither", "pass encoder_lens"
+                    f"num_encoder_tokens_padded={padded} without encoder_lens", "both or neither", "pass encoder_lens"
                 )
             return
         rows = step.cross.num_rows
-        padded = _padded("encoder states", rows, asked, rows, self._limits.encoder_tokens)
+        if padded is not None:
+            rows = _padded("encoder states", rows, padded, self._limits.encoder_tokens)
         metadata.encoder_seq_lens = alias(self._buffers.encoder_seq_lens[:num_reqs])
         metadata.cross_block_table = alias(self._buffers.cross_block_table[:num_reqs])
-        if padded:
-            metadata.cross_slot_mapping = alias(self._cross_slots[:padded])
+        if rows:
+            metadata.cross_slot_mapping = alias(self._cross_slots[:rows])
 
-    def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, asked: int | None) -> None:
-        """Add views of the kept rows; forget them in a step that keeps all, unless a size is asked for."""
-        if asked is None and (step.num_logits is None or torch.equal(step.num_logits, step.query_lens)):
+    def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, padded: int | None) -> None:
+        """Add views of the kept rows; forget them in a step that keeps all, unless a size is given."""
+        if padded is None and step.num_logits is not None and torch.equal(step.num_logits, step.query_lens):
             step.num_logits = None
             return
         step.num_logits = step.query_lens if step.num_logits is None else step.num_logits
         kept = int(step.num_logits.sum())
-        padded = _padded("kept tokens", kept, asked, kept, self.max_num_tokens)
+        if padded is not None:
+            kept = _padded("kept tokens", kept, padded, self.max_num_tokens)
         metadata.logits_start_loc = alias(self._buffers.logits_start_loc[: num_reqs + 1])
-        metadata.logits_indices = alias(self._logits_indices[:padded])
+        metadata.logits_indices = alias(self._logits_indices[:kept])
 
-    def _add_prefix(self, metadata: AttentionMetadata, step: Step, num_reqs: int) -> None:
-        """Add views of what layers read of a shared prefix and behind it."""
-        if step.shared_prefix_len is None:
-            return
+    def _add_prefix(self, metadata: AttentionMetadata, num_reqs: int) -> None:
+        """Add views of what layers read of a shared prefix and after it."""
         if metadata.logits_indices is not None:
             raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
         metadata.prefix_lens = alias(self._buffers.prefix_lens[:2])
@@ -419,35 +451,36 @@ class AttentionMetadataBuilder:
 
     def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Describe the step by views of the device buffers; writes nothing."""
-        to = self._buffers
-        bias = step.tree_bias
+        to, bias = self._buffers, step.tree_bias
         queries, lengths = step.query_lens, step.seq_lens
-        decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
-        decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
-        real_tokens = step.positions.shape[0]
-        longest = int(lengths.max()) if len(lengths) else 0
+        decodes, decode_tokens = queries.shape[0], step.num_tokens
+        if step.max_query_len > self.decode_threshold or bool((queries == lengths).any()):
+            decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
+            decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
+        given_end = int(step.positions.max()) if step.given_places and step.num_tokens else step.max_seq_len - 1
+        # `.data`: plain tensors over the memory of the views, whose bases Dynamo would trace and guard too.
         return AttentionMetadata(
-            query_start_loc=alias(to.query_start_loc[: num_reqs + 1]),
-            seq_lens=alias(to.seq_lens[:num_reqs]),
-            block_table=alias(to.block_table[:num_reqs, : 0 if step.packed else None]),
-            slot_mapping=alias(to.slot_mapping[:num_tokens]),
-            positions=alias(to.positions[:num_tokens]),
-            causal=step.causal if isinstance(step.causal, bool) else alias(to.causal_flags[:num_reqs]),
-            tree_bias=None if bias is None else alias(to.tree_bias[: bias.numel()].view(bias.shape)),
-            tree_id=None if bias is None else alias(to.tree_id[:num_reqs]),
-            mm_ranges=None if step.mm_ranges is None else alias(to.mm_ranges[:num_reqs]),
+            query_start_loc=to.query_start_loc[: num_reqs + 1].data,
+            seq_lens=to.seq_lens[:num_reqs].data,
+            block_table=to.block_table[:num_reqs, : 0 if step.packed else None].data,
+            slot_mapping=to.slot_mapping[:num_tokens].data,
+            positions=to.positions[:num_tokens].data,
+            causal=step.causal if isinstance(step.causal, bool) else to.causal_flags[:num_reqs].data,
+            tree_bias=None if bias is None else to.tree_bias[: bias.numel()].view(bias.shape).data,
+            tree_id=None if bias is None else to.tree_id[:num_reqs].data,
+            mm_ranges=None if step.mm_ranges is None else to.mm_ranges[:num_reqs].data,
             plans={} if step.packed else self._plans.views(num_tokens, num_reqs),
             num_reqs=queries.shape[0],
-            num_actual_tokens=real_tokens,
-            max_query_len=int(queries.max()) if len(queries) else 0,
-            max_seq_len=longest,
-            max_position=int(step.positions.max()) if step.given_places and real_tokens else longest - 1,
-            num_prefills=len(queries) - decodes,
-            num_prefill_tokens=real_tokens - decode_tokens,
+            num_actual_tokens=step.num_tokens,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            max_position=given_end,
+            num_prefills=queries.shape[0] - decodes,
+            num_prefill_tokens=step.num_tokens - decode_tokens,
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             block_size=self.block_size,
-            local_seq_lens=None if step.held is None else alias(to.local_seq_lens[:num_reqs]),
+            local_seq_lens=None if step.held is None else to.local_seq_lens[:num_reqs].data,
             stripe=self._limits.stripe,
         )
 
@@ -455,7 +488,7 @@ class AttentionMetadataBuilder:
         """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""
         staging = self._staging.next()
         staging.fill(step, num_reqs, num_tokens)
-        # Steps behind this one write their entries apart, so that it stays until the next build.
+        # `advance` writes its entries elsewhere, so that this table stays until the next build.
         self._host_table = staging.block_table
         if staging is not self._buffers:
             for source, target in staging.pieces(self._buffers, step, num_reqs, num_tokens):
@@ -467,14 +500,15 @@ def _capacity(name: str, size: Any, least: int = 1) -> int:
     return read_count(name, size, least, f"give the builder the largest {name} of any step")
 
 
-def _padded(what: str, real: int, asked: int | None, default: int, limit: int) -> int:
-    size = default if asked is None else integer(asked)
+def _padded(what: str, real: int, given: Any, limit: int) -> int:
+    size = integer(given)
     if size is None:
-        raise MetadataError(f"{real} {what} padded to {asked!r:.60}", "an int", "pass a count, or None")
-    if size < real or size > limit or (what == "requests" and size < 2):
+        raise MetadataError(f"{real} {what} padded to {given!r:.60}", "an int", "pass a count, or None")
+    least = max(real, 2) if what == "requests" else real
+    if not least <= size <= limit:
         raise MetadataError(
             f"{real} {what} padded to {size}",
-            f"{max(real, 2) if what == 'requests' else real} to {limit} {what}",
+            f"{least} to {limit} {what}",
             "pad to a size between the real one and the builder's capacity",
         )
     return size

@@ -33,7 +33,16 @@ def most_blocks(num_blocks: int | None) -> int:
 
 def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_blocks: int | None) -> None:
     """Raise MetadataError for a host table that is too narrow for a length or has a used entry out of range."""
-    needed, most = check_width(table, seq_lens, block_size), most_blocks(num_blocks)
+    needed = (seq_lens + (block_size - 1)) // block_size
+    if bool((needed > table.shape[1]).any()):
+        row = int(needed.argmax())
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
+    check_ids(table, needed, num_blocks)
+
+
+def check_ids(table: Tensor, needed: Tensor, num_blocks: int | None) -> None:
+    """Raise MetadataError for a block id out of range among the first `needed` (int64 `[B]`) ones of each request."""
+    most = most_blocks(num_blocks)
     if table.numel():
         # Most steps are right everywhere, past the last blocks too, and one pass tells.
         lowest, highest = table.aminmax()
@@ -49,15 +58,6 @@ def check_block_table(table: Tensor, seq_lens: Tensor, block_size: int, num_bloc
             f"block ids from 0 to {most - 1}",
             "check the block allocator, or pass the cache's real num_blocks",
         )
-
-
-def check_width(table: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
-    """Return how many blocks each request has, int64 `[B]`; raise MetadataError for a table that is too narrow."""
-    needed = (seq_lens + (block_size - 1)) // block_size
-    if bool((needed > table.shape[1]).any()):
-        row = int(needed.argmax())
-        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, table.shape[1])
-    return needed
 
 
 def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int) -> MetadataError:

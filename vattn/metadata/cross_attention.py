@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError
-from vattn.metadata.checks import check_block_table
-from vattn.metadata.inputs import Lengths, check_capacity, check_count, read_flags, read_integers, read_table
+from vattn.metadata.checks import check_ids
+from vattn.metadata.inputs import Lengths, check_count, over_capacity, read_flags, read_integers, read_table
 from vattn.metadata.step import CrossStep, Limits
 
 
@@ -31,9 +31,9 @@ def read_cross_step(
     """
     if encoder_lens is None or cross_block_tables is None:
         if encoder_lens is not None or new_encoder is not None or cross_block_tables is not None:
-            came = {"encoder_lens": encoder_lens, "cross_block_tables": cross_block_tables, "new_encoder": new_encoder}
+            given = {"encoder_lens": encoder_lens, "cross_block_tables": cross_block_tables, "new_encoder": new_encoder}
             raise MetadataError(
-                f"{', '.join(name for name, value in came.items() if value is not None)} alone",
+                f"{', '.join(name for name, value in given.items() if value is not None)} alone",
                 "encoder_lens and cross_block_tables together, new_encoder with them or not at all",
                 "pass both in every step of a model with cross attention",
             )
@@ -52,24 +52,26 @@ def read_cross_step(
     if bool((lengths < 0).any()):
         row = int((lengths < 0).nonzero()[0])
         raise MetadataError(f"encoder_lens[{row}]={int(lengths[row])}", "lengths >= 0", "pass 0 for no encoder input")
-    check_capacity(
-        "encoder states in one request", max(lengths.tolist(), default=0), limits.encoder_len, "max_encoder_len"
-    )
-    table = read_table("cross_block_tables", cross_block_tables, lengths, limits.block_size)
-    check_block_table(table, lengths, limits.block_size, limits.num_blocks)
+    longest = max(lengths.tolist(), default=0)
+    if longest > limits.encoder_len:
+        raise over_capacity("encoder states in one request", longest, limits.encoder_len, "max_encoder_len")
+    needed = (lengths + (limits.block_size - 1)) // limits.block_size
+    table = read_table("cross_block_tables", cross_block_tables, lengths, needed, limits.block_size)
+    check_ids(table, needed, limits.num_blocks)
     new = torch.zeros(num_reqs, dtype=torch.bool)
     if new_encoder is not None:
         new = read_flags("new_encoder", new_encoder, num_reqs)
     num_rows = int(lengths[new].sum())
-    check_capacity("new encoder states", num_rows, limits.encoder_tokens, "max_encoder_tokens")
+    if num_rows > limits.encoder_tokens:
+        raise over_capacity("new encoder states", num_rows, limits.encoder_tokens, "max_encoder_tokens")
     if num_rows:
-        _check_written_once(table[new], lengths[new], limits.block_size)
-        _check_readers(table, lengths, new, limits.block_size)
+        _check_written_once(table[new], needed[new])
+        _check_readers(table, lengths, needed, new)
     return CrossStep(lengths, new, table, num_rows)
 
 
-def _check_written_once(table: Tensor, lengths: Tensor, block_size: int) -> None:
-    used = torch.arange(table.shape[1]) < ((lengths + (block_size - 1)) // block_size).unsqueeze(1)
+def _check_written_once(table: Tensor, needed: Tensor) -> None:
+    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
     blocks = table[used].sort().values
     twice = blocks[1:][blocks[1:] == blocks[:-1]]
     if twice.numel():
@@ -80,12 +82,11 @@ def _check_written_once(table: Tensor, lengths: Tensor, block_size: int) -> None
         )
 
 
-def _check_readers(table: Tensor, lengths: Tensor, new: Tensor, block_size: int) -> None:
+def _check_readers(table: Tensor, lengths: Tensor, needed: Tensor, new: Tensor) -> None:
     """Refuse states that this step writes where another request has states of its own.
 
     A request that is not new may read a new one's states from their beginning on: layers store before they read.
     """
-    needed = (lengths + (block_size - 1)) // block_size
     used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
     written = table[used & new.unsqueeze(1)]
     shared = torch.isin(table, written) & used & ~new.unsqueeze(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from vattn.config.dcp import stripe_of
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, MetadataError
-
-if TYPE_CHECKING:
-    from vattn.metadata.attention_metadata import AttentionMetadata
-    from vattn.metadata.step import Limits, Step
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.step import Limits, Step
 
 
 def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) -> str:

@@ -16,8 +16,8 @@ from vattn.backends.advance_step import advance
 from vattn.config.arguments import read_count
 from vattn.config.attention import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
-from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
-from vattn.metadata.lineage import BuiltStep
+from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
+from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.ops.advance_arguments import AdvanceArgs
 
 Replan = Callable[[AttentionMetadata], None]
@@ -244,7 +244,7 @@ class FlashAttentionMetadata:
         common = self.common
         if self._built is not None:
             # Halves and copies describe the step before from now on; this one goes on.
-            self._built = common._built = self._built.follow()
+            self._built = common._built = self._built.lineage.begin()
         if turn_prefills_into_decodes:
             self._turn_into_decodes(common, num_seqs)
         positions = model_input.input_positions if common.positions is None else common.positions

@@ -12,10 +12,10 @@ from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
+from vattn.metadata.block_conflicts import Reach, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.flash_attn import FlashAttentionMetadata
-from vattn.metadata.inputs import Lengths, read_integers
-from vattn.metadata.token_order import is_decode
+from vattn.metadata.inputs import Lengths, is_decode, read_integers
 
 
 class FlashAttentionMetadataBuilder:
@@ -223,7 +223,7 @@ class FlashAttentionMetadataBuilder:
             return  # What follows refuses lengths that contradict each other.
         size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
         now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
-        used = self._inner._written.used(table.shape[1], then, lengths - queries, size)
+        used = used_entries(self._inner.reaches, table.shape[1], then, lengths - queries, size)
         coming = used & (columns >= now.unsqueeze(1))
         blocks = table[coming]
         if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
@@ -275,3 +275,8 @@ class _ReplanningBuilder(AttentionMetadataBuilder):
     def replan(self, metadata: AttentionMetadata) -> None:
         """Fill the schedules from the lengths on the device, in shapes for the rows that the step has now."""
         self._plans.refill(metadata)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """How far back the layers can see."""
+        return self._conflicts.reaches

@@ -15,8 +15,9 @@ from contextvars import ContextVar
 import torch
 
 from vattn.errors import MetadataError
-from vattn.metadata.attention_metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.lineage import is_rewritten, rewritten
 
 current: AttentionMetadata | None = None
 
@@ -60,7 +61,7 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
     if metadata is not None and is_rewritten(metadata):
         raise rewritten(metadata, "forward_context()")
     if metadata is not None and metadata._built is not None and not torch.compiler.is_compiling():
-        metadata._built.check_caches()
+        metadata._built.lineage.check_caches()
     # Dynamo traces neither locks nor context variables.
     before, block = current, None if torch.compiler.is_compiling() else _Block(metadata)
     if block is not None:

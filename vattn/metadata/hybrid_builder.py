@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from vattn.cache.cache_group import CacheGroup
 from vattn.cache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.errors import ConfigError, MetadataError
-from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
-from vattn.metadata.block_conflicts import Reach, Writing, WrittenBlocks, refuse_shared
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, refuse_contradiction
+from vattn.metadata.block_conflicts import Reach, refuse_conflicts, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
-from vattn.metadata.capture_contract import refuse_contradiction
 from vattn.metadata.checks import check_block_table, check_slots
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.inputs import Lengths, read_integers, read_step
@@ -75,8 +74,8 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         self.groups = _groups_of(layers)
         self._own = [group for group in self.groups if group.kind != "cross"]
         self._clusters = _clusters(layers, self._own)
-        self._written_by_groups = WrittenBlocks(self.num_blocks)
-        self._written = _CHECKED  # what the base class builds is the first group's step, read once more
+        self._others: list[Step] = []
+        """The steps of the other groups, as they were read last."""
         extra = max(0, len(self._own) - 1)
         with torch.inference_mode(False):
             self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
@@ -109,34 +108,21 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
                 needed; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
         """
-        tables: list[Any] = list(block_tables)
         if slot_mapping is not None:
             if bool((read_integers("slot_mapping", slot_mapping) != -1).any()):
                 raise MetadataError("slot_mapping with slots", "-1 everywhere: groups differ in slots", "leave it out")
-            tables = [block_tables] * len(self._own)
-        if len(tables) != len(self._own):
+            block_tables = [block_tables] * len(self._own)
+        if len(block_tables) != len(self._own):
             raise MetadataError(
-                f"{len(tables)} block tables",
+                f"{len(block_tables)} block tables",
                 f"{len(self._own)}: one for each of {', '.join(map(repr, self._own))}",
                 "pass a list of tables, each with one row of block ids for each request",
             )
-        # Tables of groups that share storages are looked through together, and those alone.
-        later = _CHECKED if slot_mapping is None and self._limits.stripe is None else None
-        steps = [
-            read_step(self._limits, later, query_lens, seq_lens, table, slot_mapping, True, None, None, None)
-            for table in tables
-        ]
-        if slot_mapping is None:
-            for group, step in zip(self._own, steps, strict=True):
-                self._check_held(group, step)
-            for cluster in self._clusters:
-                self._check_written(cluster, [steps[index] for index in cluster])
-        options["slot_mapping"] = slot_mapping
         if capture_key is not None:
             options["capture_key"] = self._own_key(capture_key)
-        first = super().build(query_lens, seq_lens, tables[0] if tables else None, **options)
+        first = super().build(query_lens, seq_lens, block_tables, slot_mapping=slot_mapping, **options)
         num_reqs, num_tokens = first.seq_lens.shape[0], first.slot_mapping.shape[0]
-        self._write_tables(steps[1:], num_reqs, num_tokens)
+        self._write_tables(num_reqs, num_tokens)
         parts = {0: first}
         for index, table in enumerate(self._tables, 1):
             parts[index] = dataclasses.replace(
@@ -150,6 +136,34 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         metadata = GroupedMetadata(**fields, parts=order, cache_groups=self.groups)
         metadata.mark_dynamic()
         return metadata
+
+    def _read(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths | None,
+        block_tables: Any,
+        slot_mapping: Lengths | None,
+        causal: bool | Lengths,
+        tree_bias: Tensor | None,
+        tree_id: Lengths | None,
+        mm_ranges: Any,
+    ) -> Step:
+        """Return the first group's step, and keep the others for when its buffers are written."""
+        masks: tuple[Any, ...] = (causal, tree_bias, tree_id, mm_ranges)
+        steps = []
+        for table in block_tables or [None]:
+            steps.append(read_step(self._limits, None, query_lens, seq_lens, table, slot_mapping, *masks))
+            masks = (True, None, None, None)
+        if slot_mapping is None:
+            for group, step in zip(self._own, steps, strict=False):
+                self._check_held(group, step)
+            for cluster in self._clusters:
+                self._check_written(cluster, [steps[index] for index in cluster])
+        elif self._own:
+            held = torch.as_tensor(most_held(self._limits.stripe, steps[0].seq_lens))
+            check_block_table(steps[0].table, held, self.block_size, self.num_blocks)
+        self._others = steps[1:]
+        return steps[0]
 
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
         """Refuse: what becomes of blocks behind windows is read from whole tables.
@@ -183,9 +197,9 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         ]
         table = torch.cat(tables) if len(tables) > 1 else tables[0]
         slots = torch.cat([step.slots for step in steps])
-        longest = int(steps[0].seq_lens.max()) if slots.numel() else 0
+        longest = steps[0].max_seq_len
         stripe = self._limits.stripe
-        if stripe is None and self._written_by_groups.sound(table, slots, size, longest):
+        if stripe is None and self._conflicts.absent(table, slots, size, longest):
             return
         held = torch.as_tensor(most_held(stripe, steps[0].seq_lens))
         for step in steps:
@@ -196,18 +210,21 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
             local = step.positions if stripe is None else stripe.local_indices(step.positions).clamp(min=0)
             places.append(request * width + local // size)
-            reach = WrittenBlocks(None, [_reach(self._own[index].spec)])
-            used.append(reach.used(width, -(-held // size), step.seq_lens - step.query_lens, size))
-        names = [f"request {row} of {self._own[index]!r}" for index in cluster for row in range(num_reqs)]
+            reach = _reach(self._own[index].spec)
+            used.append(used_entries([reach], width, -(-held // size), step.seq_lens - step.query_lens, size))
         stored, one = slots >= 0, steps[0]
         contexts = one.seq_lens - one.query_lens if stripe is None else torch.full_like(one.seq_lens, -1)
         groups = torch.arange(len(steps)).repeat_interleave(num_reqs)
-        refuse_shared(
-            Writing(
-                table, torch.cat(places)[stored], slots[stored], torch.cat(used), contexts.repeat(len(steps)), size,
-                names, groups,
-            )
-        )  # fmt: skip
+        refuse_conflicts(
+            table,
+            torch.cat(used),
+            torch.cat(places)[stored],
+            slots[stored],
+            contexts.repeat(len(steps)),
+            size,
+            lambda row: f"request {row % num_reqs} of {self._own[cluster[row // num_reqs]]!r}",
+            groups,
+        )
 
     def _own_key(self, captured: CaptureKey) -> CaptureKey:
         """Return the first group's part of a key, after comparing the others'."""
@@ -216,25 +233,14 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         refuse_contradiction(captured, captured._replace(buffers=(*captured.buffers[:split], *own)))
         return captured._replace(buffers=captured.buffers[:split])
 
-    def _write_tables(self, steps: Sequence[Step], num_reqs: int, num_tokens: int) -> None:
+    def _write_tables(self, num_reqs: int, num_tokens: int) -> None:
         """Fill a staging set and enqueue its copies, as `AttentionMetadataBuilder` does for everything else."""
-        for source, target, step in zip(self._table_staging.next(), self._tables, steps, strict=True):
+        for source, target, step in zip(self._table_staging.next(), self._tables, self._others, strict=True):
             source.fill(step, num_reqs, num_tokens)
             if source is not target:
                 target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
                 target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
         self._table_staging.copied()
-
-
-class _Checked(WrittenBlocks):
-    """Takes what is checked elsewhere."""
-
-    def sound(self, table: Tensor, slots: Tensor, block_size: int, longest: int) -> bool:
-        """Return `True`."""
-        return True
-
-
-_CHECKED = _Checked(1)
 
 
 def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:

@@ -1,29 +1,21 @@
-"""Read one step's host numbers: check them against each other and a builder's capacity, and lay them out as tensors."""
+"""Read one step's host numbers: check them against each other and a builder's capacity, and make tensors of them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vattn.errors import MetadataError
-from vattn.metadata.block_conflicts import WrittenBlocks
-from vattn.metadata.checks import (
-    check_block_table,
-    check_seq_lens,
-    check_slots,
-    check_tree_ids,
-    check_width,
-    too_narrow,
-)
+from vattn.errors import MetadataError, UnknownOptionError
+from vattn.metadata.block_conflicts import BlockConflicts
+from vattn.metadata.checks import check_ids, check_seq_lens, check_slots, check_tree_ids, too_narrow
 from vattn.metadata.step import Limits, Step, most_held
 from vattn.quantization.formats import dtype_name
-
-if TYPE_CHECKING:
-    pass
 
 Lengths = Sequence[int] | Tensor
 """Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
@@ -35,7 +27,7 @@ _INTEGERS = (
 
 def read_step(
     limits: Limits,
-    written: WrittenBlocks | None,
+    conflicts: BlockConflicts | None,
     query_lens: Lengths,
     seq_lens: Lengths | None,
     block_tables: Sequence[Sequence[int]] | Tensor | None,
@@ -49,7 +41,7 @@ def read_step(
 
     Args:
         limits: of the builder.
-        written: tells whose the blocks are that the step writes into; `None`: that is for the caller to see.
+        conflicts: finds blocks that a step writes and others use; `None`: the caller checks tables and slots.
         ...: those of `AttentionMetadataBuilder.build`.
 
     Raises:
@@ -58,30 +50,41 @@ def read_step(
     queries = read_integers("query_lens", query_lens)
     lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
     num_reqs = queries.shape[0]
-    check_count("seq_lens", lengths.shape[0], num_reqs)
-    if block_tables is not None:
-        check_count("block_tables", len(block_tables), num_reqs)
-    check_seq_lens(queries, lengths)
-    num_tokens = int(queries.sum())
-    check_capacity("requests", num_reqs, limits.num_reqs, "max_num_reqs")
-    check_capacity("tokens", num_tokens, limits.num_tokens, "max_num_tokens")
-    longest = max(lengths.tolist(), default=0)
-    check_capacity("positions in one request", longest, limits.seq_len, "max_seq_len")
-
-    request = torch.repeat_interleave(torch.arange(num_reqs), queries)
-    first = queries.cumsum(0) - queries
-    positions = torch.arange(num_tokens) + (lengths - queries - first)[request]
+    if lengths.shape[0] != num_reqs:
+        raise _other_count("seq_lens", lengths.shape[0], num_reqs)
+    if block_tables is not None and len(block_tables) != num_reqs:
+        raise _other_count("block_tables", len(block_tables), num_reqs)
+    cached = lengths - queries
+    query_list, length_list = queries.tolist(), lengths.tolist()
+    if min(query_list, default=0) < 0 or min(cached.tolist(), default=0) < 0:
+        check_seq_lens(queries, lengths)
+    num_tokens, longest = sum(query_list), max(length_list, default=0)
+    longest_query = max(query_list, default=0)
+    for what, count, limit, name in (
+        ("requests", num_reqs, limits.num_reqs, "max_num_reqs"),
+        ("tokens", num_tokens, limits.num_tokens, "max_num_tokens"),
+        ("positions in one request", longest, limits.seq_len, "max_seq_len"),
+    ):
+        if count > limit:
+            raise over_capacity(what, count, limit, name)
+    request = torch.arange(num_reqs)
+    if num_tokens == num_reqs and longest_query == 1:
+        positions = cached
+    else:
+        request = torch.repeat_interleave(request, queries)
+        positions = torch.arange(num_tokens) + (cached - (queries.cumsum(0) - queries))[request]
+    packed = block_tables is None
     if block_tables is None:
         _check_packed(queries, lengths, slot_mapping)
         table = torch.zeros((num_reqs, 0), dtype=torch.int64)
         slots = torch.full_like(positions, -1)
     else:
-        # What the first rank needs every rank asks for, so that all refuse the same tables.
-        held = most_held(limits.stripe, lengths)
+        # What the first rank needs is asked of every rank, so that all refuse the same tables.
+        held = lengths if limits.stripe is None else most_held(limits.stripe, lengths)
         if limits.stripe is not None:
             _check_striped_tables(block_tables, lengths, limits)
-        table = read_table("block_tables", block_tables, held, limits.block_size)
-        needed = check_width(table, held, limits.block_size)
+        needed = (held + (limits.block_size - 1)) // limits.block_size
+        table = read_table("block_tables", block_tables, held, needed, limits.block_size)
         slots, places = _slots(table, request, positions, limits)
         own = slots
         if slot_mapping is not None:
@@ -93,19 +96,33 @@ def read_step(
         else:
             kept = own
         as_told = kept is own or torch.equal(kept, own)
-        if not (as_told and written is not None and written.sound(table, kept, limits.block_size, longest)):
-            check_block_table(table, held, limits.block_size, limits.num_blocks)
+        if conflicts is not None and not (as_told and conflicts.absent(table, kept, limits.block_size, longest)):
+            check_ids(table, needed, limits.num_blocks)
             check_slots(slots, limits.block_size, limits.num_blocks)
-            if written is not None:
-                contexts = lengths - queries if limits.stripe is None else torch.full_like(lengths, -1)
-                written.refuse(table, places, kept, needed, contexts, limits.block_size)
-    _check_reserved(table, lengths, slots, limits)
-    flags = causal if isinstance(causal, bool) else read_flags("causal", causal, num_reqs)
-    bias, ids = _trees(limits, tree_bias, tree_id, num_reqs)
-    ranges = None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs)
-    own_lens = None if limits.stripe is None else limits.stripe.count(lengths)
-    packed = block_tables is None
-    return Step(queries, lengths, table, slots, positions, flags, bias, ids, ranges, packed, held=own_lens)
+            contexts = cached if limits.stripe is None else torch.full_like(lengths, -1)
+            conflicts.refuse(table, places, kept, needed, contexts, limits.block_size)
+        if limits.reserved_blocks:
+            _check_reserved(table, lengths, slots, limits)
+    if not isinstance(causal, bool):
+        causal = read_flags("causal", causal, num_reqs)
+    if tree_bias is not None or tree_id is not None:
+        tree_bias, tree_id = _trees(limits, tree_bias, tree_id, num_reqs)
+    return Step(
+        queries,
+        lengths,
+        table,
+        slots,
+        positions,
+        causal,
+        tree_bias,
+        tree_id,
+        None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs),
+        packed,
+        held=None if limits.stripe is None else limits.stripe.count(lengths),
+        num_tokens=num_tokens,
+        max_query_len=longest_query,
+        max_seq_len=longest,
+    )
 
 
 def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
@@ -130,7 +147,7 @@ def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Ten
 
 
 def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Return the slot of each new token, -1 for those of other ranks, and the entry of the flat table behind it."""
+    """Return the slot of each new token, -1 on another rank, and the entry of the flat table that holds it."""
     size, stripe = limits.block_size, limits.stripe
     index = positions if stripe is None else stripe.local_indices(positions)
     column = index // size if stripe is None else index.clamp(min=0) // size
@@ -189,8 +206,6 @@ def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
 
 def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limits) -> None:
     """Refuse tables and slots that name a block of the sinks."""
-    if not limits.reserved_blocks:
-        return
     used = torch.arange(table.shape[1]) * limits.block_size < lengths.unsqueeze(1)
     wrong = used & (table >= 1) & (table <= limits.reserved_blocks)
     if bool(wrong.any()):
@@ -211,11 +226,7 @@ def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limit
         )
 
 
-def _trees(
-    limits: Limits, bias: Tensor | None, tree_id: Lengths | None, num_reqs: int
-) -> tuple[Tensor | None, Tensor | None]:
-    if bias is None and tree_id is None:
-        return None, None
+def _trees(limits: Limits, bias: Tensor | None, tree_id: Lengths | None, num_reqs: int) -> tuple[Tensor, Tensor]:
     if bias is None or tree_id is None:
         raise MetadataError(
             f"tree_bias {'missing' if bias is None else 'given'}, tree_id {'missing' if tree_id is None else 'given'}",
@@ -278,25 +289,50 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
 
 def read_integers(name: str, values: Lengths) -> Tensor:
     """Return host integers as int64 `[n]`; refuse anything else."""
-    try:
-        tensor = (
-            values if isinstance(values, Tensor) else torch.as_tensor(values if len(values) else torch.empty(0).long())
-        )
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise MetadataError(f"{name} is {values!r:.80}", "a flat sequence of ints", "pass a list of ints") from error
-    if tensor.device.type != "cpu":
+    if isinstance(values, (list, tuple, range)):
+        return _from_list(name, values)
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.as_tensor(values if len(values) else torch.empty(0).long())
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise _no_integers(name, values) from error
+    if values.device.type != "cpu":
         raise MetadataError(
-            f"{name} is on {tensor.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
+            f"{name} is on {values.device}", "host values", f"keep {name} on the host, or pass {name}.cpu()"
         )
-    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
-        kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        kind += "" if tensor.layout == torch.strided else f" and {tensor.layout}"
+    if values.dim() != 1 or values.dtype not in _INTEGERS or values.layout != torch.strided:
+        kind = f"{values.dtype} of shape {tuple(values.shape)}"
+        kind += "" if values.layout == torch.strided else f" and {values.layout}"
         raise MetadataError(f"{name} is {kind}", "a flat sequence of ints", "pass a list of ints")
-    return tensor.long()
+    return values.long()
 
 
-def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
-    """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest."""
+def _from_list(name: str, values: Iterable[int]) -> Tensor:
+    """Return a list of ints as int64 `[n]`, several times as fast as torch reads one."""
+    try:
+        numbers = array("q", values)
+    except (TypeError, OverflowError) as error:
+        raise _no_integers(name, values) from error
+    if bool in map(type, values):
+        raise _no_integers(name, values)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+def _no_integers(name: str, given: object) -> MetadataError:
+    return MetadataError(f"{name} is {given!r:.80}", "a flat sequence of ints", "pass a list of ints")
+
+
+def read_table(
+    name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, needed: Tensor, block_size: int
+) -> Tensor:
+    """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest.
+
+    Args:
+        seq_lens, needed: int64 `[B]`, tokens and blocks of each request.
+
+    Raises:
+        MetadataError: no tables of integers, or a row with fewer blocks than its request needs.
+    """
     if isinstance(tables, Tensor):
         strided = tables.layout == torch.strided
         if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":
@@ -305,40 +341,95 @@ def read_table(name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Te
                 "an integer tensor [requests, blocks] on the host, or one list per request",
                 f"pass {name}.cpu()",
             )
-        return tables.long()
-    # Sets have no order, and of a mapping nobody knows whether its keys are meant.
-    misfits = [row for row in tables if not hasattr(row, "__len__") or isinstance(row, (str, Set, Mapping))]
-    if misfits:
-        raise MetadataError(
-            f"{name} has {misfits[0]!r} in the place of a request's block ids",
-            "one list of block ids per request",
-            f"pass {name}=[[...], [...]]",
-        )
-    widths = torch.tensor([len(row) for row in tables], dtype=torch.int64)
-    needed = (seq_lens + (block_size - 1)) // block_size
-    short = widths < needed
-    if bool(short.any()):
-        row = int(short.nonzero()[0])
-        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, int(widths[row]))
-    width = int(widths.max()) if len(tables) else 0
-    table = torch.zeros((len(tables), width), dtype=torch.int64)
-    flat = [block for row in tables for block in row]
-    if flat:
-        table[torch.arange(width) < widths.unsqueeze(1)] = read_integers(name, flat)
+        widths, table = [tables.shape[1]] * len(tables), tables.long()
+    else:
+        widths, table = _read_rows(name, tables)
+    if any(map(operator.lt, widths, needed.tolist())):
+        row = int((torch.tensor(widths) < needed).nonzero()[0])
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, widths[row])
     return table
+
+
+def _read_rows(name: str, tables: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
+    """Return the widths of some lists of block ids, and the lists as one table."""
+    row: object = tables
+    try:
+        widths = []
+        for row in tables:
+            if isinstance(row, (str, bytes, Set, Mapping)):
+                raise TypeError("no list of ints")
+            widths.append(len(row))
+        width = max(widths, default=0)
+        flat, padding = array("q"), array("q", bytes(8 * width))
+        for row, count in zip(tables, widths, strict=True):
+            flat.extend(row)
+            flat.extend(padding[count:])
+    except (TypeError, OverflowError) as error:
+        raise MetadataError(
+            f"{name} has {row!r:.60} for a request", "one list of block ids per request", f"pass {name}=[[...], [...]]"
+        ) from error
+    table = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
+    return widths, table.view(len(widths), width)
 
 
 def check_count(name: str, count: int, num_reqs: int) -> None:
     """Refuse a list that is not one entry per request."""
     if count != num_reqs:
-        raise MetadataError(
-            f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}"
-        )
+        raise _other_count(name, count, num_reqs)
 
 
-def check_capacity(what: str, count: int, limit: int, name: str) -> None:
-    """Refuse a count beyond the builder's argument `name`."""
-    if count > limit:
-        raise MetadataError(
-            f"a step of {count} {what}", f"at most {limit}", f"make the builder with {name}={count} or more"
-        )
+def _other_count(name: str, count: int, num_reqs: int) -> MetadataError:
+    return MetadataError(f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}")
+
+
+def over_capacity(what: str, count: int, limit: int, name: str) -> MetadataError:
+    """Return the error of a count beyond the builder's argument `name`."""
+    return MetadataError(
+        f"a step of {count} {what}", f"at most {limit}", f"make the builder with {name}={count} or more"
+    )
+
+
+class TokenOrder(NamedTuple):
+    """Requests and their packed tokens in another order.
+
+    Attributes:
+        requests: requests in the new order.
+        tokens: int64 `[T]`, host: row i of the new order is row `tokens[i]` of the old one.
+    """
+
+    requests: list[int]
+    tokens: Tensor
+
+
+def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
+    """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
+
+    Args:
+        query_lens, seq_lens: new, and cached plus new, tokens of each request.
+        first: `"prefill"`, as `FlashAttentionMetadata` wants it, or `"decode"`.
+        decode_threshold: longest query that still counts as a decode.
+
+    Raises:
+        UnknownOptionError: another `first`.
+        MetadataError: no integers, or not one of each for every request.
+
+    Example:
+        >>> import vattn
+        >>> order = vattn.token_order(query_lens=[1, 3, 1], seq_lens=[9, 3, 20], first="prefill")
+        >>> order.requests, order.tokens.tolist()
+        ([1, 0, 2], [1, 2, 3, 0, 4])
+    """
+    if first not in ("prefill", "decode"):
+        raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
+    queries, lengths = read_integers("query_lens", query_lens).tolist(), read_integers("seq_lens", seq_lens).tolist()
+    check_count("seq_lens", len(lengths), len(queries))
+    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries, lengths, strict=True)]
+    requests = sorted(range(len(queries)), key=lambda row: decodes[row] == (first == "prefill"))
+    starts = [0, *accumulate(queries)]
+    rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
+    return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64))
+
+
+def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:
+    """Return whether a request is a decode: few new tokens, and some that were cached before."""
+    return query_len <= decode_threshold and (seq_len > query_len or query_len == 0)

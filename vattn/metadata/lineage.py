@@ -1,85 +1,45 @@
-"""Which step of its builder some metadata describes, and whether a later one has been written over it."""
+"""Which step of its builder some metadata describes: a builder writes all of its steps into the same tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
-
-from vattn.cache.layout import num_blocks_of
-from vattn.config.mla import MLAConfig
-from vattn.errors import MetadataError
-
-if TYPE_CHECKING:
-    from vattn.metadata.bound_layers import BoundLayer
+from vattn.cache.bindings import CacheBindings
+from vattn.errors import CacheError, MetadataError
 
 
 class BuiltStep:
-    """One step among those that a builder wrote into the same tensors; copies and parts of its metadata hold it too.
+    """One step of a builder; its metadata holds it, and so do copies and parts of that metadata.
 
-    Compiled code reads `rewritten` alone, which is `None` in every step that may run: the numbers recompile nothing.
+    Compiled code reads `rewritten` alone, which is `None` in every step that may run, so that no step recompiles.
 
     Attributes:
-        number: which step of its builder, from 1.
-        rewritten: what errors call a step over which another one was written; `None` for the newest. No numbers:
-            Dynamo would take those for sizes that vary, and could not print them.
+        lineage: the steps of the same builder.
+        number: which of them this is, from 1.
+        rewritten: what errors call a step over which another one was written; `None` for the newest. A text: Dynamo
+            would take numbers for sizes that vary, and could not print them.
     """
 
-    __slots__ = ("_steps", "number", "rewritten")
+    __slots__ = ("lineage", "number", "rewritten")
 
-    def __init__(self, steps: BuiltSteps, number: int) -> None:
-        self._steps, self.number = steps, number
+    def __init__(self, lineage: Lineage, number: int) -> None:
+        self.lineage, self.number = lineage, number
         self.rewritten: str | None = None
 
-    def check_cache(self, layer: Any) -> None:
-        """Refuse a layer that was bound to another cache since the builder was made.
 
-        Raises:
-            CacheError: other blocks, or another request.
-            MetadataError: the builder is for more blocks than a layer has that it does not know: kernels see no keys
-                behind the end of a cache.
-        """
-        bound, most = self._steps.bound.get(id(layer)), self._steps.num_blocks
-        if bound is not None and bound.layer() is layer:
-            bound.check(layer)
-        elif most is not None:
-            _check_blocks(layer, most)
+class Lineage:
+    """The steps of one builder, of which its tensors hold the newest alone, and the caches that they are for.
 
-    def check_caches(self) -> None:
-        """Refuse the step if any layer of its builder was bound to another cache; see `check_cache`."""
-        self._steps.check_caches()
-
-    def follow(self) -> BuiltStep:
-        """Return the step that is about to be written over the newest one of the same builder."""
-        return self._steps.begin()
-
-
-class BuiltSteps:
-    """The steps of one builder, of which its tensors hold the newest alone, and the layers that it builds for.
-
-    Attributes:
-        bound: the layers and their caches, by the layers' identities.
-        num_blocks: how many blocks of a cache the builder is for, `None` if it does not know.
+    Args:
+        bindings: the caches that the builder's layers had when it was made.
+        num_blocks: blocks of a cache that the builder is for, `None` if it does not know.
     """
 
-    __slots__ = ("_newest", "bound", "num_blocks")
+    __slots__ = ("_newest", "bindings", "num_blocks")
 
-    def __init__(self, bound: Iterable[BoundLayer] = (), num_blocks: int | None = None) -> None:
-        self.num_blocks = num_blocks
-        self.bound = {id(each.layer()): each for each in bound}
+    def __init__(self, bindings: CacheBindings, num_blocks: int | None) -> None:
+        self.bindings, self.num_blocks = bindings, num_blocks
         self._newest = BuiltStep(self, 0)
-
-    def check_caches(self) -> None:
-        """Refuse layers that were bound to another cache since.
-
-        Raises:
-            CacheError: other blocks, or another request.
-        """
-        for bound in self.bound.values():
-            layer = bound.layer()
-            if layer is not None:
-                bound.check(layer)
 
     def begin(self) -> BuiltStep:
         """Return the step that is about to be written; the one before is rewritten from now on."""
@@ -88,17 +48,55 @@ class BuiltSteps:
         self._newest = BuiltStep(self, number)
         return self._newest
 
+    def check_caches(self) -> None:
+        """Refuse the steps if a layer of the builder was bound to another cache, unless that is an equal one.
 
-def _check_blocks(layer: Any, most: int) -> None:
-    """Refuse a layer whose cache has fewer blocks than a builder is for; one without a cache says so when it runs."""
-    config, cache = getattr(layer, "config", None), getattr(layer, "kv_cache", None)
-    # The blocks of encoder states are counted apart.
-    if config is None or not isinstance(cache, Tensor) or getattr(config, "attn_type", "") == "encoder_decoder":
-        return
-    own = cache.shape[0] if isinstance(config, MLAConfig) else num_blocks_of(cache, config)
-    if own < most:
+        Raises:
+            CacheError: a cache of other blocks, or for another request.
+        """
+        layer = self.bindings.changed()
+        if layer is not None:
+            raise CacheError(
+                f"layer {layer.prefix!r} has another cache since the builder was made, or none",
+                "the cache that the builder was made for, or an equal one",
+                "make a new builder after allocating caches",
+            )
+
+    def check_layer(self, layer: Any) -> None:
+        """Refuse the steps for a layer whose cache has fewer blocks than they are for: kernels would drop the rest.
+
+        Raises:
+            CacheError: as `check_caches`.
+            MetadataError: the layer is none of the builder's, and its cache is too small.
+        """
+        self.check_caches()
+        if self.num_blocks is None or layer.num_blocks is None or layer.num_blocks >= self.num_blocks:
+            return
         raise MetadataError(
-            f"metadata of a builder for {most} blocks in layer {layer.prefix!r}, whose cache has {own}",
-            f"a builder for at most {own} blocks",
+            f"metadata of a builder for {self.num_blocks} blocks in layer {layer.prefix!r}, whose cache has "
+            f"{layer.num_blocks}",
+            f"a builder for at most {layer.num_blocks} blocks",
             "build the step with a builder of this layer, AttentionMetadataBuilder(..., layers=model)",
         )
+
+
+class OfBuilder(Protocol):
+    """Metadata that knows which step of its builder it is."""
+
+    _built: BuiltStep | None
+
+
+def is_rewritten(metadata: OfBuilder) -> bool:
+    """Return whether its builder has written a later step over this one; reads nothing that varies by step."""
+    built = metadata._built
+    return built is not None and built.rewritten is not None
+
+
+def rewritten(metadata: OfBuilder, where: str) -> MetadataError:
+    """Return the error of `where`, which got such a step."""
+    assert metadata._built is not None
+    return MetadataError(
+        f"{where} got {metadata._built.rewritten}",
+        "the newest step of a builder, all of whose steps share their tensors",
+        "run what build() or advance() returned last, and build steps that must last with a builder of their own",
+    )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.cache.bindings import cached_blocks
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.mla import MLAConfig
 from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheNotBoundError, ConfigError
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, plan_key, with_sinks
 from vattn.metadata.block_conflicts import Reach
-from vattn.metadata.bound_layers import BoundLayer, _blocks_of
 from vattn.metadata.dcp import check_ranks
 from vattn.metadata.staging import alias
 from vattn.metadata.step import Limits, Step
@@ -39,7 +39,8 @@ class FoundLayers:
     sink_layers: list[Any] = field(default_factory=list)
     backends: set[str] = field(default_factory=set)
 
-    bound: list[BoundLayer] = field(default_factory=list)
+    bound: list[nn.Module] = field(default_factory=list)
+    """The layers that have a cache."""
 
     reaches: set[Reach] = field(default_factory=set)
     """How far back the layers see that read the requests' own tokens from a cache."""
@@ -134,10 +135,10 @@ def find_layers(
             found.sink_lens[key] = sink_len
             found.configs.setdefault(key, config)
         if isinstance(layer, nn.Module):
-            num_blocks = _blocks_of(layer, config)
+            num_blocks = cached_blocks(layer)
             if config.attn_type != "encoder_decoder":
                 _check_blocks(layer, num_blocks, limits.num_blocks)
-            found.bound.append(BoundLayer(layer, config, num_blocks))
+            found.bound.append(layer)
             found.num_blocks = num_blocks if found.num_blocks is None else found.num_blocks
     if found.num_blocks is None:
         # Without it a block id could not be told from one outside of the cache.

@@ -40,11 +40,13 @@ class StepBuffers:
         real_reqs, real_tokens = step.query_lens.shape[0], step.positions.shape[0]
         _fill_offsets(self.query_start_loc, step.query_lens, num_reqs)
         self.seq_lens[:real_reqs] = step.seq_lens
-        self.seq_lens[real_reqs:num_reqs] = 0
         self.slot_mapping[:real_tokens] = step.slots
-        self.slot_mapping[real_tokens:num_tokens] = -1
         self.positions[:real_tokens] = step.positions
-        self.positions[real_tokens:num_tokens] = 0
+        if num_reqs > real_reqs:
+            self.seq_lens[real_reqs:num_reqs] = 0
+        if num_tokens > real_tokens:
+            self.slot_mapping[real_tokens:num_tokens] = -1
+            self.positions[real_tokens:num_tokens] = 0
         _fill_table(self.block_table, step.table, num_reqs)
         if isinstance(step.causal, Tensor):
             self.causal_flags[:num_reqs] = 1
@@ -123,17 +125,19 @@ def alias(view: Tensor) -> Tensor:
 
 
 def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
+    """Write where each request's rows start; entry 0 is always 0."""
     real = lengths.shape[0]
-    to[0] = 0
     to[1 : real + 1] = lengths.cumsum(0)
-    to[real + 1 : num_reqs + 1] = to[real].item()
+    if num_reqs > real:
+        to[real + 1 : num_reqs + 1] = to[real].item()
 
 
 def _fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
     rows, columns = table.shape[0], min(table.shape[1], to.shape[1])
     to[:rows, :columns] = table[:, :columns]
     to[:rows, columns:] = 0
-    to[rows:num_reqs] = 0
+    if num_reqs > rows:
+        to[rows:num_reqs] = 0
 
 
 def _round_up(count: int) -> int:

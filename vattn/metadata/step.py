@@ -63,6 +63,9 @@ class Step:
     """How many of its tokens this rank holds, under context parallelism."""
     given_places: bool = False
     """Whether slots or positions were given, instead of following from lengths and table."""
+    num_tokens: int = 0
+    max_query_len: int = 0
+    max_seq_len: int = 0
 
 
 def most_held(stripe: Stripe | None, length: Number) -> Number:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.bindings import count_binding
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError
 
@@ -38,6 +39,8 @@ class OwnBuffers(nn.Module):
     prefix: str
     config: AttentionConfig | None
     kv_cache: Tensor | None
+    num_blocks: int | None = None
+    """Blocks of the cache that steps count in; `None` without one, and for encoder states."""
 
     def _own_buffers(self) -> dict[str, Tensor]:
         found = {name: self._buffers.get(name) for name in _OWN_BUFFERS}
@@ -70,7 +73,8 @@ class OwnBuffers(nn.Module):
         for name, buffer in kept.items():
             device = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device)).device
             if name == "kv_cache" and device != buffer.device:
-                self.config = self._buffers[name] = None
+                self.config = self._buffers[name] = self.num_blocks = None
+                count_binding()
             elif not buffer.is_meta:
                 self._buffers[name] = buffer.to(device)
             elif name not in self._non_persistent_buffers_set:

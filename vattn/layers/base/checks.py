@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vattn.errors import CacheError, DeviceError, DtypeError, GradientError, MetadataError, ShapeError
 from vattn.metadata import forward_context as context
-from vattn.metadata.attention_metadata import AttentionMetadata, is_rewritten, rewritten
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.lineage import is_rewritten, rewritten
 from vattn.ops.schemas import asked_gradient
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
@@ -37,7 +38,7 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
     if is_rewritten(metadata):
         raise rewritten(metadata, called(layer))
     if metadata._built is not None and not torch.compiler.is_compiling():
-        metadata._built.check_cache(layer)
+        metadata._built.lineage.check_layer(layer)
     return metadata
 
 

@@ -130,7 +130,7 @@ class CachedAttention(BoundCache):
         if self.kv_cache_group is not None:
             own = part_of(self.kv_cache_group, metadata, context.current)
             if own is not None and own._built is not None and not torch.compiler.is_compiling():
-                own._built.check_cache(self)
+                own._built.lineage.check_layer(self)
             return own
         metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):

@@ -11,8 +11,9 @@ from torch import Tensor
 from vattn.cache.cache_group import CacheGroup
 from vattn.errors import MetadataError, ShapeError, StrideError
 from vattn.layers.base.arguments import StepKind
-from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, is_rewritten, rewritten
+from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
 from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.lineage import is_rewritten, rewritten
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS

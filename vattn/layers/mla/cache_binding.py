@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.cache.bindings import count_binding
 from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
@@ -291,6 +292,8 @@ class BoundLatents(OwnBuffers):
         weight = self.kv_b_weight
         if weight is not None and weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
+        self.num_blocks = blocks
+        count_binding()
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
         self._buffers["workspace"] = workspace

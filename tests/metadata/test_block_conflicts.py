@@ -1,4 +1,4 @@
-"""Blocks that a step writes into belong to one place of one request; who shares one that is only read is left alone."""
+"""A block that a step writes is one entry of one request; requests may share blocks that they only read."""
 
 from __future__ import annotations
 
@@ -26,44 +26,49 @@ def config(window: int | None, **options: Any) -> vattn.AttentionConfig:
     return vattn.AttentionConfig(2, 2, 16, 16, 0.25, "float32", "float32", 8, sliding_window=window, **options)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a block behind itself": (([1], [9], [[5, 6, 5]]), "block 5, which stands twice .* entries 0 and 2"),
-    "a block of the prompt twice": (([3], [7], [[5, 5]]), "block 5, which stands twice"),
-    "a fork that was not copied": (([1, 1], [6, 7], [[1, 2], [1, 2]]), "request 1 and request 0 both write into"),
-    "a fork behind its other half": (
-        ([1, 1], [6, 10], [[1, 2], [1, 2, 3]]), "request 0 writes in this step into block 2, which request 1 reads"
-    ),
-    "a fork that ends a block": (([1, 1], [8, 10], [[1, 2], [1, 2, 3]]), "request 1 reads as entry 1"),
-    "another place of another request": (([1, 1], [6, 10], [[1, 2], [2, 4, 3]]), "request 1 reads as entry 0"),
-    "a new prompt over a cached one": (([8, 1], [8, 10], [[2, 1], [1, 2, 3]]), "which request 1 reads"),
-    "a prompt behind another prefix": (([4, 1], [8, 10], [[9, 2], [1, 2, 3]]), "which request 1 reads as entry 1"),
-    "the null block": (([1, 1], [6, 10], [[1, 0], [2, 0, 3]]), "block 0, which request 1 reads"),
+REFUSED: dict[str, tuple[Any, tuple[int, int, int | None, int, int | None]]] = {
+    "a block behind itself": (([1], [9], [[5, 6, 5]]), (5, 0, 2, 0, 0)),
+    "a block of the prompt twice": (([3], [7], [[5, 5]]), (5, 0, 1, 0, 0)),
+    "a fork that was not copied": (([1, 1], [6, 7], [[1, 2], [1, 2]]), (2, 1, 1, 0, 1)),
+    "a fork behind its other half": (([1, 1], [6, 10], [[1, 2], [1, 2, 3]]), (2, 0, 1, 1, 1)),
+    "a fork that ends a block": (([1, 1], [8, 10], [[1, 2], [1, 2, 3]]), (2, 0, 1, 1, 1)),
+    "another place of another request": (([1, 1], [6, 10], [[1, 2], [2, 4, 3]]), (2, 0, 1, 1, 0)),
+    "a new prompt over a cached one": (([8, 1], [8, 10], [[2, 1], [1, 2, 3]]), (1, 0, 1, 1, 0)),
+    "a prompt behind another prefix": (([4, 1], [8, 10], [[9, 2], [1, 2, 3]]), (2, 0, 1, 1, 1)),
+    "the null block": (([1, 1], [6, 10], [[1, 0], [2, 0, 3]]), (0, 0, 1, 1, 1)),
     "slots of another request": (
-        ([1, 1], [6, 10], [[1, 2], [3, 4, 5]], {"slot_mapping": [18, 21]}), "block 4, which request 1"
+        ([1, 1], [6, 10], [[1, 2], [3, 4, 5]], {"slot_mapping": [18, 21]}), (4, 0, None, 1, 1)
     ),
     "slots in the last request's block": (
-        ([1, 1], [3, 2], [[1], [2]], {"slot_mapping": [10, 9]}), "request 0 and request 1 both write into block 2"
+        ([1, 1], [3, 2], [[1], [2]], {"slot_mapping": [10, 9]}), (2, 1, 0, 0, None)
     ),
     "slots in the first request's block": (
-        ([1, 1], [2, 3], [[2], [1]], {"slot_mapping": [9, 10]}), "request 1 and request 0 both write into block 2"
+        ([1, 1], [2, 3], [[2], [1]], {"slot_mapping": [9, 10]}), (2, 1, None, 0, 0)
     ),
     "a block that ends while its reader is in the middle of another": (
-        ([2, 1], [8, 10], [[1, 2], [1, 2, 3]]), "request 1 reads as entry 1"
+        ([2, 1], [8, 10], [[1, 2], [1, 2, 3]]), (2, 0, 1, 1, 1)
     ),
 }  # fmt: skip
+"""Arguments of `build`, and the block, request and entry that write it, and request and entry that use it."""
+
+
+def conflict(block: int, writer: int, entry: int | None, user: int, used: int | None) -> str:
+    """Return the pattern of an error; an entry of `None` is a slot that was given."""
+    first, second = (r"\(by slot" if at is None else rf"\(entry {at} of" for at in (entry, used))
+    return rf"block {block} is written in this step by request {writer} {first}.* and used by request {user} {second}"
 
 
 @pytest.mark.parametrize("known", [40, None])
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_written_blocks_that_stand_elsewhere_are_refused(name: str, as_tensor: bool, known: int | None) -> None:
-    (queries, lengths, tables, *more), text = REFUSED[name]
+def test_written_blocks_that_are_used_elsewhere_are_refused(name: str, as_tensor: bool, known: int | None) -> None:
+    (queries, lengths, tables, *more), found = REFUSED[name]
     builder = make(num_blocks=known)
     step = builder.build([1], [5], [[30, 31]])
     before = {key: tensor.clone() for key, tensor in step.tensors().items()}
     if as_tensor:  # with garbage behind the last blocks
         tables = torch.tensor([[*row, *[-1, 1 << 30, 5][: 8 - len(row)]][:4] + [2] * 4 for row in tables])
-    with pytest.raises(MetadataError, match=text):
+    with pytest.raises(MetadataError, match=conflict(*found)):
         builder.build(queries, lengths, tables, **(more[0] if more else {}))
     assert all(torch.equal(tensor, before[key]) for key, tensor in step.tensors().items())
     assert builder.build([1], [6], [[30, 31]]).slot_mapping.tolist() == [31 * SIZE + 1]
@@ -161,20 +166,20 @@ def test_blocks_behind_windows_are_nobodys() -> None:
     step = builder.build([1, 1], [33, 12], [ring, [8, 9]])  # request 1 writes into a block that request 0 left behind
     for _ in range(4):
         step = builder.advance(step, [])
-    with pytest.raises(MetadataError, match="new block 2, which request 0 reads as entry 4"):
+    with pytest.raises(MetadataError, match="new block 2, which is entry 4 of the block table of request 0"):
         builder.advance(step, [2])
     builder.advance(step, [3])
     step = builder.build([1], [32], [ring[:4]])
     assert builder.advance(step, [9]).slot_mapping.tolist() == [72]
     ring = [1, 2, 3, 1, 2]
-    with pytest.raises(MetadataError, match="block 2, which stands twice"):
+    with pytest.raises(MetadataError, match="block 2 is written"):
         make(8).build([1], [33], [ring])
-    with pytest.raises(MetadataError, match="block 2, which stands twice"):
+    with pytest.raises(MetadataError, match="block 2 is written"):
         make(8, layers=[config(12), config(None)]).build([1], [33], [ring])
     assert make(8).build([1], [33], [[0, 0, 3, 1, 2]]).slot_mapping.tolist() == [16]
     chunks = make(8, layers=[config(16, chunk_lookback=0)])
     assert chunks.build([1], [33], [[5, 5, 7, 7, 5]]).slot_mapping.tolist() == [40]
-    with pytest.raises(MetadataError, match="entries 2 and 3"):
+    with pytest.raises(MetadataError, match="block 7 is written"):
         chunks.build([1], [32], [[1, 1, 7, 7]])
 
 
@@ -183,8 +188,8 @@ def test_new_blocks_of_advance() -> None:
     tables = torch.tensor([[1, 2, 9, 9], [3, 9, 9, 9]])
     step = builder.build([1, 1], [8, 4], tables)
     for blocks, text in (
-        ([9, 2], "new block 2, which request 0 reads as entry 1"),
-        ([3, 9], "request 1 reads as entry 0"),
+        ([9, 2], "new block 2, which is entry 1 of the block table of request 0"),
+        ([3, 9], "entry 0 of the block table of request 1"),
     ):
         with pytest.raises(MetadataError, match=text):
             builder.advance(step, blocks)
@@ -193,7 +198,7 @@ def test_new_blocks_of_advance() -> None:
     for _ in range(SIZE - 1):
         step = builder.advance(step, [])
     for wrong in (9, 10, 1):
-        with pytest.raises(MetadataError, match=f"new block {wrong}, which request"):
+        with pytest.raises(MetadataError, match=f"new block {wrong}, which is entry"):
             builder.advance(step, [11, wrong])
     step = builder.advance(step, [11, 7])
     assert step.slot_mapping.tolist() == [11 * SIZE, 7 * SIZE]
@@ -208,7 +213,7 @@ def test_ids_beyond_any_table_of_counts(far: int) -> None:
         with pytest.raises(MetadataError, match=f"new block {wrong}, which"):
             builder.advance(step, [wrong, 2])
     step = builder.advance(step, [far - 2, 2])
-    with pytest.raises(MetadataError, match=f"block {far}, which stands twice"):
+    with pytest.raises(MetadataError, match=f"block {far} is written"):
         builder.build([1], [9], [[far, 1, far]])
 
 
@@ -217,7 +222,7 @@ def test_copies_of_a_builder_count_for_themselves() -> None:
     step = builder.build([1], [4], [[1]])
     other = copy.deepcopy(builder)
     builder.advance(step, [2])
-    with pytest.raises(MetadataError, match="stands twice"):
+    with pytest.raises(MetadataError, match="block 5 is written"):
         other.build([1], [9], [[5, 6, 5]])
     assert other.build([1], [9], [[2, 6, 5]]).slot_mapping.tolist() == [20]
 
@@ -227,7 +232,7 @@ def test_ranks_that_share_a_cache(rank: int) -> None:
     builder = make(context_parallel=ContextParallel(rank=rank, world_size=2, interleave=SIZE))
     builder.build([1, 1], [12, 12], [[1, 2], [1, 3]])
     # The new token lies on this rank, in the second block.
-    with pytest.raises(MetadataError, match="block 5, which stands twice"):
+    with pytest.raises(MetadataError, match="block 5 is written"):
         builder.build([1], [9 + rank * SIZE], [[5, 5]])
 
 
@@ -238,15 +243,18 @@ def test_groups_that_share_storages() -> None:
     builder.build([1], [49], [[[1, 2, 3, 4]], [[0, 5, 6, 7]]])
     builder.build([1], [49], [[[1, 2, 3, 4]], [[4, 5, 6, 7]]])  # what stands behind the window nobody reads
     for tables, text in (
-        ([[[1, 2, 3, 7]], [[0, 5, 6, 7]]], "request 0 of CacheGroup.*both write into block 7"),
-        ([[[1, 2, 3, 4]], [[0, 5, 4, 7]]], "block 4, which request 0 of CacheGroup.1 of 2, window. reads as entry 2"),
-        ([[[1, 4, 3, 4]], [[0, 5, 6, 7]]], "request 0 of CacheGroup.0 of 2, full.: .* block 4, which stands twice"),
+        (
+            [[[1, 2, 3, 7]], [[0, 5, 6, 7]]],
+            r"block 7 is written .*\(entry 3 .* and used by request 0 of CacheGroup.*\(entry 3",
+        ),
+        ([[[1, 2, 3, 4]], [[0, 5, 4, 7]]], r"block 4 is .* used by request 0 of CacheGroup.1 of 2, window. \(entry 2"),
+        ([[[1, 4, 3, 4]], [[0, 5, 6, 7]]], r"block 4 is .* used by request 0 of CacheGroup.0 of 2, full. \(entry 1"),
     ):
         with pytest.raises(MetadataError, match=text):
             builder.build([1], [49], tables)
     two = vattn.GroupedMetadataBuilder(2, 32, max_seq_len=96, layers=model)
     two.build([16, 4], [16, 20], [[[1], [1, 4]], [[5], [5, 6]]])  # request 1 finds both groups' prefix
-    with pytest.raises(MetadataError, match=r"block 1, which request 1 of CacheGroup.1 of 2, window. reads as entry 0"):
+    with pytest.raises(MetadataError, match=r"block 1 is .* used by request 1 of CacheGroup.1 of 2, window. \(entry 0"):
         two.build([16, 4], [16, 20], [[[1], [3, 4]], [[5], [1, 6]]])
     builder.build([1], [49], [[1, 2, 3, 4]], slot_mapping=[-1])
 
@@ -296,7 +304,7 @@ def test_a_prefix_of_many_readers_is_checked_at_once() -> None:
     lengths = [128 * size, *[128 * size + 1] * 255]
     assert builder.build(queries, lengths, tables).slot_mapping.shape[0] == sum(queries)
     tables[200][7] = 999
-    with pytest.raises(MetadataError, match="which request 200 reads as entry 127"):
+    with pytest.raises(MetadataError, match=r"used by request 200 \(entry 127"):
         builder.build(queries, lengths, tables)
 
 
@@ -313,12 +321,12 @@ def test_inference_mode_may_change_between_steps(known: int | None) -> None:
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):
             step = builder.build([1, 1], [8, 3], [[1, 2], [7 + mode]])
-            with pytest.raises(MetadataError, match="stands twice"):
+            with pytest.raises(MetadataError, match="block 5 is written"):
                 builder.build([1], [9], [[5, 6, 5]])
         for other in (not mode, mode, not mode):
             with torch.inference_mode(other):
                 step = builder.advance(step, {8: [3], 9: [9]}.get(int(step.seq_lens[0]), []))
-        with torch.inference_mode(mode), pytest.raises(MetadataError, match="1 new blocks for 0 requests"):
+        with torch.inference_mode(mode), pytest.raises(MetadataError, match="1 new blocks, and 0 requests"):
             builder.advance(step, [3])
         with torch.inference_mode(not mode):
             builder.build([1], [30], [[*range(10, 17), 38]])
