@@ -25,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import vattn
 from vattn.backends import selector
 from vattn.errors import ConfigError, FusionError, UnknownOptionError
+from vattn.passes import pipeline
 
 SLOT = "post_grad_custom_pre_pass"
 
@@ -141,7 +142,7 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
     backend = selector.get_backend("TORCH_SDPA")
     changes: tuple[tuple[Any, str, Any], ...] = (
         ("vattn.passes.pipeline", "SCHEMA_VERSION", -1),
-        ("vattn", "__version__", "0"),
+        ("vattn.passes.pipeline", "__version__", "0"),
         ("vattn.passes.pipeline", "_source_digest", lambda: "other sources"),
         (torch, "__version__", "2.0"),
         (backend, "capabilities", replace(backend.capabilities, query_loads=("plain",))),
@@ -157,6 +158,7 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
             patch.setattr(torch.cuda, "get_device_capability", lambda index=0, found=capability: found)
             keys.add(key())
     assert len(keys) == len(changes) + 3 and key() == plain
+    assert all(any(pipeline._PACKAGE.glob(pattern)) for pattern in pipeline._SOURCES)
 
 
 def test_several_models_in_one_process() -> None:
@@ -356,7 +358,7 @@ def test_second_process_has_the_fused_query(tmp_path: Path) -> None:
     assert first["outputs"] == second["outputs"]
     assert_same_but_cached(first["report"], second["report"])
     ((_, (node,)),) = second["report"].items()
-    assert node["query_outcome"] == "fused" and node["query"].endswith("as the attention kernel loads it, behind mm")
+    assert node["query_outcome"] == "fused" and node["query"].endswith("as the attention kernel loads it, after mm")
     assert "queries.py" in node["query_source"]
 
 

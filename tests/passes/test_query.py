@@ -25,7 +25,7 @@ from vattn.ops.fusion_notes import NodeReport
 from vattn.passes.pipeline import fuse_graph
 from vattn.passes.probe import same_bits
 from vattn.passes.query_quant import find as query_quant
-from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, TURNED_BACK, in_load
+from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, IS_INPUT, OWN_KERNEL, ROUNDED_EARLY, in_load
 
 SCALES = [0.0137, 0.031]
 
@@ -84,7 +84,7 @@ def casts_of(capture: Capture) -> int:
 def test_however_it_is_written_the_attention_kernel_takes_it_over(name: str) -> None:
     way = PER_TENSOR.get(name) or PER_HEAD[name]
     node, capture = compare(Written(way, SCALES if name in PER_HEAD else None), inputs())
-    assert (node.query, node.query_outcome) == (f"{IN_LOAD}, behind mm", "fused")
+    assert (node.query, node.query_outcome) == (f"{IN_LOAD}, after mm", "fused")
     assert "queries.py" in node.query_source
     arithmetic = "multiply" if "reciprocal" in name or "one over" in name else "divide"
     assert f"query_load={arithmetic}" in calls_of(capture) and casts_of(capture) == 0
@@ -96,7 +96,7 @@ def test_other_dtypes_and_fixed_sizes(name: str, dtype: torch.dtype) -> None:
     way = PER_TENSOR.get(name) or PER_HEAD[name]
     model = Written(way, SCALES if name in PER_HEAD else None, dtype=dtype)
     node, _ = compare(model, inputs(dtype=dtype), dynamic=False)
-    assert node.query == f"{IN_LOAD}, behind mm"
+    assert node.query == f"{IN_LOAD}, after mm"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -169,10 +169,10 @@ PRODUCERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "rope": (lambda module, x: rope(module.proj(x), torch.tensor(0.6), torch.tensor(0.8)), IN_PRODUCER),
     "two parts": (lambda module, x: torch.cat([module.proj(x)[:, 64:], x[:, :64]], 1), IN_PRODUCER),
     "softmax": (lambda module, x: module.proj(x).softmax(-1), IN_PRODUCER),
-    "an input": (lambda module, x: x, f"{IN_LOAD}, behind the input arg"),
-    "a bias": (lambda module, x: nn.functional.linear(x, module.proj.weight, x[0]), f"{IN_LOAD}, behind addmm"),
-    "sliced": (lambda module, x: module.proj(torch.cat([x, x]))[: x.shape[0]], f"{IN_LOAD}, behind mm"),
-    "batched": (lambda module, x: torch.bmm(x[None], module.proj.weight[None])[0], f"{IN_LOAD}, behind bmm"),
+    "an input": (lambda module, x: x, f"{IN_LOAD}, after the input arg"),
+    "a bias": (lambda module, x: nn.functional.linear(x, module.proj.weight, x[0]), f"{IN_LOAD}, after addmm"),
+    "sliced": (lambda module, x: module.proj(torch.cat([x, x]))[: x.shape[0]], f"{IN_LOAD}, after mm"),
+    "batched": (lambda module, x: torch.bmm(x[None], module.proj.weight[None])[0], f"{IN_LOAD}, after bmm"),
 }
 
 
@@ -200,7 +200,7 @@ def test_two_calls_that_read_the_same_codes_load_the_query_both() -> None:
     fused = target(inputs())
     capture.fused = False
     assert all(map(torch.equal, fused, target(inputs())))
-    assert [node.query for node in capture.report] == [f"{IN_LOAD}, behind mm"] * 2 and casts_of(capture) == 0
+    assert [node.query for node in capture.report] == [f"{IN_LOAD}, after mm"] * 2 and casts_of(capture) == 0
 
 
 def test_a_graph_that_went_through_the_pass_stays_as_it_is() -> None:
@@ -254,7 +254,7 @@ def test_behind_a_gemm_no_kernel_is_left(q_scale: Any) -> None:
     assert kernels == [] and "query_load=divide" in code
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     (node,) = vattn.fusion_report()
-    assert node.query == f"{IN_LOAD}, behind mm" and "self.attn(" in node.query_source
+    assert node.query == f"{IN_LOAD}, after mm" and "self.attn(" in node.query_source
 
 
 class Stack(nn.Module):
@@ -286,7 +286,7 @@ def test_regions_and_varying_sizes(mode: Any) -> None:
             with mode(), step(model, query_lens):
                 results.append(target(inputs(sum(query_lens))))
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    assert {node.query for node in vattn.fusion_report()} == {f"{IN_LOAD}, behind mm"}
+    assert {node.query for node in vattn.fusion_report()} == {f"{IN_LOAD}, after mm"}
     assert sorted(node.count for node in vattn.fusion_report()) == [1, 3, 3, 3]
 
 
@@ -309,7 +309,7 @@ def test_export_and_aot_inductor(tmp_path: Any) -> None:
     exported = vattn.export_step(model, (inputs(3),), builder.build([2, 1], [2, 1], [[1], [2]]))
     with vattn.enable(strict=True):
         package = exported.compile(str(tmp_path / "model.pt2"))
-    assert [node.query for node in vattn.fusion_report()] == [f"{IN_LOAD}, behind mm"] * 2
+    assert [node.query for node in vattn.fusion_report()] == [f"{IN_LOAD}, after mm"] * 2
     step_ = builder.build([3, 4], [3, 4], [[1], [2]])
     got = package(*exported.inputs((inputs(7),), step_)).float()
     with step(model, [3, 4]):
@@ -344,7 +344,7 @@ def test_quantisation_before_rope_is_left_alone() -> None:
             return super().forward(query, key, value)
 
     capture, _ = captured(Early(static))
-    assert (capture.report[0].query, capture.report[0].query_outcome) == (TURNED_BACK, "")
+    assert (capture.report[0].query, capture.report[0].query_outcome) == (ROUNDED_EARLY, "")
     model = Early(static)
     with step(model, [3, 4]):
         vattn.compile(model, options=vattn.options(strict=True))(*inputs_of(7))
@@ -393,7 +393,7 @@ def test_a_matcher_that_throws_breaks_nothing(place: str, monkeypatch: pytest.Mo
     query_quant._known.clear()
     monkeypatch.setattr(f"vattn.passes.{place}", broken)
     node, capture = compare(Written(divided), inputs())
-    assert node.query == "unknown, the matcher failed: ZeroDivisionError: for the test"
+    assert node.query == "the matcher failed: ZeroDivisionError: for the test"
     assert node.query_outcome == "refused" and "query_load" not in calls_of(capture)
 
 

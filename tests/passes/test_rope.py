@@ -108,7 +108,7 @@ def test_forms(name: str, always: None) -> None:
     assert node.rope_outcome == "fused"
     if form.write in (looked_up, table_of_both):
         assert not {"aten.index.Tensor", "aten.index_select"} & set(called)
-    assert "q_scale" not in form.options or node.query == "FP8, quantised by the op that turns it"
+    assert "q_scale" not in form.options or node.query == "FP8, quantised by the op that rotates it"
     for lengths in (LENGTHS, [9, 1, 2]):
         check_same(both_ways(capture, target, model, lengths), form)
 

@@ -85,8 +85,8 @@ def test_a_model_of_equal_layers_probes_once(monkeypatch: pytest.MonkeyPatch) ->
 
     output_quant._known.clear()
     calls: list[str] = []
-    classify = match.Asked.classify
-    monkeypatch.setattr(match.Asked, "classify", lambda asked: calls.append("") or classify(asked))
+    classify = match.Classifier.classify
+    monkeypatch.setattr(match.Classifier, "classify", lambda self: calls.append("") or classify(self))
     model = Stack(6)
     capture, _ = captured_stack(model)
     assert [node.outcome for node in capture.report] == ["fused"] * 6

@@ -84,7 +84,7 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
         ConfigError: `make` returns something else than a model and its arguments.
     """
     import vattn
-    from vattn.passes.graphviz import Picturing
+    from vattn.passes.graphviz import GraphvizWriter
     from vattn.passes.report import clear_fusion_report
 
     made = make()
@@ -100,9 +100,9 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
         )
     model, args, metadata = made[0], tuple(made[1]), made[2] if len(made) == 3 else None
     clear_fusion_report()
-    picturing = Picturing()
+    writer = GraphvizWriter()
     # Plain functions as passes have no cache key, so that nothing comes from a cache.
-    options = vattn.options(picturing.options())
+    options = vattn.options(writer.options())
     with torch.no_grad(), vattn.forward_context(metadata):
         torch.compile(model, options=options)(*args)
-    return vattn.fusion_report(), picturing.texts
+    return vattn.fusion_report(), writer.texts

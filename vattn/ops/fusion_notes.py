@@ -1,4 +1,4 @@
-"""What the compiler passes made of each attention node, kept by graph and written into op configs."""
+"""The lines of the fusion report: kept by graph, and carried by the config strings of compiled code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from vattn.config.encoding import NOTE_MARK
 
 logger = logging.getLogger("vattn")
 
-
 FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
 
-
 _PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
-"""What a note holds as it is besides letters and digits."""
+"""Characters that a note does not escape, besides letters and digits."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What became of one attention node.
+    """The result of the passes for one attention node.
 
     Attributes:
         graph: name of the compiled graph, the same for the same graph in every process.
@@ -33,17 +31,16 @@ class NodeReport:
         outcome: `"fused"`, `"refused"` or `"near miss"` (a quantiser follows, something keeps it from fusing).
         output_format: what the op writes now.
         reason: why it is not fused; empty if it is.
-        source: the user's line that the outcome hangs on, empty if unknown.
-        query: how the query reaches the op, and why its quantisation is a kernel of its own if it is; empty: it is
-            never quantised.
+        source: the user's line that caused the outcome, empty if unknown.
+        query: how the query is quantised, and why in a separate kernel if it is; empty: it is not quantised.
         query_outcome: `"fused"` (its quantisation costs no kernel), `"near miss"` or `"refused"`; empty where there is
             none to fuse, or one that the op cannot see.
-        query_source: the user's line that this hangs on, empty if unknown.
-        rope: what became of RoPE ahead of the op and of its cache update; empty: there is none.
+        query_source: the user's line that caused it, empty if unknown.
+        rope: the result for RoPE ahead of the op and its cache update; empty: there is none.
         rope_outcome: `"fused"`, `"refused"` (left to Inductor by rule) or `"near miss"`; empty: there is none.
-        rope_source: the user's line that this hangs on, empty if unknown.
-        cached: whether this was read from code that another process compiled. Lines of code are then those of that
-            process's model, whose graph is equal, not necessarily of this one's.
+        rope_source: the user's line that caused it, empty if unknown.
+        cached: whether this was read from code that another process compiled. Source lines are then those of that
+            process's model, which has an equal graph but may be another model.
     """
 
     graph: str
@@ -94,16 +91,16 @@ class NodeReport:
         return f" [when first compiled: {source}]" if self.cached else f" [{source}]"
 
     def note(self, config: str) -> str:
-        """Return a config string with this line of the report behind it, in characters that any code can hold.
+        """Return a config string followed by this line of the report, in characters that are safe in any code.
 
-        Inductor's C++ wrappers, for one, hold strings between double quotes and escape nothing.
+        Inductor's C++ wrappers hold strings between double quotes and escape nothing.
         """
         fields = {name: quote(x, _PLAIN) if isinstance(x, str) else x for name, x in dataclasses.asdict(self).items()}
         return config + NOTE_MARK + json.dumps(fields, separators=(",", ":")).replace('"', "'")
 
     @staticmethod
     def of_note(note: str) -> NodeReport:
-        """Return the line of the report that `note` has put behind a config string.
+        """Return the line of the report that `note` has put after a config string.
 
         Raises:
             TypeError, ValueError: another version has written it.
@@ -114,34 +111,49 @@ class NodeReport:
 
 
 _graphs: dict[str, dict[int, NodeReport]] = {}
-
-
 _lock = threading.Lock()
-
-
-_seen = {"without attention": 0, "failed": 0}
-"""Graphs that the passes ran on and that have no entry in the report."""
+seen = {"without attention": 0, "failed": 0}
+"""Graphs that the passes ran on and that have no line in the report."""
 
 
 def record(nodes: list[NodeReport]) -> None:
-    """Keep the report of one compiled graph; one that was known is replaced and becomes the latest."""
+    """Keep the report of one compiled graph; it replaces an earlier one of the same graph."""
     with _lock:
-        _seen["without attention"] += not nodes
+        seen["without attention"] += not nodes
         for name in {node.graph for node in nodes}:
             _graphs.pop(name, None)
         for node in nodes:
             _graphs.setdefault(node.graph, {})[node.index] = node
 
 
+def note_failed() -> None:
+    """Count a graph on which the passes failed."""
+    with _lock:
+        seen["failed"] += 1
+
+
+def recorded() -> tuple[NodeReport, ...]:
+    """Return all lines, graph by graph."""
+    with _lock:
+        return tuple(graph[index] for graph in _graphs.values() for index in sorted(graph))
+
+
+def forget() -> None:
+    """Forget all lines."""
+    with _lock:
+        _graphs.clear()
+        seen.update(dict.fromkeys(seen, 0))
+
+
 def read_note(config: str) -> None:
-    """Keep the line of the report that the config string of loaded code carries, if it carries one."""
+    """Keep the line of the report that a config string of loaded code carries, if there is one."""
     _, mark, note = config.partition(NOTE_MARK)
     if not mark:
         return
     try:
         node = NodeReport.of_note(note)
     except (TypeError, ValueError):
-        # A package of AOTInductor outlives the version that compiled it, and runs without a report.
+        # A package of AOTInductor may be older than this version; it runs without a report.
         logger.debug("a note of another version: %s", note)
         return
     with _lock:

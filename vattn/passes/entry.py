@@ -1,4 +1,4 @@
-"""The three ways to switch the passes on: `enable()`, `backend` and `options()`. All give Inductor the same pass."""
+"""Switch the passes on: `enable()`, `backend` or `options()`. All give Inductor the same pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OPTIONS = ("strict", "output_formats", "rope")
 
 
 def _inner(current: Any) -> tuple[Callable[..., None], ...]:
-    """Return the passes in a slot, without ours, to run before ours.
+    """Return the passes in a slot, without vattn's, to run before vattn's.
 
     Raises:
-        ConfigError: something in the slot is no pass.
+        ConfigError: something in the slot is not a pass.
     """
     from vattn.passes.pipeline import FusionPass
 
@@ -56,7 +56,7 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, 
 
 
 class Enabled:
-    """What `enable()` returns: leaving it as a context manager restores what was there before."""
+    """What `enable()` returns: a context manager that restores the previous pass on exit."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -75,20 +75,20 @@ class Enabled:
 def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
     """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
 
-    A pass that Inductor was already given keeps running, before ours. Other threads have a configuration of their own:
-    call `enable()` there, or compile with `backend=vattn.backend`.
+    A pass that is already in Inductor's configuration keeps running, before vattn's. Other threads have their own
+    configuration: call `enable()` there, or compile with `backend=vattn.backend`.
 
     Args:
         strict: raise `vattn.errors.FusionError` when an attention node is not fused.
         output_formats: output formats that may be used; default all.
         rope: whether RoPE ahead of a layer, the query's quantisation and the cache write become one op: `"auto"` where
-            it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` asks for it.
+            it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` requires it.
 
     Returns:
         A context manager; use it to switch the passes off again at the end of a block.
 
     Raises:
-        ConfigError: an unknown format or choice, or something in Inductor's configuration that is no pass.
+        ConfigError: an unknown format or choice, or something in Inductor's configuration that is not a pass.
 
     Example:
         >>> import vattn
@@ -107,7 +107,7 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None,
 def disable() -> None:
     """Undo every `enable()` of this thread: Inductor's slot holds what it held before the first one.
 
-    What others have put into the slot since, or put back, stays there; so does compiled code.
+    A pass that others have put into the slot since stays there. Compiled code stays as it is.
     """
     from torch._inductor import config
 
@@ -116,7 +116,7 @@ def disable() -> None:
 
 
 def _enabled_over(current: Any) -> tuple[Any, ...]:
-    """Return what a slot held before the first `enable()`, as a tuple of one; empty: none of its passes is there."""
+    """Return what a slot held before the first `enable()`, as a tuple of one; empty if it has none of its passes."""
     from vattn.passes.pipeline import FusionPass
 
     return current.replaced if isinstance(current, FusionPass) else ()
@@ -133,13 +133,13 @@ def options(
     """Return options for `torch.compile(model, options=...)` with the passes in them.
 
     Args:
-        base: Inductor options of your own; a pass among them keeps running.
+        base: your own Inductor options; a pass among them keeps running.
         mode: a mode of `torch.compile`, which refuses `mode` and `options` together.
         strict, output_formats, rope: as in `enable`.
 
     Raises:
-        ConfigError: an unknown mode or format, options that are no dict, or something in the slot of the pass that is
-            no pass.
+        ConfigError: an unknown mode or format, options that are not a dict, or something in the slot of the pass that
+            is not a pass.
 
     Example:
         >>> import torch, vattn
@@ -162,7 +162,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def check_mode(mode: str | None) -> None:
-    """Refuse what is no mode of `torch.compile`."""
+    """Refuse a mode that `torch.compile` does not have."""
     from torch._inductor import list_mode_options
 
     known = list_mode_options()
@@ -171,7 +171,7 @@ def check_mode(mode: str | None) -> None:
 
 
 def check_inductor_options(names: Iterable[str], also: str = "") -> None:
-    """Refuse names that are no options of Inductor; `also`: what else is allowed, for the text."""
+    """Refuse names that are not options of Inductor; `also` is what else is allowed, for the text."""
     from torch._inductor import config
 
     known = config.get_config_copy()

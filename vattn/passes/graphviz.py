@@ -1,4 +1,4 @@
-"""Draws a graph around its attention nodes for Graphviz, the fused regions coloured."""
+"""Writes graphs for Graphviz, with attention nodes and their regions coloured."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _FUSED_IN = ("output_format=", "query_load=")
 def draw(graph: Graph, title: str) -> str:
     """Return a graph as Graphviz text.
 
-    Attention calls are blue, green where quantisation is part of them; what quantises their outputs and queries by
-    itself is orange.
+    Attention calls are blue, or green if quantisation is part of them; separate quantisation of outputs and queries is
+    orange.
     """
     calls = {call for call, _ in attention_calls(graph)}
-    order = {node: position for position, node in enumerate(graph.nodes)}
     regions: set[Node] = set()
     for call in calls:
         regions.update(quantising_nodes(call))
         writes_codes = any(part.startswith("output_format=") for part in _fused_in(call))
         for output in () if writes_codes else call.users:
-            region = find_region(output, order) if output.meta.get("val") is not None else None
+            region = find_region(output) if output.meta.get("val") is not None else None
             if region is not None and region.quantised:
                 regions.update(region.ancestors(list(region.quantised)))
     lines = [f'digraph "{title}" {{', '  node [shape=box, style=filled, fillcolor=white, fontname="monospace"];']
@@ -43,7 +42,7 @@ def draw(graph: Graph, title: str) -> str:
 
 
 def _fused_in(call: Node) -> list[str]:
-    """Return which quantisation a call does, as in its config string."""
+    """Return the quantisation of a call, as in its config string."""
     config = str(call.kwargs.get("config", "")).partition(" # ")[0]
     return [part for part in config.split() if part.startswith(_FUSED_IN)]
 
@@ -53,7 +52,7 @@ def _label(node: Node) -> str:
     return "\\n".join([f"{node.name}\\n{target}", *_fused_in(node)]).replace('"', "'")
 
 
-class Picturing:
+class GraphvizWriter:
     """Draws every graph before and after the passes.
 
     Attributes:
@@ -64,7 +63,7 @@ class Picturing:
         self.texts: list[str] = []
 
     def options(self) -> dict[str, Any]:
-        """Return Inductor options that draw; the pass before ours and one behind it."""
+        """Return Inductor options with a pass before vattn's and one after it, which draw."""
         return {_BEFORE: self._before, _AFTER: self._after}
 
     def _before(self, graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""The one pass that Inductor is given: what the user already had, then ours, under one cache key."""
+"""The one pass that Inductor gets: the user's own passes, then vattn's, under one cache key."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from vattn.config.attention import AttentionConfig
-from vattn.ops.fusion_notes import FUSED, NodeReport, record
+from vattn.backends import selector
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, note_failed, record
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import report
 from vattn.passes.output_quant import find as output_quant
@@ -28,11 +28,11 @@ from vattn.passes.query_quant.find import (
     find_query,
     in_load,
 )
-from vattn.passes.region import Refusal, attention_calls, describe, source_line, value
-from vattn.passes.report import NEAR_MISS, REFUSED
+from vattn.passes.region import Refusal, attention_calls, describe, parse_config, source_line, value
 from vattn.passes.rope_kv_cache.find import find_rope, find_update
 from vattn.passes.rope_kv_cache.rewrite import rewrite_rope
 from vattn.quantization.formats import OUTPUT_FORMATS
+from vattn.version import __version__
 
 logger = logging.getLogger("vattn")
 
@@ -40,16 +40,16 @@ InnerPass = Callable[[Graph], None]
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
-    "passes/*.py",
-    "backends/*.py",
-    "config.py",
-    "formats.py",
-    "quantization.py",
+    "passes/**/*.py",
+    "backends/**/*.py",
+    "config/*.py",
+    "quantization/**/*.py",
     "errors.py",
-    "rope_config.py",
+    "ops/fusion_notes.py",
     "ops/schemas.py",
-    "ops/rope_reference.py",
+    "ops/reference/rope.py",
 )
+"""Files that decide what the pass does."""
 
 
 class FusionPass(CustomGraphPass):
@@ -59,10 +59,10 @@ class FusionPass(CustomGraphPass):
         strict: raise `FusionError` on a graph with an attention node that is not fused.
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
-        rope: one of `ROPE_CHOICES`; with `"always"`, `strict` asks for RoPE too.
+        rope: one of `ROPE_CHOICES`; with `"always"`, `strict` requires RoPE too.
 
     Attributes:
-        replaced: of a pass that `enable()` put into Inductor's configuration, what `disable()` puts back; else empty.
+        replaced: what `disable()` puts back if `enable()` put this pass into Inductor's configuration; else empty.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FusionPass(CustomGraphPass):
     ) -> None:
         self.strict, self.output_formats, self.inner, self.rope = strict, output_formats, inner, rope
         self.replaced: tuple[Any, ...] = ()
-        report.note_asked()
+        report.note_enabled()
 
     def __call__(self, graph: Graph) -> None:
         """Fuse what can be fused in a post-grad graph, in place, and report it.
@@ -86,7 +86,7 @@ class FusionPass(CustomGraphPass):
             if self.strict:
                 raise
             logger.warning("the fusion passes failed; this graph has no report", exc_info=True)
-            report.note_failed()
+            note_failed()
             return
         record(nodes)
         report.log(nodes)
@@ -95,7 +95,7 @@ class FusionPass(CustomGraphPass):
             raise report.strict_error(misses)
 
     def uuid(self) -> Any | None:
-        """Return the key of everything that decides what the pass does, `None` if an inner pass has none."""
+        """Return a hash of everything that decides what the pass does, `None` if an inner pass has no key."""
         inner = []
         for other in self.inner:
             key = other.uuid() if isinstance(other, CustomGraphPass) else None
@@ -106,7 +106,7 @@ class FusionPass(CustomGraphPass):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        """Two passes that do the same are equal, so that models compiled with either share graphs."""
+        """Passes that do the same are equal: models compiled with either share graphs."""
         return isinstance(other, FusionPass) and self._key() == other._key()
 
     def __hash__(self) -> int:
@@ -121,16 +121,13 @@ def _source_digest() -> str:
     digest = hashlib.sha256()
     for pattern in _SOURCES:
         for path in sorted(_PACKAGE.glob(pattern)):
-            digest.update(path.name.encode() + path.read_bytes())
+            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def _environment() -> str:
-    """Return what verdicts depend on besides the graph: versions, devices, backends and what they can do."""
-    from vattn.backends import selector
-    from vattn.version import __version__
-
-    parts = [__version__, str(SCHEMA_VERSION), AttentionConfig.__module__, torch.__version__]
+    """Return what verdicts depend on besides the graph: versions, devices, backends and their capabilities."""
+    parts = [__version__, str(SCHEMA_VERSION), torch.__version__]
     if torch.cuda.is_available():
         parts += [str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
     for name in selector.backend_names():
@@ -145,102 +142,103 @@ def _environment() -> str:
 def fuse_graph(
     graph: Graph, output_formats: Sequence[str] = tuple(OUTPUT_FORMATS), rope: str = "auto"
 ) -> list[NodeReport]:
-    """Fuse every attention node of a graph that can be, in place; returns the report, which each node also carries."""
+    """Fuse the attention nodes of a graph in place; return the report, which each node also carries."""
     calls = attention_calls(graph)
     if not calls:
         return []
     name = _graph_name(graph)
     nodes = []
     for index, (call, op) in enumerate(calls):
-        turned = _fuse_rope(call, graph, rope)
-        query = _fuse_query(call, op)
-        output = _fuse_call(call, op, graph, output_formats)
-        nodes.append(NodeReport(name, index, len(calls), op, *output, *query, *turned))
+        in_rope = _attempt("RoPE", _fuse_rope, call, rope)
+        query = _attempt("the query", _fuse_query, call, op)
+        reason, outcome, source = _attempt("the output", _fuse_output, call, op, output_formats)
+        written = _written(call, op)
+        nodes.append(NodeReport(name, index, len(calls), op, outcome, written, reason, source, *query, *in_rope))
     for (call, _), node in zip(calls, nodes, strict=True):
         if "config" in call.kwargs:
             call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
     return nodes
 
 
-def _fuse_call(call: Node, op: str, graph: Graph, output_formats: Sequence[str]) -> tuple[str, str, str, str]:
-    """Fuse one attention call; returns outcome, output format, reason and source line."""
-    written = "none"
+def _written(call: Node, op: str) -> str:
+    """Return the output format that a call has now."""
+    return parse_config(call, op).output_format if "config" in call.kwargs else "none"
+
+
+Outcome = tuple[str, str, str]
+"""Text, outcome and source line, as fields of the report."""
+
+
+def _attempt(what: str, fuse: Callable[..., Outcome], call: Node, *args: Any) -> Outcome:
+    """Run one matcher on an attention call; one that fails is reported and changes nothing."""
     try:
-        attention = describe(call, op)
-        written = attention.config.output_format
-        if written != "none":
-            return FUSED, written, "asked for by the layer", ""
-        order = {node: position for position, node in enumerate(graph.nodes)}
-        found = output_quant.find(attention, order, output_formats)
-        line = source_line(found.codes[0])
-        rewrite(attention, found, order)
-        return FUSED, found.config.output_format, "", line
-    except Refusal as refusal:
-        return NEAR_MISS if refusal.near else REFUSED, written, refusal.reason, source_line(refusal.node)
-    except Exception as error:
-        logger.debug("a matcher failed on %s", call, exc_info=True)
-        return REFUSED, written, f"the matcher failed: {type(error).__name__}: {error}", source_line(call)
-
-
-IN_ROPE = "FP8, quantised by the op that turns it"
-
-
-def _makes_query(call: Node) -> bool:
-    """Return whether the op that turns an attention call's query also quantises it."""
-    query = call.kwargs.get("query")
-    maker = query.args[0] if isinstance(query, Node) and query.args else None
-    turned = isinstance(maker, Node) and maker.args[:1] == (torch.ops.vattn.rope_kv_cache_update.default,)
-    return turned and value(query).dtype == torch.float8_e4m3fn  # type: ignore[arg-type]
-
-
-def _fuse_rope(call: Node, graph: Graph, choice: str) -> tuple[str, str, str]:
-    """Let one op turn query and key and update the cache ahead of a call; returns text, outcome and source line."""
-    try:
-        order = {node: position for position, node in enumerate(graph.nodes)}
-        update = find_update(call, order) if choice != "never" else None
-        found = None if update is None else find_rope(update, call, order, choice)
-        if found is None:
-            return "", "", ""
-        text, line = str(found), source_line(found.update.kwargs["key"])  # type: ignore[arg-type]
-        rewrite_rope(found, order)
-        return text, FUSED, line
+        return fuse(call, *args)
     except Refusal as refusal:
         return refusal.reason, NEAR_MISS if refusal.near else REFUSED, source_line(refusal.node)
     except Exception as error:
-        logger.debug("the matcher of RoPE failed on %s", call, exc_info=True)
+        logger.debug("the matcher of %s failed on %s", what, call, exc_info=True)
         return f"the matcher failed: {type(error).__name__}: {error}", REFUSED, source_line(call)
 
 
-def _fuse_query(call: Node, op: str) -> tuple[str, str, str]:
-    """Let one attention call quantise its query where that saves a kernel; returns text, outcome and source line."""
-    text = "unknown"
-    try:
-        if _makes_query(call):
-            return IN_ROPE, FUSED, ""
-        text = describe_query(call)
-        if text.startswith(OWN_KERNEL):
-            attention = describe(call, op)
-            found = find_query(attention)
-            if found is None:
-                return IN_PRODUCER, FUSED, ""
-            query = call.kwargs["query"]
-            text = f"{in_load(found.config, value(query).device)}, behind {found.behind}"  # type: ignore[arg-type]
-            line = source_line(before_moves(query))  # type: ignore[arg-type]
-            rewrite_query(attention, found)
-            return text, FUSED, line
+def _fuse_output(call: Node, op: str, output_formats: Sequence[str]) -> Outcome:
+    """Let one attention call write what its output is quantised to; the text is the reason why not."""
+    attention = describe(call, op)
+    if attention.config.output_format != "none":
+        return "requested by the layer", FUSED, ""
+    found = output_quant.find(attention, output_formats)
+    line = source_line(found.codes[0])
+    rewrite(attention, found)
+    return "", FUSED, line
+
+
+def _fuse_rope(call: Node, choice: str) -> Outcome:
+    """Let one op rotate query and key and update the cache ahead of a call."""
+    update = find_update(call) if choice != "never" else None
+    found = None if update is None else find_rope(update, call, choice)
+    if found is None:
+        return "", "", ""
+    text, line = str(found), source_line(found.update.kwargs["key"])  # type: ignore[arg-type]
+    rewrite_rope(found)
+    return text, FUSED, line
+
+
+IN_ROPE = "FP8, quantised by the op that rotates it"
+
+
+def _makes_query(call: Node) -> bool:
+    """Return whether the op that rotates an attention call's query also quantises it."""
+    query = call.kwargs.get("query")
+    maker = query.args[0] if isinstance(query, Node) and query.args else None
+    rotates = isinstance(maker, Node) and maker.args[:1] == (torch.ops.vattn.rope_kv_cache_update.default,)
+    return rotates and value(query).dtype == torch.float8_e4m3fn  # type: ignore[arg-type]
+
+
+def _fuse_query(call: Node, op: str) -> Outcome:
+    """Let one attention call quantise its query where that saves a kernel."""
+    if _makes_query(call):
+        return IN_ROPE, FUSED, ""
+    text = describe_query(call)
+    if not text.startswith(OWN_KERNEL):
         return text, FUSED if text.startswith((IN_LOAD, IN_PRODUCER)) else "", ""
+    try:
+        attention = describe(call, op)
+        found = find_query(attention)
+        if found is None:
+            return IN_PRODUCER, FUSED, ""
+        query = call.kwargs["query"]
+        text = f"{in_load(found.config, value(query).device)}, after {found.producer}"  # type: ignore[arg-type]
+        line = source_line(before_moves(query))  # type: ignore[arg-type]
+        rewrite_query(attention, found)
+        return text, FUSED, line
     except Refusal as refusal:
-        return f"{text}: {refusal.reason}", NEAR_MISS, source_line(refusal.node)
-    except Exception as error:
-        logger.debug("the query's matcher failed on %s", call, exc_info=True)
-        return f"unknown, the matcher failed: {type(error).__name__}: {error}", REFUSED, source_line(call)
+        raise Refusal(f"{text}: {refusal.reason}", refusal.node, near=True) from None
 
 
 def _graph_name(graph: Graph) -> str:
     """Return a name that the same graph has in every process."""
     digest = hashlib.sha256()
     for node in graph.nodes:
-        target = str(node.target).partition(" at 0x")[0]  # of a plain function, whose address differs
+        target = str(node.target).partition(" at 0x")[0]  # the address of a plain function differs
         digest.update(f"{node.name} {target} {node.args} {node.kwargs}\n".encode())
         if node.op == "placeholder":
             val = value(node)

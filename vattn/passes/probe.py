@@ -1,4 +1,4 @@
-"""Runs a region on chosen inputs, to be asked what it computes.
+"""Runs a region on chosen inputs, which show what it computes.
 
 The inputs hold FP8 rounding midpoints (there multiplying by a reciprocal and dividing differ), values beyond the range,
 rows of zeros, subnormals, outliers, infinities and NaN, at several token counts, under scales that are no power of two,
@@ -9,7 +9,6 @@ needs a cast to saturate needs a clamp.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,13 +29,13 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
 _MOST_ROOTS = 4
-_TURNS = 4
-"""How many times the rows are shown at least, each time to other tokens."""
+_LEAST_ROUNDS = 4
+"""How often the rows are run at least, each time as other tokens."""
 
 _LARGEST_FINITE_CAST = 464.0
-"""A cast that does not saturate makes NaN of everything beyond; up to here it rounds to 448."""
+"""A cast that does not saturate makes NaN of larger values; up to this it rounds to 448."""
 _SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
-"""What may stand between one value and a tensor that holds it many times."""
+"""Ops that may make a tensor of many equal elements from one value."""
 _UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,9 +47,9 @@ class Inputs:
     Attributes:
         sizes: nodes that hold a size.
         constants: tensors known at compile time.
-        roots: float tensors of one value that are known only when the graph runs.
+        roots: float tensors of one value that is known only when the graph runs.
         derived: nodes computed from the others, not from the attention output, in graph order.
-        scales: of `roots` and `derived` those that may be a static scale.
+        scales: those of `roots` and `derived` that may be a static scale.
     """
 
     sizes: tuple[Node, ...]
@@ -62,7 +61,7 @@ class Inputs:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Compute on real CPU tensors, whatever modes, devices or autocast the compiler or the user have switched on."""
+    """Compute on real CPU tensors, without modes, devices or autocast of the compiler or the user."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -73,7 +72,7 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
     """Sort what the nodes read from outside.
 
     Raises:
-        Refusal: they read a tensor that is no scale.
+        Refusal: they read a tensor that is not a scale.
     """
     finder = _InputFinder()
     inside = {output, *nodes}
@@ -92,7 +91,7 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
 
 
 def check_sizes(nodes: Sequence[Node], sizes: Sequence[Node]) -> None:
-    """Refuse nodes that make values of sizes: those that a graph leaves open are run with a few numbers alone.
+    """Refuse nodes that compute values from sizes: symbolic sizes are tried with a few numbers only.
 
     Raises:
         Refusal: there is such a node.
@@ -106,7 +105,7 @@ def check_sizes(nodes: Sequence[Node], sizes: Sequence[Node]) -> None:
 
 
 class _InputFinder:
-    """Collects what a region reads from outside, and what that is made of."""
+    """Collects what a region reads from outside, and what that is computed from."""
 
     def __init__(self) -> None:
         self.sizes: dict[Node, None] = {}
@@ -115,7 +114,7 @@ class _InputFinder:
         self.derived: dict[Node, None] = {}
 
     def take(self, node: Node, depth: int = 8) -> bool:
-        """Keep what a node is made of; false if it is neither a size, a constant nor one value, spread or not."""
+        """Keep what a node is computed from; false unless it is a size, a constant or one value, spread or not."""
         if node in self.sizes or node in self.constants or node in self.roots or node in self.derived:
             return True
         val = value(node)
@@ -135,13 +134,13 @@ class _InputFinder:
         return True
 
     def inputs(self) -> Inputs:
-        """Return everything, with as few unknown values as can be."""
+        """Return everything, with as few unknown values as possible."""
         direct = list(self.roots)
         self._follow_back(lambda node: op_name(node.target) in _SPREADS and not _loses_digits(node))
         if len(self.roots) > 1:
             self._follow_back(lambda node: True)
         scales = [node for node in dict.fromkeys([*direct, *self.roots]) if value(node).dtype in _SCALE_DTYPES]
-        return Inputs(tuple(self.sizes), self.constants, tuple(self.roots), tuple(self._in_order()), tuple(scales))
+        return Inputs(tuple(self.sizes), self.constants, tuple(self.roots), tuple(sorted(self.derived)), tuple(scales))
 
     def _follow_back(self, allowed: Any) -> None:
         for _ in range(8):
@@ -154,19 +153,6 @@ class _InputFinder:
                     self.derived[node] = None
                 else:
                     self.sizes, self.constants, self.roots, self.derived = kept  # type: ignore[assignment]
-
-    def _in_order(self) -> list[Node]:
-        order: list[Node] = []
-
-        def visit(node: Node) -> None:
-            if node in self.derived and node not in order:
-                for source in node.all_input_nodes:
-                    visit(source)
-                order.append(node)
-
-        for node in self.derived:
-            visit(node)
-        return order
 
 
 def _loses_digits(node: Node) -> bool:
@@ -182,7 +168,7 @@ def _is_one(count: Any) -> bool:
 
 
 def constant(node: Node, depth: int = 8) -> Tensor | None:
-    """Return the value of a node that no input of the graph has a part in, `None` for any other."""
+    """Return the value of a node that depends on no input of the graph, `None` for any other."""
     if node.op == "get_attr":
         owner: Any = node.graph.owning_module
         for part in str(node.target).split("."):
@@ -219,7 +205,7 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
         return args[0]
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     if name in _UNWRITTEN:
-        made.fill_(3)  # Memory that was freed may hold what is compared with it.
+        made.fill_(3)  # Freed memory may hold the expected values.
     return made
 
 
@@ -239,22 +225,22 @@ def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, An
 
 
 def size_at(size: Any, output: Node, tokens: int, others: Sequence[Any] = ()) -> int:
-    """Return a size when the graph runs on `tokens` tokens, the first size of `output`; other sizes follow from it.
+    """Return a size when the graph runs on `tokens` tokens, the first size of `output`.
 
     Args:
-        others: further unknowns, each of which is taken for another number.
+        others: further symbols; each gets another number.
 
     Raises:
-        Refusal: no number comes out.
+        Refusal: it depends on something else.
     """
     symbol, found = expression(value(output).shape[0]), expression(size)
     if symbol.is_Symbol:
         found = found.subs(symbol, tokens)
-    # How many of the tokens are taken, say: any number will do, so long as it is everywhere the same.
+    # Any number will do for another symbol if it is the same everywhere.
     numbers = {other: tokens // 2 + 1 + index for index, other in enumerate(others)}
     found = found.subs({other: numbers.get(other, tokens // 2 + 1) for other in found.free_symbols})
     if not found.is_Integer:
-        raise Refusal(f"the region depends on the size {size}, which varies with no token count", output)
+        raise Refusal(f"the region depends on the size {size}, which varies with no token count", output, near=True)
     return int(found)
 
 
@@ -276,12 +262,7 @@ def run(
     for node, scale in zip(inputs.roots, scales, strict=False):
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
     for node in (*inputs.derived, *nodes):
-        if node.target is operator.getitem:
-            env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
-            continue
-        seen = env
-        if wide:
-            seen = in_fp32(node, env, wide)
+        seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
         if node in wide and op_name(node.target) in CASTS:
             env[node] = seen[node.all_input_nodes[0]].float()
         else:
@@ -292,7 +273,7 @@ def run(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors hold the same elements in order, bit for bit but for NaN, in whatever shapes."""
+    """Return whether two tensors hold the same elements in order, bit for bit except for NaN, in any shapes."""
     if a.numel() != b.numel() or a.dtype != b.dtype:
         return False
     a, b = a.reshape(-1), b.reshape(-1)
@@ -307,7 +288,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a region: the rows `[T, N]` that went in, the value of every node and of what they read."""
+    """One run of a region: its rows `[T, N]`, and the values of all nodes and their inputs."""
 
     rows: Tensor
     values: dict[Node, Any]
@@ -326,8 +307,8 @@ def samples(
 
     Args:
         wide: nodes in bf16 or fp16 that stay in fp32.
-        thorough: show it every value of the model dtype under every scale.
-        few: show it those a few tokens at a time.
+        thorough: run every value of the model dtype under every scale.
+        few: run those a few tokens at a time.
     """
     exact, roots = _exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
@@ -335,22 +316,22 @@ def samples(
     def sample(x: Tensor, scales: Sequence[float]) -> Sample:
         return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scales, wide))
 
-    def scales_of(turn: int) -> list[float]:
-        """Return a value for each root, no two alike: what agrees only where some are equal is no quantiser."""
-        return [exact[(turn + index) % len(exact)] for index in range(roots)]
+    def scales_of(round_: int) -> list[float]:
+        """Return a value for each root, all different: equal ones would hide which root is used."""
+        return [exact[(round_ + index) % len(exact)] for index in range(roots)]
 
-    for turn in range(max(_TURNS, len(exact) * roots)):
-        scales = scales_of(turn)
+    for round_ in range(max(_LEAST_ROUNDS, len(exact) * roots)):
+        scales = scales_of(round_)
         # A graph may divide by a value or multiply by it.
-        tried = scales[turn // len(exact) % roots]
+        tried = scales[round_ // len(exact) % roots]
         steps = (tried, 1 / tried) if inputs.roots else (tried,)
-        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, turn, counts))
-    for turn in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
-        yield from (sample(x, scales_of(turn)) for x in every_output(region.output, dtype, counts, few))
+        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
+    for round_ in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
+        yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 
 
 def _exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:
-    """Return the static scales to run a region under: such that all its roots can hold."""
+    """Return the static scales to run a region under: values that all its roots can hold."""
     if not inputs.roots:
         return [PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3]]
     seen = [value(node) for node in (*inputs.roots, *inputs.derived, *nodes)]
@@ -362,7 +343,7 @@ def _exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[flo
 
 
 def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
-    """Return static scales that a region without an unknown value could have been written with."""
+    """Return the static scales that may be written in a region as constants."""
     found: dict[float, None] = {1.0: None}
     for tensor in inputs.constants.values():
         if tensor.numel() and tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all()):

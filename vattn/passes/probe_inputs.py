@@ -1,4 +1,4 @@
-"""What regions are run on: attention outputs and scales that tell quantisers apart."""
+"""Inputs of regions: attention outputs and scales that distinguish quantisers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POWERS = range(-30, 11)
 
 
 def probe_values(columns: int, *scales: float) -> Tensor:
-    """Return fp32 rows `[R, columns]` that tell quantisers apart; the first is all zeros.
+    """Return fp32 rows `[R, columns]` that distinguish quantisers; the first is all zeros.
 
     Args:
         scales: static scales under which some of the values are midpoints of codes; one at least.
@@ -81,17 +81,17 @@ def _rows(values: Tensor, columns: int) -> Tensor:
 
 
 def probe_outputs(
-    output: Node, config_dtype: str, scales: Sequence[float], turn: int, counts: Sequence[int]
+    output: Node, config_dtype: str, scales: Sequence[float], shift: int, counts: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yield attention outputs `[T, H, V]` in the model dtype.
 
     Args:
         scales: as in `probe_values`.
-        turn: which row comes first: no token is to see rows of one kind alone.
-        counts: of tokens; every row is among those of the first.
+        shift: rotates the rows, so that no token gets rows of one kind alone.
+        counts: token counts; every row is among those of the first.
     """
     _, heads, width = value(output).shape
-    rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(-7 * turn, 0)
+    rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(-7 * shift, 0)
     for count in counts:
         step = _step(output, count, TOKEN_COUNTS[0])
         needed = -(-len(rows) // step) if count == counts[0] else 1
@@ -106,7 +106,7 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
 
     Args:
         counts: as in `probe_outputs`.
-        few: a few tokens at a time, for a region that may read some of them alone.
+        few: a few tokens at a time, for a region that may read only some of them.
     """
     tokens, heads, width = value(output).shape
     rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
@@ -118,7 +118,7 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
 
 
 def _step(output: Node, count: int, most: int) -> int:
-    """Return after how many rows the next run begins: a region may read as few of its tokens as that."""
+    """Return after how many rows the next run begins: a region may read only the first of its tokens."""
     return count if isinstance(value(output).shape[0], int) else min(count, most)
 
 

@@ -1,14 +1,15 @@
 """Finds attention nodes in a post-grad graph, and the region between one and the tensor its output is quantised to.
 
-A region is everything that follows from the attention output alone by ops whose meaning can be run: no GEMM, no random
-number, no mutation. It ends at the quantised tensor; what depends on that comes after the region.
+A region holds what is computed from the attention output alone by ops that can be run: no GEMM, no random number, no
+mutation. It ends at the quantised tensor.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.mla import MLAConfig
 from vattn.ops.schemas import ATTENTION_OPS
@@ -38,9 +40,9 @@ class Refusal(Exception):
     """Why an attention node is not fused.
 
     Args:
-        reason: what the report says.
-        node: the graph node that the reason hangs on.
-        near: whether a quantiser follows the attention node, so that it could have been fused.
+        reason: text for the report.
+        node: the graph node that causes it.
+        near: whether there is a quantiser that could have been fused.
     """
 
     def __init__(self, reason: str, node: Node | None = None, *, near: bool = False) -> None:
@@ -55,7 +57,7 @@ class AttentionNode:
     Attributes:
         node: the `auto_functionalized_v2` call.
         op: `"attention"` or `"varlen_attention"`.
-        config: what its config string asks for.
+        config: the parsed config string.
         base: position of the output among the tensors that the call writes.
         output: the node that holds the written output.
     """
@@ -91,8 +93,7 @@ def describe(node: Node, op: str) -> AttentionNode:
     """
     if str(node.target) != "auto_functionalized_v2":
         raise Refusal("the graph was made with enable_auto_functionalized_v2=False", node)
-    kind: Any = MLAConfig if op == "mla_attention" else AttentionConfig
-    config = kind.parse(str(node.kwargs["config"]))
+    config = parse_config(node, op)
     allowed = {"_output_base_index", *(key for key in node.kwargs if key.startswith("_output_block_scale"))}
     if any(key.startswith("_output_") and key not in allowed for key in node.kwargs):
         raise Refusal("the output is a view into a larger tensor", node)
@@ -107,18 +108,24 @@ def describe(node: Node, op: str) -> AttentionNode:
     return AttentionNode(node, op, config, base, users[0])
 
 
+def parse_config(call: Node, op: str) -> Any:
+    """Return the request of an attention call."""
+    kind = MLAConfig if op == "mla_attention" else AttentionConfig
+    return kind.parse(str(call.kwargs["config"]))
+
+
 def value(node: Node) -> Any:
     """Return the fake value of a node."""
     return node.meta.get("val")
 
 
 def is_check(node: Node) -> bool:
-    """Return whether a node only checks metadata, as `torch.export` leaves behind casts."""
+    """Return whether a node only checks metadata; `torch.export` adds such nodes after casts."""
     return isinstance(node.target, torch._ops.OpOverload) and op_name(node.target) in _CHECKS
 
 
 def op_name(op: Any) -> str:
-    """Return an operator's name without namespace and overload, empty for what is no operator."""
+    """Return an operator's name without namespace and overload, empty for any other object."""
     return op._schema.name.split("::")[1] if isinstance(op, torch._ops.OpOverload) else ""
 
 
@@ -150,23 +157,55 @@ class Region:
     nodes: tuple[Node, ...]
     quantised: tuple[Node, ...]
 
-    def ancestors(self, ends: list[Node]) -> list[Node]:
+    def ancestors(self, ends: Iterable[Node]) -> list[Node]:
         """Return the region's nodes that `ends` are computed from, `ends` included, in graph order."""
-        inside, needed, stack = set(self.nodes), set(), list(ends)
-        while stack:
-            node = stack.pop()
-            if node in inside and node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
+        needed = ancestors(ends, set(self.nodes).__contains__)
         return [node for node in self.nodes if node in needed]
 
 
-def find_region(output: Node, order: dict[Node, int], in_parts: bool = False) -> Region:
+def ancestors(ends: Iterable[Node], enter: Callable[[Node], bool], limit: float = math.inf) -> set[Node]:
+    """Return what some nodes are computed from, themselves included.
+
+    Args:
+        enter: whether to go on to the inputs of a node.
+        limit: stop once more nodes than this are found.
+    """
+    found = set(ends)
+    stack = list(found)
+    while stack and len(found) <= limit:
+        node = stack.pop()
+        if enter(node):
+            new = [source for source in node.all_input_nodes if source not in found]
+            found.update(new)
+            stack += new
+    return found
+
+
+def is_computed_from(ends: Iterable[Node], start: Node) -> bool:
+    """Return whether any of some nodes is computed from `start`."""
+    return start in ancestors(ends, lambda node: node > start)
+
+
+def check_backend(config: AttentionConfig, node: Node, work: str) -> None:
+    """Refuse a config that no backend runs on the device of a node.
+
+    Args:
+        work: what is wanted of it, for the text.
+
+    Raises:
+        Refusal: there is none.
+    """
+    explanation = selector.explain(config, value(node).device)
+    if explanation.chosen is None:
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
+        raise Refusal(f"no backend {work} ({reasons})", node, near=True)
+
+
+def find_region(output: Node, in_parts: bool = False) -> Region:
     """Walk from an attention output to everything that can be run from it.
 
     Args:
-        order: position of every node of the graph.
-        in_parts: go on behind FP8 tensors into which one part after the other is written, as far as the last part.
+        in_parts: go on after FP8 tensors that are written part by part, as far as the last part.
     """
     reached, ends = _reach(output, whole=True, in_parts=in_parts)
     if not ends:
@@ -177,7 +216,7 @@ def find_region(output: Node, order: dict[Node, int], in_parts: bool = False) ->
     again = {node for end in ends for node in _rounded_again(end)}
     after: set[Node] = set()
     nodes = []
-    for node in sorted((reached | again) - {output}, key=order.__getitem__):
+    for node in sorted((reached | again) - {output}):
         if node not in again and any(source in ends or source in after for source in node.all_input_nodes):
             after.add(node)
         else:
@@ -209,7 +248,7 @@ def _reach(output: Node, whole: bool, in_parts: bool) -> tuple[set[Node], set[No
 
 
 def lacks_parts(node: Node) -> bool:
-    """Return whether a node writes a part of a tensor, and others write more of it behind it."""
+    """Return whether a node writes a part of a tensor that later nodes write more of."""
     return _is_scatter(node) and any(_is_scatter(user) and user.args[0] is node for user in node.users)
 
 
@@ -218,7 +257,7 @@ def _is_scatter(node: Node) -> bool:
 
 
 def unknown_readers(output: Node) -> list[str]:
-    """Return names of what reads an output, or what is made of it, and may quantise it for all that is known here."""
+    """Return names of unknown ops that read an output, or what is computed from it, and may quantise it."""
     reached, _ = _reach(output, whole=True, in_parts=False)
     found: dict[str, None] = {}
     for node in sorted((output, *reached), key=lambda node: node.name):
@@ -233,7 +272,7 @@ def unknown_readers(output: Node) -> list[str]:
 
 
 def _rounded_again(end: Node) -> list[Node]:
-    """Return what casts FP8 codes to a wider dtype and back, which may be all that is done to them."""
+    """Return nodes that cast FP8 codes to a wider dtype and back."""
     found = []
     for wide in end.users:
         if op_name(wide.target) == "convert_element_type":
@@ -244,7 +283,7 @@ def _rounded_again(end: Node) -> list[Node]:
 
 
 def _are_codes(node: Node, end: Node) -> bool:
-    """Return whether a node holds FP8 codes as many as another."""
+    """Return whether a node holds as many FP8 codes as another has values."""
     return _holds(node, FP8_DTYPES) and same_size(value(node).numel(), value(end).numel())
 
 
@@ -286,9 +325,9 @@ def _expanded(size: Any) -> Any:
 
 
 def source_line(node: Node | None) -> str:
-    """Return `file:line: code` of the user's line that made a node, empty if it left no trace.
+    """Return `file:line: code` of the user's line that made a node, empty if unknown.
 
-    A line of this package is told only where no code outside of it made the call.
+    A line of this package is used only if no code outside of it made the call.
     """
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and set(line.strip()) - set("^~ ")]
@@ -313,8 +352,8 @@ class Match:
         codes: positions in the probed nodes that hold the codes.
         block_scales: positions of those that hold the computed scales, and how: `"plain"`, `"transposed"`,
             `"swizzled"`, or `"moved"`: sliced or transposed together with the output.
-        factor: the static scale is this many times the one at `scale`.
-        moved: whether the codes lie otherwise than in the output, or are a part of them.
+        factor: multiplies the scale at `scale`.
+        moved: whether the codes are sliced or reordered.
     """
 
     output_format: str

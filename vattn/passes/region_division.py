@@ -1,4 +1,4 @@
-"""What becomes of a region's divisions in the code that Inductor generates, which a fused epilogue has to repeat.
+"""Finds how code that Inductor generates would round a region's divisions; a fused epilogue repeats that.
 
 A region is probed on a CPU, where divisions round correctly, in eager and in generated code alike. Code that Inductor
 generates for CUDA multiplies by the reciprocal of a divisor known at compile time, and its other quotients are the
@@ -30,14 +30,14 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device, cons
         constants: tensors known at compile time that they read.
 
     Raises:
-        Refusal: the code would round its divisions in a way that no epilogue has.
+        Refusal: no epilogue rounds as the code would.
     """
     fmt = OUTPUT_FORMATS[match.output_format]
     if device.type != "cuda" or any(_is_own(node) for node in nodes):
-        return match  # our quantising ops are not generated code: they divide exactly wherever they run
+        return match  # vattn's quantising ops are not generated code: they divide exactly
     if any(_is_foreign(node) for node in nodes):
         if fmt.static_scale:
-            return match  # nor are those of other libraries
+            return match  # ops of other libraries are not generated code either
         raise Refusal(
             "the scale is divided by generated code and the values by another library's op, which rounds otherwise",
             nodes[match.codes[0]],
@@ -68,7 +68,7 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
         is_constant: whether the scale is known at compile time.
 
     Raises:
-        Refusal: the code would round its divisions in a way that no query load has.
+        Refusal: no query load rounds as the code would.
     """
     if value(query).device.type != "cuda" or any(_is_own(node) for node in nodes):
         return arithmetic
@@ -87,7 +87,7 @@ _CONVERT = "convert to float32 first"
 
 
 def _divides_in_fp64(nodes: Sequence[Node]) -> bool:
-    """Return whether quotients are those of fp64, which the hardware rounds correctly.
+    """Return whether quotients are computed in fp64, which the hardware rounds correctly.
 
     Raises:
         Refusal: some are and some are not.
@@ -104,7 +104,7 @@ def _is_own(node: Node) -> bool:
 
 
 def _is_foreign(node: Node) -> bool:
-    """Return whether a node calls another library's op, which runs as it is."""
+    """Return whether a node calls an op of another library, which Inductor does not generate."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "vattn")
 
 
@@ -115,7 +115,7 @@ def _divisions_are_rounded() -> bool:
 
 
 def _divisor(scale: float, nodes: Sequence[Node]) -> float:
-    """Return the number that a constant scale is the fp32 rounding of; Inductor takes the reciprocal of that number."""
+    """Return the number that a constant scale was rounded from; Inductor takes the reciprocal of that number."""
     for node in nodes:
         if op_name(node.target) in _DIVISIONS:
             divisor = node.args[1]
@@ -125,10 +125,10 @@ def _divisor(scale: float, nodes: Sequence[Node]) -> float:
 
 
 def _floor(match: Match, nodes: Sequence[Node], constants: Iterable[Tensor]) -> float | None:
-    """Return the floor under the scale; one under the maximum is multiplied where the probe divided it.
+    """Return the least scale; a least maximum is multiplied by a reciprocal where the probe divided it.
 
     Raises:
-        Refusal: neither is a number in the code, so that nobody knows how generated code rounds it.
+        Refusal: neither is a number in the code, so it is unknown how generated code rounds it.
     """
     if not match.min_scale:
         return match.min_scale

@@ -1,7 +1,7 @@
-"""Follows the values of an attention output through slices, transposes and whatever else only moves them.
+"""Follows the values of an attention output through slices, transposes and other ops that only move them.
 
-Quantisers of single values, rows or groups commute with moving whole values, rows or groups. So a region is compared
-with a quantiser of the whole output whose codes are moved in the same way, and such moves are repeated on the codes.
+Quantisers of single values, rows or groups commute with moves of whole values, rows or groups. So a region is compared
+with a quantiser of the whole output followed by the same moves, and the moves are repeated on the codes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from torch.fx import Node
 
 from vattn.passes.region import op_name
 
-VIEWS = frozenset(
-    "view reshape _unsafe_view permute transpose t squeeze unsqueeze slice select expand alias detach split "
-    "split_with_sizes unbind narrow as_strided unfold view_of lift_fresh_copy".split()
+RESHAPES = frozenset("view reshape _unsafe_view squeeze unsqueeze alias detach".split())
+"""Views that keep every element, in order."""
+
+VIEWS = RESHAPES | frozenset(
+    "permute transpose t slice select expand split split_with_sizes unbind narrow as_strided unfold view_of "
+    "lift_fresh_copy".split()
 )
 COPIES = frozenset("clone cat stack flip rev roll index index_select repeat contiguous constant_pad_nd".split())
 MOVES = VIEWS | COPIES
 _REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm".split())
 
 Positions = dict[Node, Any]
-"""Where each element of a node comes from: its place in the flattened output. A reduced element has the first place of
-those that it was reduced from, and so has a byte that holds two values."""
+"""The place of each element of a node in the flattened output. A reduced element has the first place of the elements
+that it was reduced from; so has a byte that holds two values."""
 
 
 def positions(nodes: Sequence[Node], output: Node, values: dict[Node, Any]) -> Positions:
-    """Return where the elements of each node come from, for those of which that can be said.
+    """Return the positions of the elements of each node, for nodes where they are known.
 
     Args:
-        values: the values of all nodes, and of what they read, in one run.
+        values: the values of all nodes and of their inputs in one run.
     """
     start = torch.arange(values[output].numel()).view(values[output].shape)
     found: Positions = {output: start}
@@ -121,7 +124,7 @@ def _follow_quantiser(node: Node, name: str, found: Positions, values: dict[Node
 
 
 def is_whole(place: Tensor | None, count: int, step: int = 1) -> bool:
-    """Return whether positions are those of all `count` values of the output in order, `step` values to an element."""
+    """Return whether positions are all `count` values of the output in order, `step` values to an element."""
     if place is None:
         return True
     return place.numel() * step == count and torch.equal(place.flatten(), torch.arange(0, count, step))

@@ -1,7 +1,7 @@
-"""Which roundings to bf16 and fp16 inside a region the code that Inductor generates keeps, and which it drops.
+"""Finds which roundings to bf16 and fp16 inside a region Inductor's generated code keeps, and which it drops.
 
 Generated code computes in fp32 and rounds where a value is stored. A chain of arithmetic that ends in a cast to fp32 is
-never stored, so it is never rounded; of everything else nothing certain can be said.
+never stored, so never rounded; other roundings may be kept or dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_low(node: Node) -> bool:
 
 
 def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
-    """Return nodes whose rounding generated code drops for certain, and those whose rounding it may drop."""
+    """Return nodes that generated code does not round for certain, and nodes that it may not round."""
     from torch._inductor import config
 
     if config.emulate_precision_casts:
@@ -47,7 +47,7 @@ def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
 
 
 def _ends_in_fp32(node: Node) -> bool:
-    """Return whether the one thing that reads a node, through moves and arithmetic, is a cast to fp32."""
+    """Return whether the only reader of a node, through moves and arithmetic, is a cast to fp32."""
     for _ in range(20):
         users = [user for user in node.users if not is_check(user)]
         if len(users) != 1 or not isinstance(users[0].target, torch._ops.OpOverload):
@@ -64,7 +64,7 @@ def _ends_in_fp32(node: Node) -> bool:
 
 
 def in_fp32(node: Node, env: dict[Node, object], wide: frozenset[Node]) -> dict[Node, object]:
-    """Return the values that a node reads as they are where it runs.
+    """Return the values that a node reads, in the dtype in which generated code has them.
 
     Args:
         wide: nodes that are not rounded; `env` holds their values in fp32.

@@ -1,7 +1,7 @@
-"""How far along the tokens a region tells them apart, so that it is run on enough of them for that to show.
+"""Finds on how many tokens a region has to be run to see all that it does.
 
-A graph of a varying number of tokens may do something else from the three hundredth on, and a run of thirty would not
-tell. Where the number stands in the graph, as the bound of a slice say, it is found here.
+A graph of a varying number of tokens may treat tokens from the three hundredth on differently, which a run of thirty
+tokens would not show. Such numbers stand in the graph, as bounds of slices for example; they are collected here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _COUNTING = frozenset(
     "cumsum cumprod cummax cummin logcumsumexp sum nansum mean prod argmax argmin sort topk var std var_mean norm "
     "linalg_vector_norm count_nonzero".split()
 )
-"""Ops that can tell how many tokens there are, or which one is which, where they run along the tokens."""
+"""Ops whose results depend on the number or the order of tokens if they run along the tokens."""
 
 
 def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
-    """Return on how many tokens a region is run: a count of its own, if that is fixed, or several.
+    """Return the token counts to run a region on: its own if that is fixed, or several.
 
     Raises:
-        Refusal: on more than can be tried out.
+        Refusal: they are too large to run.
     """
     tokens = value(output).shape[0]
     if isinstance(tokens, int):
@@ -51,7 +51,7 @@ def beyond(place: int, node: Node) -> Refusal:
 
 
 def reach(nodes: Sequence[Node], like: Node) -> int:
-    """Return the largest place or number of tokens that stands in a graph of a varying number, 0 if there is none.
+    """Return the largest position or number of tokens that stands in a graph of a varying number, 0 if there is none.
 
     Args:
         like: a node whose first size is the number of tokens.
@@ -72,7 +72,7 @@ def reach(nodes: Sequence[Node], like: Node) -> int:
 
 
 def check_order(nodes: Sequence[Node]) -> None:
-    """Refuse nodes that count along the tokens: a quantiser treats every one alike.
+    """Refuse nodes that count along the tokens: a quantiser treats all tokens alike.
 
     Raises:
         Refusal: there is such a node.
@@ -97,7 +97,7 @@ def _dims(node: Node, val: Tensor) -> list[int]:
 
 
 def _bounds(node: Node) -> Iterator[tuple[Any, list[int]]]:
-    """Yield varying sizes along which a node takes elements by numbers of the graph, and those numbers."""
+    """Yield varying sizes that a node indexes by numbers of the graph, and those numbers."""
     name, given = op_name(node.target), list(node.args)
     val = value(given[0]) if given and isinstance(given[0], Node) else None
     if not isinstance(val, Tensor):
@@ -146,7 +146,7 @@ def _elements(node: Node) -> list[int]:
 
 
 def _per_token(size: Any, tokens: Any) -> int:
-    """Return how many elements along a size belong to one token."""
+    """Return how many elements of a dimension belong to one token."""
     if not tokens.is_Symbol:
         return 1
     size = expression(size)
@@ -155,7 +155,7 @@ def _per_token(size: Any, tokens: Any) -> int:
 
 
 def _numbers(size: Any) -> list[int]:
-    """Return the numbers in the formula of a size that a token count is added to or compared with."""
+    """Return the numbers that the formula of a size adds to a token count or compares with it."""
     import sympy  # type: ignore[import-untyped]
 
     found = []
@@ -166,6 +166,6 @@ def _numbers(size: Any) -> list[int]:
 
 
 def _fewest(tokens: torch.SymInt) -> int:
-    """Return the fewest tokens that a graph was compiled for, as far as that is known."""
+    """Return the least token count that a graph is compiled for, 0 if unknown."""
     bounds = tokens.node.shape_env.bound_sympy(tokens.node.expr)
     return int(bounds.lower) if bounds.lower.is_Integer else 0

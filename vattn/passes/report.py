@@ -1,9 +1,9 @@
-"""What became of every attention node: the report of the passes, and how compiled code carries it.
+"""The fusion report: one line for every attention node, carried by compiled code.
 
-On a hit of Inductor's caches no pass runs. So each attention op that the passes have looked at carries its own line of
-the report, as a note behind its config string, in the compiled code itself: whoever loads that code, in whatever
-process, has the report as soon as the op has run once. The lines of code in it are those of whoever compiled first: an
-equal graph of another model, or of the same one before it was edited, is the same entry of a cache.
+On a hit of Inductor's caches no pass runs. So each attention op that the passes have seen carries its line of the
+report as a note after its config string, in the compiled code itself: a process that loads that code has the report
+once the op has run. Source lines in it are those of the first compilation: an equal graph of another model, or of the
+same one before an edit, is the same entry of a cache.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vattn.errors import FusionError
-from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, _graphs, _lock, _seen, logger
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, forget, logger, recorded, seen
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What the passes made of every graph that this process compiled or loaded, in that order.
+    """The results of the passes for every graph that this process compiled or loaded, in that order.
 
     Attributes:
         nodes: one entry per attention node.
-        why_empty: of a report without nodes, whether the passes were on and what they saw; else empty.
+        why_empty: why a report has no nodes: whether the passes were on, and which graphs they ran on; else empty.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -63,65 +63,56 @@ class FusionReport:
         return "\n".join(lines)
 
 
-_asked_for = False
-"""Whether anything in this process has switched the passes on."""
+_enabled = False
+"""Whether the passes were switched on in this process."""
 
 
-def note_asked() -> None:
-    """Note that the passes were switched on, for what is compiled from now on or for one call."""
-    global _asked_for
-    _asked_for = True
-
-
-def note_failed() -> None:
-    """Note a graph on which the passes failed."""
-    with _lock:
-        _seen["failed"] += 1
+def note_enabled() -> None:
+    """Note that the passes were switched on."""
+    global _enabled
+    _enabled = True
 
 
 def fusion_report() -> FusionReport:
-    """Return what became of every attention node that this process compiled or loaded from a compile cache.
+    """Return the results for every attention node that this process compiled or loaded from a compile cache.
 
-    Code from a cache reports when it has run once. `str()` of the result is a table, `.as_dict()` plain values. A
-    report of no attention says whether the passes were on at all.
+    Code from a cache reports once it has run. `str()` of the result is a table, `.as_dict()` plain values. An empty
+    report says whether the passes were on.
     """
-    with _lock:
-        nodes = [graph[index] for graph in _graphs.values() for index in sorted(graph)]
-        return FusionReport(tuple(nodes), "" if nodes else _why_empty())
+    nodes = recorded()
+    return FusionReport(nodes, "" if nodes else _why_empty())
 
 
 def _why_empty() -> str:
-    if not _asked_for:
+    if not _enabled:
         return (
             "the passes are off: nothing in this process has switched them on; torch.compile and vattn.compile take "
             "them from vattn.enable(), options=vattn.options() or backend=vattn.backend"
         )
-    if _seen["failed"]:
+    if seen["failed"]:
         return f"the passes failed on {_graphs_of('failed')}; the log says why"
-    if _seen["without attention"]:
+    if seen["without attention"]:
         return (
             f"the passes ran on {_graphs_of('without attention')}, none with attention of vattn; layers that run "
             "without metadata make profiling calls, which have none"
         )
     return (
-        "the passes were switched on, and have run on no graph: nothing was compiled with them, or what was came from "
-        "a cache and has not run yet"
+        "the passes were switched on, and have run on no graph: nothing was compiled with them, or the compiled code "
+        "is from a cache and has not run yet"
     )
 
 
 def _graphs_of(kind: str) -> str:
-    return f"{_seen[kind]} graph" + "s" * (_seen[kind] != 1)
+    return f"{seen[kind]} graph" + "s" * (seen[kind] != 1)
 
 
 def clear_fusion_report() -> None:
-    """Forget everything that was reported so far."""
-    with _lock:
-        _graphs.clear()
-        _seen.update(dict.fromkeys(_seen, 0))
+    """Forget all lines of the report."""
+    forget()
 
 
 def log(nodes: list[NodeReport]) -> None:
-    """Say in one line what became of one graph."""
+    """Log the results for one graph in one line."""
     if not nodes:
         return
     report = FusionReport(tuple(nodes))
@@ -133,11 +124,11 @@ def log(nodes: list[NodeReport]) -> None:
 
 
 def strict_error(misses: list[NodeReport]) -> FusionError:
-    """Return what `strict=True` raises for nodes that are not fused."""
+    """Return the error of `strict=True` for nodes that are not fused."""
     from torch._dynamo.exc import ShortenTraceback
 
     class StrictFusionError(FusionError, ShortenTraceback):
-        """Dynamo and Inductor hand this one on as it is instead of wrapping it in an error of theirs."""
+        """Dynamo and Inductor raise this as it is instead of wrapping it in their own errors."""
 
         def __init__(self, plain: FusionError) -> None:
             ShortenTraceback.__init__(self, str(plain), first_useful_frame=None)

@@ -1,8 +1,7 @@
-"""Decides whether attention followed by output quantisation can be one attention call; changes nothing."""
+"""Finds output quantisation that an attention call can do; changes nothing."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
 from vattn.passes import region_division as division
@@ -20,9 +18,10 @@ from vattn.passes.region import (
     Match,
     Refusal,
     Region,
-    expression,
+    check_backend,
     find_region,
     is_check,
+    is_computed_from,
     lacks_parts,
     same_shape,
     same_size,
@@ -30,18 +29,10 @@ from vattn.passes.region import (
     value,
 )
 from vattn.passes.region_tokens import token_counts
+from vattn.passes.verdicts import Refused, fingerprint, judged, names_of_known, numbered, typed
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 _known: dict[str, Match | Refused] = {}
-"""What regions of this process were found to compute, or why none: a model of equal layers asks once."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Why a region is no supported quantiser, and which of the probed nodes is the first that differs from one."""
-
-    reason: str
-    differs: int | None
 
 
 @dataclass(frozen=True)
@@ -51,11 +42,11 @@ class Found:
     Attributes:
         config: the request with the output format in it.
         scale: node of the static scale, its constant value, or `None`.
-        factor: the static scale is this many times that.
+        factor: multiplies `scale`.
         codes: nodes that hold the quantised tensor.
-        moved: whether they hold it sliced or transposed: what the region did to the output is then done to the codes.
-        block_scales: nodes that hold the computed scales and are read from outside, with their layout.
-        dead: nodes that nothing reads any more, in graph order.
+        moved: whether they hold it sliced or transposed: the region's moves are then repeated on the codes.
+        block_scales: nodes that hold the computed scales and are read from outside the region, with their layout.
+        dead: nodes that nothing will read any more, in graph order.
     """
 
     config: AttentionConfig
@@ -67,19 +58,18 @@ class Found:
     dead: tuple[Node, ...]
 
 
-def find(attention: AttentionNode, order: dict[Node, int], names: Sequence[str]) -> Found:
-    """Find out what an attention call can write instead of its output, without changing anything.
+def find(attention: AttentionNode, names: Sequence[str]) -> Found:
+    """Find out what an attention call can write instead of its output.
 
     Args:
-        order: position of every node of the graph.
         names: output formats that may be used.
 
     Raises:
-        Refusal: nothing; with the reason.
+        Refusal: nothing.
     """
-    region = find_region(attention.output, order)
+    region = find_region(attention.output)
     if any(map(lacks_parts, region.quantised)):
-        region = find_region(attention.output, order, in_parts=True)
+        region = find_region(attention.output, in_parts=True)
     if not region.quantised:
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
@@ -87,16 +77,14 @@ def find(attention: AttentionNode, order: dict[Node, int], names: Sequence[str])
     first: Refusal | None = None
     for quantised in region.quantised:
         try:
-            return _find_one(attention, region, quantised, order, names)
+            return _find_one(attention, region, quantised, names)
         except Refusal as refusal:
             first = first or refusal
     assert first is not None
     raise first
 
 
-def _find_one(
-    attention: AttentionNode, region: Region, quantised: Node, order: dict[Node, int], names: Sequence[str]
-) -> Found:
+def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: Sequence[str]) -> Found:
     with probe.isolated():
         inputs, nodes = _probed(region, quantised)
         match = _classified(attention, region, quantised, nodes, inputs)
@@ -108,7 +96,7 @@ def _find_one(
     try:
         dead, read, name = _replaced(region, codes, scales, match.output_format, names)
     except Refusal:
-        # What is made of other scales is left to the graph, which has them from the call then.
+        # Scales that are computed from other scales stay in the graph, which computes them from those of the call.
         first = {node: layout for node, layout in scales.items() if node not in made}
         if len(first) == len(scales):
             raise
@@ -118,26 +106,25 @@ def _find_one(
         output_arithmetic=match.arithmetic,
         output_min_scale=match.min_scale,
     )
-    _ask_backend(config, value(region.output).device, quantised)
+    check_backend(config, quantised, f"writes {name} here")
     scale: Node | float | None = match.scale
     if isinstance(match.scale, int) and inputs.scales:
         scale = inputs.scales[match.scale]
-        _check_scale(scale, attention, order)
-    unread = tuple(sorted(dead, key=order.__getitem__))
-    return Found(config, scale, match.factor, tuple(codes), match.moved, tuple(read.items()), unread)
+        _check_scale(scale, attention)
+    return Found(config, scale, match.factor, tuple(codes), match.moved, tuple(read.items()), tuple(sorted(dead)))
 
 
 def _replaced(
     region: Region, codes: Sequence[Node], scales: dict[Node, str], name: str, names: Sequence[str]
 ) -> tuple[set[Node], dict[Node, str], str]:
-    """Return what is dead, which scales are read and the format that has them, if codes and scales are replaced."""
+    """Return dead nodes, the scales that are read, and the format that has them, once codes and scales are replaced."""
     dead = _dead_nodes(region, {*codes, *scales})
     read = {node: layout for node, layout in scales.items() if not dead.issuperset(node.users)}
     return dead, read, _with_layout(region.output, name, read, names)
 
 
 def _is_spread(node: Node) -> bool:
-    """Return whether a node shows elements more than once."""
+    """Return whether a node is a view that repeats elements."""
     val = value(node)
     return any(
         same_size(stride, 0) and not same_size(size, 1) for size, stride in zip(val.shape, val.stride(), strict=True)
@@ -150,7 +137,7 @@ def _before(node: Node, region: Region) -> set[Node]:
 
 
 def _probed(region: Region, quantised: Node) -> tuple[probe.Inputs, list[Node]]:
-    """Return what to probe: what makes the quantised tensor, the others if they can be run too, and side results."""
+    """Return what to probe: what computes the quantised tensor, the others if they can be run too, and side results."""
     try:
         needed = region.ancestors(list(region.quantised))
         inputs = probe.find_inputs(needed, region.output)
@@ -161,7 +148,7 @@ def _probed(region: Region, quantised: Node) -> tuple[probe.Inputs, list[Node]]:
 
 
 def _with_side_results(region: Region, needed: list[Node], inputs: probe.Inputs) -> list[Node]:
-    """Add to the nodes that make the quantised tensor those that can be run beside them: copies of scales and such."""
+    """Add nodes that can be run with those that compute the quantised tensor, such as copies of scales."""
     known = {region.output, *needed, *inputs.sizes, *inputs.constants, *inputs.roots, *inputs.derived}
     chosen = set(needed)
     for node in region.nodes:
@@ -181,43 +168,27 @@ def _classified(
     from torch._inductor import config
 
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
-    extra = (attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}", f"tokens {counts}")
-    key = _fingerprint(region, quantised, nodes, inputs, extra)
-    if key not in _known:
-        try:
-            _known[key] = match.Asked(region, quantised, nodes, inputs, attention.config.dtype).classify()
-        except Refusal as refusal:
-            position = nodes.index(refusal.node) if refusal.node in nodes else None
-            _known[key] = Refused(refusal.reason, position)
-    known = _known[key]
-    if isinstance(known, Refused):
-        node = quantised if known.differs is None else nodes[known.differs]
-        raise Refusal(known.reason, node, near=True)
-    return known
+    facts = [attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}", f"tokens {counts}"]
+    key = _fingerprint(region, quantised, nodes, inputs, facts)
+    classifier = match.Classifier(region, quantised, nodes, inputs, attention.config.dtype)
+    return judged(_known, key, nodes, quantised, classifier.classify)
 
 
-def _fingerprint(
-    region: Region, quantised: Node, nodes: list[Node], inputs: probe.Inputs, extra: tuple[str, ...]
-) -> str:
+def _fingerprint(region: Region, quantised: Node, nodes: list[Node], inputs: probe.Inputs, facts: Sequence[str]) -> str:
     """Return a hash of everything that a probe's verdict depends on."""
-    names: dict[Node, str] = {region.output: "output"}
-    names.update((node, f"size {expression(value(node))}") for node in inputs.sizes)
-    names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in inputs.constants.items())
-    names.update(
-        (node, f"scale {i} {value(node).dtype} {tuple(value(node).shape)}") for i, node in enumerate(inputs.roots)
-    )
-    names.update((node, f"derived {index}") for index, node in enumerate(inputs.derived))
-    names.update((node, f"%{index}") for index, node in enumerate(nodes))
-    lines = [*extra, str(value(region.output).dtype), str(tuple(map(expression, value(region.output).shape)))]
-    for node in (*inputs.derived, *nodes):
-        arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: f"<{names[source]}>")
-        lines.append(f"{names[node]} {node.target} {arguments}")
-    lines += [names[quantised], *(names[node] for node in inputs.scales)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    names = {
+        region.output: "output",
+        **names_of_known(inputs.sizes, inputs.constants),
+        **{node: f"scale {index} {typed(node)}" for index, node in enumerate(inputs.roots)},
+        **numbered(inputs.derived, "derived "),
+        **numbered(nodes),
+    }
+    facts = [*facts, typed(region.output), names[quantised], *map(names.__getitem__, inputs.scales)]
+    return fingerprint((*inputs.derived, *nodes), names.__getitem__, facts)
 
 
 def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
-    """Return what nothing reads once `replaced` are replaced, `replaced` included.
+    """Return the nodes that nothing reads once `replaced` are replaced, `replaced` included.
 
     Raises:
         Refusal: something else reads the output or a value on the way.
@@ -237,7 +208,7 @@ def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
 
 
 def _why_read(user: Node, node: Node, region: Region) -> str:
-    """Say why something that reads a node of a region, or returns it, keeps the region alive."""
+    """Return why a region must stay that something outside reads or returns a node of."""
     if node in region.quantised:
         return "the output is quantised in more than one way"
     if user.op == "output":
@@ -248,7 +219,7 @@ def _why_read(user: Node, node: Node, region: Region) -> str:
 
 
 def _layouts(name: str) -> list[OutputFormat]:
-    """Return the formats that hold what one does, with its scales in whatever layout."""
+    """Return the formats with the same codes and scales, in all layouts of the scales."""
 
     def held(fmt: OutputFormat) -> tuple[object, ...]:
         return fmt.container, fmt.group_size, fmt.power_of_two, fmt.static_scale
@@ -257,10 +228,10 @@ def _layouts(name: str) -> list[OutputFormat]:
 
 
 def _with_layout(output: Node, name: str, read: dict[Node, str], names: Sequence[str]) -> str:
-    """Return the variant of a format whose scales lie as the readers expect them.
+    """Return the variant of a format that has the layout of scales that the readers expect.
 
     Raises:
-        Refusal: no variant has that layout, or none that may be used.
+        Refusal: no variant that may be used has that layout.
     """
     fitting = [fmt for fmt in _layouts(name) if all(_fits(output, fmt, node, way) for node, way in read.items())]
     for variant in fitting:
@@ -289,12 +260,12 @@ def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
 
 
 def in_layout(scales: Tensor, layout: str) -> Tensor:
-    """View computed scales as a node that holds them in some layout sees them."""
+    """View computed scales in a layout."""
     return scales.t() if layout == "transposed" else scales
 
 
 def new_block_scale(output: Node, fmt: OutputFormat) -> Tensor:
-    """Return a fake tensor like the scales that a format computes; called under the graph's fake mode."""
+    """Return a fake tensor like the scales of a format; called under the graph's fake mode."""
     tokens, heads, width = value(output).shape
     shape = fmt.block_scale_shape(tokens, heads * width)
     assert shape is not None
@@ -302,29 +273,16 @@ def new_block_scale(output: Node, fmt: OutputFormat) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=fmt.block_scale_dtype, device=value(output).device)
 
 
-def _ask_backend(config: AttentionConfig, device: torch.device, quantised: Node) -> None:
-    explanation = selector.explain(config, device)
-    if explanation.chosen is None:
-        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
-        raise Refusal(f"no backend writes {config.output_format} here ({reasons})", quantised, near=True)
-
-
-def _check_scale(scale: Node, attention: AttentionNode, order: dict[Node, int]) -> None:
+def _check_scale(scale: Node, attention: AttentionNode) -> None:
     """Refuse a scale that the op cannot take.
 
     Raises:
-        Refusal: it is computed from the attention's own results, in a dtype with more than fp32's digits, or elsewhere.
+        Refusal: it is computed from the attention's own results, wider than fp32, or on another device.
     """
     val = value(scale)
     if val.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Refusal(f"the scale is {val.dtype}", scale, near=True)
     if val.device != value(attention.output).device:
         raise Refusal(f"the scale is on {val.device}", scale, near=True)
-    start, stack, seen = order[attention.node], [scale], set()
-    while stack:
-        node = stack.pop()
-        if node is attention.node:
-            raise Refusal("the scale is computed from the attention's results", scale, near=True)
-        if node not in seen and order[node] > start:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
+    if is_computed_from([scale], attention.node):
+        raise Refusal("the scale is computed from the attention's results", scale, near=True)

@@ -1,4 +1,4 @@
-"""Asks a region what it computes: compares its runs, bit for bit, with the reference quantisers."""
+"""Finds out which quantiser a region is: compares its runs, bit for bit, with the reference quantisers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes import region_moves as moves
-from vattn.passes.output_quant import unsupported
-from vattn.passes.output_quant.near_miss import first_difference
+from vattn.passes.output_quant.near_miss import dynamic_ways, first_difference, static_ways
 from vattn.passes.probe import Inputs, Sample, constant_scales, same_bits, samples
 from vattn.passes.region import Match, Refusal, Region, op_name, value
 from vattn.passes.region_precision import LOW, roundings
@@ -23,7 +22,7 @@ ROUNDED = (
     "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
     "in another: convert to float32 first"
 )
-_STIRRING = moves.MOVES - {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "clone", "alias", "detach"}
+_REORDERING = moves.MOVES - moves.RESHAPES - {"clone"}
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
@@ -31,7 +30,7 @@ _SAMPLES_TO_EXPLAIN = 8
 
 @dataclass(frozen=True)
 class Quantiser:
-    """One way to quantise that an attention op has: a format in its plain layout, its arithmetic and its floor."""
+    """A quantiser of the attention op: a format in its plain layout, its arithmetic and the least computed scale."""
 
     fmt: OutputFormat
     arithmetic: str = "divide"
@@ -45,7 +44,7 @@ class Quantiser:
 
 @dataclass
 class _Candidate:
-    """A quantiser that the region may be, with what is known of it after some runs.
+    """A quantiser that agrees with all runs of the region so far.
 
     Attributes:
         scale: as in `Match`.
@@ -58,8 +57,8 @@ class _Candidate:
     block_scales: dict[int, frozenset[str]] | None = field(default=None)
 
 
-class Asked:
-    """A region, one quantised tensor of it, and what they are compared with.
+class Classifier:
+    """Compares one quantised tensor of a region with the quantisers of the op.
 
     Args:
         nodes: the part of the region to run, `quantised` included.
@@ -69,16 +68,16 @@ class Asked:
     def __init__(self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str) -> None:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype = dtype
-        self.stirs = any(op_name(node.target) in _STIRRING for node in nodes)
+        self.reorders = any(op_name(node.target) in _REORDERING for node in nodes)
         self.same_as_codes = [n for n in nodes if value(n) is not None and _dtype(n) == _dtype(quantised)]
         self.packed = _dtype(quantised) == torch.uint8
         self._places: dict[int, moves.Positions] = {}
 
     def classify(self) -> Match:
-        """Find out in which format the region writes the quantised tensor.
+        """Return the format in which the region writes the quantised tensor.
 
         Raises:
-            Refusal: in none that there is.
+            Refusal: in none.
         """
         certain, doubtful = roundings(self.nodes)
         left, seen = self._left(None, certain)
@@ -95,7 +94,7 @@ class Asked:
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
         seen: list[Sample] = []
-        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.stirs):
+        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.reorders):
             if len(seen) < _SAMPLES_TO_EXPLAIN:
                 seen.append(sample)
             if left is None:
@@ -108,9 +107,9 @@ class Asked:
         return left or [], seen
 
     def places(self, sample: Sample) -> moves.Positions:
-        """Return where the elements of each node come from at a sample's token count; empty if nothing is moved."""
+        """Return the positions of the elements of each node in a sample's output; empty if nothing is reordered."""
         count = sample.rows.shape[0]
-        if self.stirs and count not in self._places:
+        if self.reorders and count not in self._places:
             self._places[count] = moves.positions(self.nodes, self.region.output, sample.values)
         return self._places.get(count, {})
 
@@ -135,7 +134,7 @@ class Asked:
                     yield _Candidate(way, constant)
 
     def _floors(self, sample: Sample, numbers: Sequence[float]) -> list[float | None]:
-        """Return what may be the floor under computed scales: numbers of the region, and what becomes of zeros."""
+        """Return possible least computed scales: numbers of the region, and the scale of a row of zeros."""
         floors: dict[float | None, None] = {None: None, 0.0: None}
         for number in numbers:
             rounded = torch.tensor(number).to(MODEL_DTYPES[self.dtype]).float()
@@ -185,11 +184,11 @@ class Asked:
         return codes.flatten()[place // step]
 
     def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
-        """Return how a node may hold computed scales, empty if it does not."""
+        """Return the layouts in which a node may hold computed scales, empty if it holds none."""
         got = sample.values[node]
         layouts = {"plain": scales, "transposed": scales.t()}
         if scales.dtype == torch.float8_e4m3fn:
-            # Padded to 128 rows: of few tokens more than there are values.
+            # Padded to 128 rows: for few tokens these are more than the values.
             layouts["swizzled"] = quantization.swizzle_block_scales(scales)
         most = max(sample.rows.numel() / 8, *(wanted.numel() for wanted in layouts.values()))
         if not isinstance(got, Tensor) or got.numel() > most:
@@ -219,7 +218,7 @@ class Asked:
         )
 
     def _why(self, seen: list[Sample]) -> str:
-        """Say which unsupported quantiser a region is, if it is a well-known one."""
+        """Return why no quantiser of the op agrees: the name of a well-known one that does, or what else is known."""
         scales: list[Any] = [None]
         if self.inputs.roots:
             scales = list(range(len(self.inputs.scales)))
@@ -235,10 +234,10 @@ class Asked:
                     return False
             return True
 
-        for reason, way in unsupported.static_ways().items():
+        for reason, way in static_ways().items():
             if any(is_it(way, scale, None) for scale in scales):
                 return reason
-        for reason, way in unsupported.dynamic_ways(seen[0].rows.shape[1]).items():
+        for reason, way in dynamic_ways(seen[0].rows.shape[1]).items():
             if any(is_it(way, None, floor) for floor in floors):
                 return reason
         if _dtype(self.quantised) not in (torch.float8_e4m3fn, torch.uint8):
@@ -252,7 +251,7 @@ class Asked:
         return "its values are those of no supported format"
 
     def _of_finite_groups(self, seen: list[Sample], floors: Sequence[float | None]) -> str:
-        """Return the format with computed scales that agrees where a scale is of finite values, empty if none."""
+        """Return the format with computed scales that agrees on groups of finite values, empty if there is none."""
         for way in quantisers(seen[0].rows.shape[1], self.quantised, floors):
             fp8 = way.fmt.container == torch.float8_e4m3fn and not way.fmt.static_scale
             if fp8 and all(self._agrees_in_finite_groups(way, sample) for sample in seen):
@@ -283,10 +282,10 @@ def _holds(got: Tensor, scales: Tensor) -> bool:
 
 
 def quantisers(columns: int, quantised: Node, floors: Sequence[float | None]) -> Iterator[Quantiser]:
-    """Yield what could have made the quantised tensor of rows of so many columns, the op's defaults first.
+    """Yield the quantisers that can write the dtype of the quantised tensor, the op's defaults first.
 
     Args:
-        floors: what may be the least computed scale.
+        floors: possible least computed scales.
     """
     container = value(quantised).dtype
     for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):

@@ -1,21 +1,93 @@
-"""Names the first node of a region at which it stops being a quantiser that an attention call can be.
-
-Values are followed from the output on: unchanged, then scaled once, then clamped, then cast; scales from a maximum on.
-What does none of these is the first difference.
-"""
+"""Says why a region is no quantiser that an attention call can be: which well-known one it is, and where it differs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.probe import Sample
+from vattn.passes.probe import NO_CLAMP, Sample, unsaturated_cast
 from vattn.passes.region import FP8_DTYPES, op_name, value
 from vattn.passes.region_moves import MOVES
+from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, NVFP4_GROUP_SIZE
+
+Way = Callable[[Tensor, float, "float | None"], Tensor]
+"""Codes of rows `[T, N]` under a static scale, or with a least value of computed scales."""
+
+_E4M3 = torch.float8_e4m3fn
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(_E4M3)
+
+
+def static_ways() -> dict[str, Way]:
+    """Return unsupported quantisers with a given scale, by the reason for the report."""
+
+    def of_scale(quantise: Callable[[Tensor, Tensor], Tensor]) -> Way:
+        return lambda rows, scale, _: quantise(rows.float(), torch.tensor(scale))
+
+    limit = torch.tensor(FP8_E4M3_MAX)
+    nan = "it makes numbers of NaN; output formats keep NaN, so that it is seen"
+    return {
+        NO_CLAMP: of_scale(lambda x, s: unsaturated_cast(x / s, _E4M3)),
+        f"{NO_CLAMP} (with multiplication)": of_scale(lambda x, s: unsaturated_cast(x * s, _E4M3)),
+        nan: of_scale(lambda x, s: _clamped((x / s).nan_to_num(0.0, FP8_E4M3_MAX, -FP8_E4M3_MAX))),
+        f"{nan} ": of_scale(lambda x, s: torch.fmin(torch.fmax(x / s, -limit), limit).to(_E4M3)),
+    }
+
+
+def _by_factor(x: Tensor, scale: Tensor) -> Tensor:
+    return x * (FP8_E4M3_MAX / (scale * FP8_E4M3_MAX))
+
+
+def _by_rounded_reciprocal(x: Tensor, scale: Tensor) -> Tensor:
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=quantization.MIN_ABSMAX)
+    return x / (largest * (1 / FP8_E4M3_MAX))
+
+
+def _by_power_of_two(x: Tensor, scale: Tensor) -> Tensor:
+    return x / quantization.ceil_power_of_two(scale)
+
+
+def _grouped(size: int | None, by: Callable[[Tensor, Tensor], Tensor] = torch.div) -> Way:
+    """Return the quantiser of groups of `size` values, by default of all, that scales a group with `by`."""
+
+    def quantise(rows: Tensor, _: float, floor: float | None) -> Tensor:
+        groups = rows.float().view(-1, size or rows.numel())
+        least = quantization.MIN_ABSMAX / FP8_E4M3_MAX if floor is None else floor
+        scale = (groups.abs().amax(-1, keepdim=True) / FP8_E4M3_MAX).clamp(min=least)
+        return _clamped(by(groups, scale)).view(rows.shape)
+
+    return quantise
+
+
+def dynamic_ways(columns: int) -> dict[str, Way]:
+    """Return unsupported quantisers that compute their scales, for rows of so many columns."""
+    ways = {
+        "one dynamic scale for the whole tensor is no supported format; use one per token": _grouped(None),
+        "powers of two as scales are supported for groups of 64 and 128 columns, not for whole tokens": _grouped(
+            columns, _by_power_of_two
+        ),
+    }
+    for size in (16, 32, 256, 512):
+        if size != columns and columns % size == 0:
+            ways[f"groups of {size} columns are no supported format; use 64 or 128"] = _grouped(size)
+    for size in (columns, 128, 64):
+        if columns % size == 0:
+            one = f"one scale per {'token' if size == columns else f'group of {size}'}, but"
+            ways[
+                f"{one} multiplied by 448 / maximum, which rounds ties otherwise than the op does; "
+                "divide by maximum / 448"
+            ] = _grouped(size, _by_factor)
+            ways[
+                f"{one} the maximum is multiplied by 1 / 448, which rounds otherwise than the op does; divide it by 448"
+            ] = _grouped(size, _by_rounded_reciprocal)
+    return ways
+
 
 _MAXIMA = frozenset("amax amin max min aminmax linalg_vector_norm sort topk cummax kthvalue argmax".split())
 _SCALE_ARITHMETIC = frozenset(
@@ -28,6 +100,9 @@ _SCALING = frozenset("div true_divide mul ldexp".split())
 
 def first_difference(nodes: Sequence[Node], output: Node, quantised: Node, seen: Sequence[Sample]) -> Node:
     """Return the first node, of those that make the quantised tensor, that no quantiser has.
+
+    Values are followed from the output on: unchanged, then scaled once, then clamped, then cast; scales from a maximum
+    on.
 
     Args:
         nodes: what makes the quantised tensor, in graph order, itself included.

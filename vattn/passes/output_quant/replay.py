@@ -1,4 +1,4 @@
-"""Repeats what a region did to the attention output, slices and transposes, on the codes and scales of a fused call."""
+"""Repeats the slices and transposes of a region on the codes and scales of a fused call."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 from torch.fx import Node
 
 from vattn.passes.region import Refusal, op_name, same_shape, same_size, value
-from vattn.passes.region_moves import COPIES, MOVES
+from vattn.passes.region_moves import COPIES, MOVES, RESHAPES
 
 aten = torch.ops.aten
 _REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm max min".split())
-_RESHAPES = frozenset("view reshape _unsafe_view squeeze unsqueeze clone".split())
 Call = Callable[..., Node]
 
 
 class Replay:
-    """Makes nodes that hold moved codes or scales; made once for each of the two.
+    """Makes nodes that hold moved codes or scales; one for each of the two.
 
     Args:
         call: adds a call to the graph, with its fake value.
         output: the attention output that the region starts from.
-        start: what takes its place, of the same shape.
+        start: replaces it, of the same shape.
         inside: the region's nodes.
     """
 
@@ -33,7 +32,7 @@ class Replay:
         self.made: dict[Node, Node] = {output: start}
 
     def __call__(self, node: Node) -> Node:
-        """Return a node that holds of `start` what a region's node holds of the output."""
+        """Return a node that holds the part of `start` that a node of the region holds of the output."""
         if node not in self.made:
             self.made[node] = self._make(node)
         return self.made[node]
@@ -119,7 +118,9 @@ def token_slices(node: Node, output: Node, inside: Collection[Node]) -> list[tup
                 return None
             found.append(tuple(ends))
             tokens = None
-        elif name in MOVES - _RESHAPES or (tokens is None and value(source).dim() and not _keeps_first(source, node)):
+        elif name in MOVES - RESHAPES - {"clone"} or (
+            tokens is None and value(source).dim() and not _keeps_first(source, node)
+        ):
             return None
         node = source
     return found[::-1]

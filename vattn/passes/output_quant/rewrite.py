@@ -1,6 +1,6 @@
 """Replaces a region by an attention call that writes the quantised tensor and its scales.
 
-Everything that can fail happens before anything is changed: new nodes are made beside the old ones first.
+New nodes are made beside the old ones first, so that whatever can fail does so before the graph is changed.
 """
 
 from __future__ import annotations
@@ -24,87 +24,80 @@ from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 aten = torch.ops.aten
 
 _LONG_ENOUGH = 16
-"""Elements of a constant that Inductor does not write into its code."""
+"""Elements of a constant that Inductor does not inline into its code."""
 
 
 class Builder:
-    """Makes nodes with their fake values, and takes them back if something fails."""
+    """Makes nodes with their fake values; as a context manager it takes them back if something fails."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes: list[Node] = []
 
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for node in reversed(self.nodes):
+                self.graph.erase_node(node)
+
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Add a call; its fake value comes from running it on those of its arguments."""
+        """Add a call; its fake value is computed from those of its arguments."""
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-        node = self.graph.call_function(target, args, kwargs)
+        return self.keep(self.graph.call_function(target, args, kwargs), target(*fake_args, **fake_kwargs))
+
+    def keep(self, node: Node, val: Any) -> Node:
+        """Take on a node that was added, with its fake value."""
         self.nodes.append(node)
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = val
         return node
 
-    def undo(self) -> None:
-        """Remove every node that was made."""
-        for node in reversed(self.nodes):
-            self.graph.erase_node(node)
 
-
-def rewrite(attention: AttentionNode, found: Found, order: dict[Node, int]) -> None:
-    """Let an attention call write what a region computed, and drop the region.
-
-    Args:
-        order: position of every node of the graph.
-    """
+def rewrite(attention: AttentionNode, found: Found) -> None:
+    """Let an attention call write what a region computed, and drop the region."""
     hop, output = attention.node, attention.output
     fmt = OUTPUT_FORMATS[found.config.output_format]
-    builder = Builder(hop.graph)
-    try:
-        with value(output).fake_mode:
-            with hop.graph.inserting_before(hop):
-                tokens = _tokens(builder, attention)
-                kwargs, written = _new_arguments(builder, attention, found, fmt, tokens)
-            with hop.graph.inserting_before(output.next):
-                replacements = _replacements(builder, attention, found, written, tokens)
-    except Exception:
-        builder.undo()
-        raise
+    with Builder(hop.graph) as builder, value(output).fake_mode:
+        with hop.graph.inserting_before(hop):
+            tokens = _tokens(builder, attention)
+            kwargs, written = _new_arguments(builder, attention, found, fmt, tokens)
+        with hop.graph.inserting_before(output.next):
+            replacements = _replacements(builder, attention, found, written, tokens)
     old_base = hop.kwargs["_all_bases"][attention.base]  # type: ignore[index]
-    _change_call(hop, kwargs, written)
+    change_call(hop, kwargs)
+    hop.meta["val"] = (*value(hop)[:1], *map(value, written))
     output.meta["val"] = value(written[attention.base])
     for old, new in replacements:
         old.replace_all_uses_with(new)
-    _erase(output, found.dead)
-    if not old_base.users and old_base.op == "call_function":  # type: ignore[union-attr]
-        hop.graph.erase_node(old_base)  # type: ignore[arg-type]
-    if found.moved or (isinstance(found.scale, Node) and order[found.scale] > order[hop]):
+    for check in filter(is_check, list(output.users)):
+        hop.graph.erase_node(check)
+    erase_unread([old_base, *found.dead])  # type: ignore[list-item]
+    if found.moved or (isinstance(found.scale, Node) and found.scale > hop):
         from torch._inductor.pattern_matcher import stable_topological_sort
 
         stable_topological_sort(hop.graph)
 
 
 def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
-    """Hand an attention call its query as it was before it was quantised."""
+    """Give an attention call its unquantised query."""
     hop = attention.node
     old, shape = hop.kwargs["query"], value(attention.output).shape
     assert isinstance(old, Node)
-    builder, config = Builder(hop.graph), found.config
-    tokens = shape[0] if isinstance(shape[0], int) else -1
-    try:
-        with value(old).fake_mode, hop.graph.inserting_before(hop):
-            sizes = [tokens, config.num_heads, config.head_size]
-            new = builder.call(aten.reshape.default, found.source, sizes)
+    config = found.config
+    sizes = [shape[0] if isinstance(shape[0], int) else -1, config.num_heads, config.head_size]
+    with Builder(hop.graph) as builder, value(old).fake_mode, hop.graph.inserting_before(hop):
+        new = builder.call(aten.reshape.default, found.source, sizes)
         if not same_shape(value(new).shape, value(old).shape):
             raise Refusal(f"the query before has {value(new).shape[0]} tokens, the quantised one {shape[0]}", old)
         if not same_size(value(new).stride(-1), 1):
             raise Refusal("the query before does not lie row by row in memory, as the op takes it", found.source)
-    except Exception:
-        builder.undo()
-        raise
-    _change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()}, hop.kwargs["_all_bases"])  # type: ignore[arg-type]
+    change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()})
     erase_unread([old])
 
 
 def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erase nodes that nothing reads but checks of metadata, and then what only they have read."""
+    """Erase nodes that only checks of metadata read, and then nodes that only they have read."""
     stack = list(nodes)
     gone: set[Node] = set()
     while stack:
@@ -177,8 +170,8 @@ def _static_scale(builder: Builder, scale: Node | float, factor: float, device: 
 def _constant(builder: Builder, number: float, device: torch.device) -> Node:
     """Return a node that holds a number, fp32 `[1]`, without a kernel that fills it in every run.
 
-    A constant of the graph is made once. Inductor would fill one of up to eight elements anew, so it is longer.
-    AOTInductor, which keeps constants in its package, is given the kernel.
+    A constant of the graph is made once. Inductor would fill one of up to eight elements in every run, so it is longer.
+    AOTInductor, which keeps constants in its package, gets the kernel.
     """
     from torch._inductor.virtualized import V
 
@@ -189,9 +182,7 @@ def _constant(builder: Builder, number: float, device: torch.device) -> Node:
     if not hasattr(module, name):
         with unset_fake_temporarily():
             module.register_buffer(name, torch.full((_LONG_ENOUGH,), number, dtype=torch.float32, device=device))
-    whole = builder.graph.get_attr(name)
-    builder.nodes.append(whole)
-    whole.meta["val"] = mode.from_tensor(getattr(module, name))
+    whole = builder.keep(builder.graph.get_attr(name), mode.from_tensor(getattr(module, name)))
     return builder.call(aten.slice.Tensor, whole, 0, 0, 1)
 
 
@@ -200,7 +191,7 @@ def _replacements(
 ) -> list[tuple[Node, Node]]:
     """Return new nodes for the codes and the scales."""
     output = attention.output
-    # The call still has its old value: views are made of the tensors that it will write, then moved onto its results.
+    # The call still has its old value: views are made of the tensors that it will write, then of its results.
     codes = written[attention.base]
     if found.moved:
         pairs = _moved_codes(builder, output, codes, found)
@@ -209,9 +200,7 @@ def _replacements(
     sources = {written[attention.base]: output}
     if found.block_scales:
         results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
-        results.meta["val"] = value(written[-1])
-        builder.nodes.append(results)
-        sources[written[-1]] = results
+        sources[written[-1]] = builder.keep(results, value(written[-1]))
     for node, layout in found.block_scales:
         base = written[-1]
         if layout == "moved":
@@ -228,7 +217,7 @@ def _replacements(
 
 
 def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> list[tuple[Node, Node]]:
-    """Return new nodes for codes that hold slices or transposes of the output's."""
+    """Return new nodes for slices or transposes of the codes."""
     container = value(codes).dtype
     bytes_alone = copies(found.dead)
     start = builder.call(aten.view.dtype, codes, torch.uint8) if bytes_alone else codes
@@ -245,7 +234,7 @@ def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> l
 def _moved_scales(
     builder: Builder, output: Node, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
 ) -> Node:
-    """Return a new node for scales that belong to slices or transposes of the output."""
+    """Return a new node for the scales of slices or transposes of the output."""
     slices = token_slices(node, output, inside)
     if slices is not None:
         for start, end, step in slices:
@@ -260,10 +249,10 @@ def _moved_scales(
 
 
 def _laid(builder: Builder, made: Node, like: Node) -> Node:
-    """Return a node that lies in memory as another does.
+    """Return a node with the shape and strides of another.
 
     Raises:
-        Refusal: it cannot be made to.
+        Refusal: that is not possible.
     """
     a, b = value(made), value(like)
     if not same_shape(a.shape, b.shape) or a.dtype != b.dtype:
@@ -296,21 +285,10 @@ def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> N
     return builder.call(aten.reshape.default, source, shape)
 
 
-def _change_call(hop: Node, kwargs: dict[str, Any], written: Sequence[Node]) -> None:
-    changed = {name for name, new in kwargs.items() if new is not hop.kwargs.get(name)}
-    hop.kwargs = kwargs
-    hop.meta["val"] = (*value(hop)[:1], *map(value, written))
-    if "eager_input_vals" in hop.meta:
-        # Inductor lays the arguments out as these values lie.
-        args, eager = hop.meta["eager_input_vals"]
-        new = {name: torch.fx.map_arg(hop.kwargs[name], value) for name in changed}
-        hop.meta["eager_input_vals"] = (args, {**eager, **new})
-
-
-def _erase(output: Node, dead: Sequence[Node]) -> None:
-    for node in (output, *dead):
-        for user in list(node.users):
-            if is_check(user):
-                node.graph.erase_node(user)
-    for node in reversed(dead):
-        node.graph.erase_node(node)
+def change_call(call: Node, kwargs: dict[str, Any]) -> None:
+    """Give a call other arguments, and Inductor the values by which it lays them out."""
+    changed = {name: new for name, new in kwargs.items() if new is not call.kwargs.get(name)}
+    call.kwargs = kwargs
+    if "eager_input_vals" in call.meta:
+        args, eager = call.meta["eager_input_vals"]
+        call.meta["eager_input_vals"] = (args, {**eager, **torch.fx.map_arg(changed, value)})

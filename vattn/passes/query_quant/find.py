@@ -1,7 +1,7 @@
-"""Finds the user's query quantisation ahead of an attention call, and says where it should happen; changes nothing.
+"""Finds the user's query quantisation ahead of an attention call, and where it should happen; changes nothing.
 
-In the kernel of what makes the query, if Inductor generates one (RoPE, a norm): there it is free. Behind a GEMM or an
-input of the graph it would be a kernel of its own, so the attention kernel rounds the query as it loads it.
+If Inductor generates the kernel that computes the query (RoPE, a norm), quantisation is free there. After a GEMM or an
+input of the graph it would be a separate kernel, so the attention kernel rounds the query as it loads it.
 """
 
 from __future__ import annotations
@@ -18,32 +18,40 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.passes import probe
-from vattn.passes.query_quant.region import QueryRegion, Verdict, check_readers, classify_query, find_query_region
-from vattn.passes.region import FP8_DTYPES, AttentionNode, Refusal, can_run, op_name, same_size, value
+from vattn.passes.query_quant.region import QueryRegion, check_readers, classify_query, find_query_region
+from vattn.passes.region import (
+    FP8_DTYPES,
+    AttentionNode,
+    Refusal,
+    ancestors,
+    can_run,
+    check_backend,
+    op_name,
+    same_size,
+    value,
+)
 from vattn.passes.region_division import query_arithmetic
+from vattn.passes.region_moves import RESHAPES
 from vattn.passes.region_precision import CASTS
+from vattn.passes.verdicts import Refused, judged
 from vattn.quantization.formats import MODEL_DTYPES
 
 IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
 IN_LOAD = "FP8, quantised as the attention kernel loads it"
 IS_INPUT = "FP8, an input of the graph"
-OWN_KERNEL = "FP8, quantised in a kernel of its own behind"
-TURNED_BACK = (
+OWN_KERNEL = "FP8, quantised in a separate kernel after"
+ROUNDED_EARLY = (
     "in the model dtype, but rounded to FP8 and changed again before the op: rounding commutes neither with RoPE nor "
     "with other arithmetic, so it is left alone"
 )
-_MOVES = frozenset(
-    "view reshape _unsafe_view permute transpose t squeeze unsqueeze slice select clone alias split split_with_sizes "
-    "unbind narrow".split()
-)
+_MOVES = RESHAPES | frozenset("permute transpose t slice select clone split split_with_sizes unbind narrow".split())
 _FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
 _JOINS = frozenset("cat stack slice_scatter select_scatter".split())
-"""What puts parts of a query together, each of which may have been quantised by itself."""
+"""Ops that join parts of a query, each of which may have been quantised by itself."""
 
 _LONGEST_CHAIN = 100
 
-_known: dict[str, Verdict] = {}
-"""What regions of this process were found to compute: a model of equal layers asks once."""
+_known: dict[str, str | Refused] = {}
 
 
 @dataclass(frozen=True)
@@ -53,23 +61,23 @@ class FoundQuery:
     Attributes:
         config: the request with `query_load` in it.
         source: node that holds the query in the model dtype, in any shape.
-        behind: name of the op that makes it, for the report.
+        producer: name of the op that computes it, for the report.
     """
 
     config: AttentionConfig
     source: Node
-    behind: str
+    producer: str
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """What a query comes from.
+    """What a query is computed from.
 
     Attributes:
         sources: nodes that hold all of it in the model dtype, the nearest first.
         wide: nodes that hold all of it in fp32.
-        end: the first node behind the query that is no move and no arithmetic on one tensor of the same size.
-        by_op: whether a quantising op, which is a kernel of its own, lies between.
+        end: the first node before the query that is no move and no arithmetic on one tensor of the same size.
+        by_op: whether a quantising op, which is a separate kernel, is between.
     """
 
     sources: tuple[Node, ...]
@@ -79,12 +87,12 @@ class _Chain:
 
     @property
     def has_own_kernel(self) -> bool:
-        """Whether no kernel that Inductor generates makes the query, so that one is needed to quantise it."""
+        """Whether Inductor generates no kernel that computes the query, so that quantisation needs one."""
         return self.by_op or _is_extern(self.end)
 
 
 def describe_query(call: Node) -> str:
-    """Return how the query reaches an attention call, for the report; empty: never quantised."""
+    """Return how the query of an attention call is quantised, for the report; empty: never."""
     query = call.kwargs.get("query")
     if not isinstance(query, Node) or not isinstance(value(query), Tensor):
         return ""
@@ -93,7 +101,7 @@ def describe_query(call: Node) -> str:
         return ""
     config = AttentionConfig.parse(text)
     if config.query_format == "none":
-        return TURNED_BACK if _was_fp8(query) else ""
+        return ROUNDED_EARLY if _was_fp8(query) else ""
     if not config.takes_fp8_query:
         return in_load(config, value(query).device)
     maker = before_moves(query)
@@ -106,20 +114,20 @@ def describe_query(call: Node) -> str:
 
 
 def in_load(config: AttentionConfig, device: torch.device | DeviceInfo) -> str:
-    """Return that the op rounds the query, and what the chosen backend says of doing so."""
+    """Return that the op rounds the query, with the notes of the chosen backend."""
     chosen = selector.explain(config, device).chosen
     if chosen is None:
         return IN_LOAD
     backend = selector.get_backend(chosen)
-    said = [note for note in backend.notes(config) if note not in backend.notes(config.replace(query_load="plain"))]
-    return f"{IN_LOAD} ({'; '.join(said)})" if said else IN_LOAD
+    notes = [note for note in backend.notes(config) if note not in backend.notes(config.replace(query_load="plain"))]
+    return f"{IN_LOAD} ({'; '.join(notes)})" if notes else IN_LOAD
 
 
 def find_query(attention: AttentionNode) -> FoundQuery | None:
-    """Find out whether an attention call can take over its query's quantisation; `None`: there is none to take over.
+    """Return how an attention call can do its query's quantisation; `None`: there is none that it should do.
 
     Raises:
-        Refusal: it is a kernel of its own and cannot be taken over; with the reason.
+        Refusal: the quantisation is a separate kernel and the call cannot do it.
     """
     query, config = attention.node.kwargs["query"], attention.config
     if not isinstance(query, Node) or not config.takes_fp8_query or not can_run(before_moves(query)):
@@ -136,7 +144,7 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
             refusals.append(refusal)
     between = [source for source in chain.sources if source not in made]
     between += [source for source in chain.wide if not _is_extern(_before_casts(source))]
-    if not chain.by_op and any(_verdict(attention, query, source)[1].arithmetic for source in between):
+    if not chain.by_op and any(_is_quantised_from(attention, query, source) for source in between):
         return None
     if not refusals:
         raise Refusal(f"it is rounded from another dtype than {config.dtype}, in which the op takes it", query)
@@ -144,7 +152,7 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
 
 
 def quantising_nodes(call: Node) -> list[Node]:
-    """Return what lies between the last kernel before an attention call's FP8 query and the call, for pictures."""
+    """Return the nodes between the last kernel before an attention call's FP8 query and the call, for Graphviz."""
     query = call.kwargs.get("query")
     if not isinstance(query, Node) or "config" not in call.kwargs:
         return []
@@ -165,15 +173,20 @@ def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQue
     Raises:
         Refusal: it cannot.
     """
-    region, verdict = _verdict(attention, query, source)
-    if region is None or not verdict.arithmetic:
-        where = before_moves(query) if region is None or verdict.where is None else region.nodes[verdict.where]
-        raise Refusal(verdict.reason, where, near=True)
+    region, arithmetic = _classified(attention, query, source)
     check_readers(region, attention.node)
-    arithmetic = query_arithmetic(verdict.arithmetic, region.nodes, region.root is None, query)
+    arithmetic = query_arithmetic(arithmetic, region.nodes, region.root is None, query)
     config = attention.config.replace(query_load=arithmetic)
-    _ask_backend(config, value(query).device, query)
+    check_backend(config, query, "rounds it while loading")
     return FoundQuery(config, source, _name(before_moves(source)))
+
+
+def _is_quantised_from(attention: AttentionNode, query: Node, source: Node) -> bool:
+    try:
+        _classified(attention, query, source)
+    except Refusal:
+        return False
+    return True
 
 
 def _chain(query: Node, config: AttentionConfig) -> _Chain:
@@ -203,18 +216,13 @@ def _data_input(node: Node) -> Node | None:
 
 
 def _before_parts(joined: Node) -> Node | None:
-    """Return the one node that all of the parts come from that make up an FP8 tensor; `None`: there is none."""
-    found: set[Node] = set()
-    seen, stack = {joined}, [joined]
-    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
-        for source in stack.pop().all_input_nodes:
-            if source in seen:
-                continue
-            seen.add(source)
-            if _holds_all(source, joined) and value(source).dtype not in FP8_DTYPES:
-                found.add(before_moves(source))
-            elif can_run(source):
-                stack.append(source)
+    """Return the one node that all parts of an FP8 tensor are computed from; `None`: there is none."""
+
+    def is_before(node: Node) -> bool:
+        return _holds_all(node, joined) and value(node).dtype not in FP8_DTYPES
+
+    seen = ancestors([joined], lambda node: can_run(node) and not is_before(node), 4 * _LONGEST_CHAIN)
+    found = {before_moves(node) for node in seen if is_before(node)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -230,14 +238,14 @@ def _holds_all(node: Node, like: Node) -> bool:
 
 
 def before_moves(node: Node) -> Node:
-    """Return what made the values of a node."""
+    """Return the node that computed the values of a node."""
     while _is_move(node) and can_run(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _before_casts(node: Node) -> Node:
-    """Return what made the values of a node, whatever its dtype is."""
+    """Return the node that computed the values of a node, before casts too."""
     node = before_moves(node)
     while _name(node) in CASTS:
         node = before_moves(node.all_input_nodes[0])
@@ -245,7 +253,7 @@ def _before_casts(node: Node) -> Node:
 
 
 def _is_extern(node: Node) -> bool:
-    """Return whether Inductor generates no kernel for a node into which a quantisation could go."""
+    """Return whether Inductor generates no kernel for a node that quantisation could be part of."""
     if not can_run(node):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -254,7 +262,7 @@ def _is_extern(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    """Return the name of the op that a node calls, or what else it is."""
+    """Return the name of the op that a node calls, or of the node."""
     if op_name(node.target):
         return op_name(node.target)
     if "auto_functionalized" in str(node.target) and node.args:
@@ -263,38 +271,24 @@ def _name(node: Node) -> str:
 
 
 def _was_fp8(query: Node) -> bool:
-    """Return whether values of a query in the model dtype were FP8 on the way, after the last GEMM."""
-    seen, stack = {query}, [query]
-    while stack and len(seen) <= 4 * _LONGEST_CHAIN:
-        node = stack.pop()
-        if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
-            return True
-        if not _is_extern(node):
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-    return False
+    """Return whether a query in the model dtype was FP8 at some point after the last GEMM."""
+    past = ancestors([query], lambda node: not _is_extern(node), 4 * _LONGEST_CHAIN)
+    return any(isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES for node in past)
 
 
-def _verdict(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion | None, Verdict]:
-    """Return what lies between `source` and `query`, `None` if it cannot be told, and what it computes."""
-    scale = attention.node.kwargs["q_scale"]
+def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion, str]:
+    """Return the region between `source` and `query`, and the arithmetic of its quantisation.
+
+    Raises:
+        Refusal: it is not a quantisation that a query load has.
+    """
+    scale, end, config = attention.node.kwargs["q_scale"], before_moves(query), attention.config
     if not isinstance(scale, Node):
-        return None, Verdict("", "the op has no q_scale")
-    region = None
+        raise Refusal("the op has no q_scale", end, near=True)
     with probe.isolated():
         try:
             region = find_query_region(source, query, scale)
-            key = region.fingerprint(attention.config)
-            if key not in _known:
-                _known[key] = classify_query(region, attention.config)
-            return region, _known[key]
         except Refusal as refusal:
-            return region, Verdict("", refusal.reason)
-
-
-def _ask_backend(config: AttentionConfig, device: torch.device, query: Node) -> None:
-    explanation = selector.explain(config, device)
-    if explanation.chosen is None:
-        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in explanation.refusals.items())
-        raise Refusal(f"no backend rounds it while loading ({reasons})", query, near=True)
+            raise Refusal(refusal.reason, end, near=True) from None
+        key = region.fingerprint(config)
+        return region, judged(_known, key, region.nodes, end, lambda: classify_query(region, config))

@@ -1,13 +1,11 @@
-"""What lies between a query in the model dtype and its FP8 codes, and what that computes: run and compared bit for bit.
+"""Finds and classifies the region between a query in the model dtype and its FP8 codes: runs it, compares bits.
 
-As in `vattn.passes.probe`, but walked backwards from the codes: the region begins at the query before and, on the side
-of the scale, at what the call's `q_scale` comes from too.
+As in `vattn.passes.probe`, but walked backwards from the codes: the region begins at the unquantised query and, on the
+side of the scale, at the node that the call's `q_scale` is computed from too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +16,9 @@ from torch.fx import Node
 
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
-from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, is_check, same_size, value
+from vattn.passes.region import FP8_DTYPES, Refusal, ancestors, can_run, is_check, same_size, value
 from vattn.passes.region_tokens import beyond, reach
+from vattn.passes.verdicts import fingerprint, names_of_known, numbered, typed
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 _LARGEST_REGION = 400
@@ -32,10 +31,10 @@ class QueryRegion:
     """What a query's codes are computed from.
 
     Attributes:
-        source, codes, scale: the query before, its codes as the op reads them, and the call's `q_scale`.
+        source, codes, scale: the unquantised query, its codes as the op reads them, and the call's `q_scale`.
         nodes: what to run, in graph order.
         sizes, constants: nodes read from outside that hold a size, or a value known at compile time.
-        root: the one node of unknown value that `scale`, and as a rule `codes`, come from; `None`: there is none.
+        root: the one node of unknown value that `scale`, and usually `codes`, are computed from; or `None`.
     """
 
     source: Node
@@ -48,26 +47,21 @@ class QueryRegion:
 
     def fingerprint(self, config: AttentionConfig) -> str:
         """Return a hash of everything that a probe's verdict depends on."""
-        names: dict[Node, str] = {self.source: "source"}
-        if self.root is not None:
-            names[self.root] = f"root {value(self.root).dtype} {tuple(value(self.root).shape)}"
-        names.update((node, f"size {expression(value(node))}") for node in self.sizes)
-        names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in self.constants.items())
-        names.update((node, f"%{index}") for index, node in enumerate(self.nodes))
-        shapes = [tuple(map(expression, value(node).shape)) for node in (self.source, self.codes)]
-        lines = [f"{config.num_heads} {config.num_kv_heads} {config.head_size} {value(self.source).dtype} {shapes}"]
-        for node in self.nodes:
-            arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda other: f"<{names[other]}>")
-            lines.append(f"{names[node]} {node.target} {arguments}")
-        lines.append(f"{names[self.codes]} {names[self.scale]}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        names = {
+            self.source: "source",
+            **({} if self.root is None else {self.root: f"root {typed(self.root)}"}),
+            **names_of_known(self.sizes, self.constants),
+            **numbered(self.nodes),
+        }
+        facts = [f"{config.num_heads} {config.num_kv_heads} {config.head_size}", names[self.codes], names[self.scale]]
+        return fingerprint(self.nodes, names.__getitem__, [*facts, typed(self.source), typed(self.codes)])
 
 
 def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
     """Walk back from the codes to `source`, and from codes and scale to what they have in common.
 
     Raises:
-        Refusal: the codes are made of something else than the query, the call's scale and constants.
+        Refusal: the codes depend on something else than the query, the call's scale and constants.
     """
     of_codes, of_scale = _ancestors([codes], {source}), _ancestors([scale], {source})
     common = (of_codes & of_scale) - {source}
@@ -102,14 +96,7 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
 
 def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
     """Return what some nodes are computed from, themselves included, up to `stops` and to what cannot be run."""
-    seen, stack = set(ends), list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in stops and _can_enter(node) and len(seen) <= _LARGEST_REGION:
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-    return seen
+    return ancestors(ends, lambda node: node not in stops and _can_enter(node), _LARGEST_REGION)
 
 
 def _can_enter(node: Node) -> bool:
@@ -117,7 +104,7 @@ def _can_enter(node: Node) -> bool:
 
 
 def _not_the_scale(node: Node, codes: Node) -> str:
-    """Say what is wrong with something of unknown value that codes are made of."""
+    """Return what is wrong with a node of unknown value that codes depend on."""
     val = value(node)
     shape = tuple(val.shape) if isinstance(val, Tensor) else type(val).__name__
     if isinstance(val, Tensor) and val.dim() and same_size(val.shape[0], value(codes).shape[0]):
@@ -126,35 +113,20 @@ def _not_the_scale(node: Node, codes: Node) -> str:
 
 
 def check_readers(region: QueryRegion, call: Node) -> None:
-    """Refuse codes that others read too: they would have to be made all the same.
+    """Refuse codes that other nodes read too: these would still have to be computed.
 
     Raises:
-        Refusal: somebody else than `call` and other attention calls reads them.
+        Refusal: a node other than attention calls reads them.
     """
     inside = {*region.nodes, call}
     for node in region.nodes:
         if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
             for user in node.users:
-                # Another attention call can load the query itself, too.
+                # Another attention call can load the query itself.
                 loads = user.kwargs.get("query") is node and "config" in user.kwargs
                 if user not in inside and not loads and not is_check(user):
-                    who = "the graph returns it" if user.op == "output" else f"{user.name} reads it"
-                    raise Refusal(f"{who} quantised too", user if user.op != "output" else region.codes, near=True)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a region was found to compute.
-
-    Attributes:
-        arithmetic: `"divide"` or `"multiply"`, empty if it is no quantisation that a query load has.
-        reason: why not.
-        where: position in the region's nodes of the first that differs, `None` if none can be named.
-    """
-
-    arithmetic: str
-    reason: str = ""
-    where: int | None = None
+                    reader = "the graph returns it" if user.op == "output" else f"{user.name} reads it"
+                    raise Refusal(f"{reader} quantised too", user if user.op != "output" else region.codes, near=True)
 
 
 @dataclass(frozen=True)
@@ -170,11 +142,11 @@ class _Run:
         return wide * self.scale.reciprocal() if arithmetic == "multiply" else wide / self.scale
 
 
-def classify_query(region: QueryRegion, config: AttentionConfig) -> Verdict:
-    """Run a region on chosen queries and scales and say which arithmetic gives the same codes in all of them.
+def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
+    """Run a region on chosen queries and scales; return which arithmetic, `"divide"` or `"multiply"`, gives its codes.
 
     Raises:
-        Refusal: it cannot be run.
+        Refusal: neither does, or the region cannot be run.
     """
     trials = 1
     if region.root is not None:
@@ -187,47 +159,47 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> Verdict:
 
     for arithmetic in _ARITHMETICS:
         if codes_are(lambda run, way=arithmetic: _clamped(run.scaled(way)).to(torch.float8_e4m3fn)):
-            return Verdict(arithmetic)
+            return arithmetic
     for arithmetic in _ARITHMETICS:
         if codes_are(lambda run, way=arithmetic: probe.unsaturated_cast(run.scaled(way), torch.float8_e4m3fn)):
-            return Verdict("", probe.NO_CLAMP)
+            raise Refusal(probe.NO_CLAMP, near=True)
     per_token = _value_per_token(region, runs[0], config)
     if per_token is not None:
-        return Verdict("", "it has a scale for every token; the op takes one, or one per KV head", per_token)
-    where = _first_difference(region, runs)
-    return Verdict("", "its codes are not those of the query divided by the op's q_scale and clamped to +-448", where)
+        raise Refusal("it has a scale for every token; the op takes one, or one per KV head", per_token, near=True)
+    reason = "its codes are not those of the query divided by the op's q_scale and clamped to +-448"
+    raise Refusal(reason, _first_difference(region, runs), near=True)
 
 
 def _clamped(x: Tensor) -> Tensor:
     return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
 
 
-def _value_per_token(region: QueryRegion, run: _Run, config: AttentionConfig) -> int | None:
-    """Return the position of the first node with a value, or one per head, for every token; `None`: there is none."""
+def _value_per_token(region: QueryRegion, run: _Run, config: AttentionConfig) -> Node | None:
+    """Return the first node with one value, or one per head, for every token; `None`: there is none."""
     counts = [len(run.x) * heads for heads in (1, config.num_kv_heads, config.num_heads)]
     found = _ancestors([region.codes], {region.source}) - _ancestors([region.scale], {region.source})
-    for index, node in enumerate(region.nodes):
+    for node in region.nodes:
         made = run.values[node]
         if node in found and isinstance(made, Tensor) and made.is_floating_point() and made.numel() in counts:
-            return index
+            return node
     return None
 
 
-def _first_difference(region: QueryRegion, runs: Sequence[_Run]) -> int | None:
-    """Return the position of the first node whose values are none that a quantised query passes through."""
-    for index, node in enumerate(region.nodes):
+def _first_difference(region: QueryRegion, runs: Sequence[_Run]) -> Node | None:
+    """Return the first node with values that are no step of a query's quantisation."""
+    for node in region.nodes:
         values = [run.values[node] for run in runs]
         if isinstance(values[0], Tensor) and values[0].numel() == runs[0].x.numel():
             steps = [_steps(run) for run in runs]
             if not any(
                 all(map(probe.same_bits, [v.float() for v in values], step)) for step in zip(*steps, strict=True)
             ):
-                return index
+                return node
     return None
 
 
 def _steps(run: _Run) -> list[Tensor]:
-    """Return what a quantised query passes through, as fp32: rounded, divided, clamped, cast."""
+    """Return the steps of a query's quantisation in fp32: rounded, divided, clamped, cast."""
     made = [run.x.float(), _clamped(run.x.float())]
     for arithmetic in _ARITHMETICS:
         scaled = run.scaled(arithmetic)
@@ -265,8 +237,7 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
 
 def _run_nodes(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
     for node in nodes:
-        is_item = node.target is operator.getitem
-        env[node] = env[node.args[0]][node.args[1]] if is_item else probe.run_node(node, env)  # type: ignore[index]
+        env[node] = probe.run_node(node, env)
 
 
 def _check_root(root: Node) -> None:
@@ -277,7 +248,7 @@ def _check_root(root: Node) -> None:
 
 
 def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
-    """Return the scales to run a region under: those that its root can hold."""
+    """Return the scales to run a region under: values that its root can hold."""
     seen = [value(node) for node in (region.source, root, *region.nodes)]
     chosen = probe.probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
     rounded = torch.tensor(chosen).to(value(root).dtype).float()
@@ -285,7 +256,7 @@ def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
 
 
 def _scales_of_trial(region: QueryRegion, root: Node, trial: int) -> Tensor:
-    """Return scales like the root's value: the chosen ones in turn, then random ones that all differ."""
+    """Return scales of the root's shape: the chosen ones one after another, then random ones that all differ."""
     val, chosen = value(root), torch.tensor(_chosen_scales(region, root))
     if trial == len(chosen):
         scales = 0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3))

@@ -1,8 +1,8 @@
-"""Finds RoPE ahead of a cache update and its attention call, and says whether one op can do it; changes nothing.
+"""Finds RoPE ahead of a cache update and its attention call that one op can do; changes nothing.
 
-The key that `kv_cache_update` writes and the query of the attention call that reads that cache must be turned alike, by
-the same tables, maybe behind an RMSNorm; the query may be quantised after it. Then rotation, quantisation and cache
-write become one `vattn::rope_kv_cache_update`.
+The key that `kv_cache_update` writes and the query of the attention call that reads that cache must be rotated in the
+same way, by the same tables, possibly after an RMSNorm; the query may be quantised after it. Then rotation,
+quantisation and cache write become one `vattn::rope_kv_cache_update`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import ConfigError
-from vattn.passes.region import Refusal, can_run, is_check, op_name, value
+from vattn.passes.region import Refusal, ancestors, can_run, is_check, is_computed_from, op_name, value
 from vattn.passes.region_division import query_arithmetic
+from vattn.passes.region_moves import VIEWS
 from vattn.passes.region_precision import is_low
-from vattn.passes.rope_kv_cache.probe import Turn, classify_turn
+from vattn.passes.rope_kv_cache.probe import Rotation, classify_rotation
 from vattn.passes.rope_kv_cache.region import same_computation
 
 ROPE_CHOICES = ("auto", "always", "never")
-"""Values of the option `rope`: fuse where it pays on the device, wherever it can be done, or nowhere."""
+"""Values of the option `rope`: fuse where it pays on the device, wherever it is possible, or nowhere."""
 
-_VIEWS = frozenset(
-    "view reshape _unsafe_view select slice as_strided unsqueeze squeeze permute transpose alias".split()
-)
 _ANGLES = frozenset(("cos", "sin", "polar"))
 _LARGEST_PAST = 400
-"""Nodes behind a key among which cosines and sines are looked for."""
+"""Nodes before a key that are searched for cosines and sines."""
 
 _CACHE_FIELDS = (
     "num_kv_heads head_size head_size_v dtype kv_cache_dtype block_size kv_cache_layout kv_scale backend".split()
@@ -56,11 +54,11 @@ class FoundRope:
 
     Attributes:
         update, attention: the two calls.
-        rope, config: what the op is asked for.
-        query, key: nodes that hold the heads before, and which heads of how many those are.
+        rope, config: the op's request.
+        query, key: nodes that hold the unrotated heads, the first head, and how many heads the node has.
         cos, sin: nodes that hold the tables, and which part of a complex one.
         q_weight, k_weight, q_scale: nodes, or `None`.
-        dead: what nothing reads any more.
+        dead: nodes that nothing will read any more.
     """
 
     update: Node
@@ -83,18 +81,17 @@ class FoundRope:
         return f"{norm}RoPE ({columns}){between} the cache write are one kernel"
 
 
-def find_update(attention: Node, order: dict[Node, int]) -> Node | None:
-    """Return the cache update whose keys an attention call is the first to read, `None` if there is none."""
+def find_update(attention: Node) -> Node | None:
+    """Return the cache update that an attention call is the first to read, `None` if there is none."""
     cache = attention.kwargs.get("kv_cache")
-    while isinstance(cache, Node) and op_name(cache.target) in _VIEWS:
+    while isinstance(cache, Node) and op_name(cache.target) in VIEWS:
         cache = cache.all_input_nodes[0]
     if not isinstance(cache, Node) or cache.target is not operator.getitem:
         return None
     update = cache.args[0]
     if not isinstance(update, Node) or not update.args or update.args[0] is not torch.ops.vattn.kv_cache_update.default:
         return None
-    first = min(_attention_readers(cache), key=order.__getitem__, default=attention)
-    return update if first is attention else None
+    return update if min(_attention_readers(cache), default=attention) is attention else None
 
 
 def _attention_readers(cache: Node) -> Iterable[Node]:
@@ -102,47 +99,47 @@ def _attention_readers(cache: Node) -> Iterable[Node]:
     for user in cache.users:
         if user.args and user.args[0] in ops:
             yield user
-        elif op_name(user.target) in _VIEWS:
+        elif op_name(user.target) in VIEWS:
             yield from _attention_readers(user)
 
 
-def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str) -> FoundRope | None:
-    """Find out whether one op can turn query and key and update the cache; `None`: there is no RoPE.
+def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
+    """Return how one op can rotate query and key and update the cache; `None`: there is no RoPE.
 
     Args:
-        order: position of every node of the graph.
         choice: one of `ROPE_CHOICES`.
 
     Raises:
-        Refusal: it cannot, or it should not; with the reason.
+        Refusal: it cannot, or it should not.
     """
     config = AttentionConfig.parse(str(attention.kwargs["config"]))
     key, query = update.kwargs["key"], attention.kwargs["query"]
     if not isinstance(key, Node) or not isinstance(query, Node):
         return None
     try:
-        key_turn, key_past = classify_turn(key, config.num_kv_heads, config)
+        key_rotation, key_past = classify_rotation(key, config.num_kv_heads, config)
     except Refusal as refusal:
         if not refusal.near and not _reads_angles(key):
             return None
         odd = "" if refusal.near else "made of cosines or sines, but not as a rotation that the op has: "
         raise Refusal(f"the key: {odd}{refusal.reason}", refusal.node, near=True) from None
     try:
-        query_turn, query_past = classify_turn(query, config.num_heads, config)
+        query_rotation, query_past = classify_rotation(query, config.num_heads, config)
     except Refusal as refusal:
         raise Refusal(f"the query: {refusal.reason}", refusal.node, near=True) from None
     config = _one_config(update, config)
-    rope = _one_rope(key_turn, query_turn, query)
-    nodes = [query_past[at] for at in (query_turn.source, query_turn.cos[0], query_turn.sin[0])]
-    tables = [key_past[at] for at in (key_turn.cos[0], key_turn.sin[0])]
+    rope = _one_rope(key_rotation, query_rotation, query)
+    nodes = [query_past[at] for at in (query_rotation.source, query_rotation.cos[0], query_rotation.sin[0])]
+    tables = [key_past[at] for at in (key_rotation.cos[0], key_rotation.sin[0])]
     shared = all(same_computation(a, b) for a, b in zip(tables, nodes[1:], strict=True))
-    if not shared or (key_turn.cos[1], key_turn.sin[1]) != (query_turn.cos[1], query_turn.sin[1]):
-        raise Refusal("query and key are turned by different tables", query, near=True)
-    _check_order([*query_past], update, order)
-    dead = _between(query_past[query_turn.source], query_past) | _between(key_past[key_turn.source], key_past)
+    if not shared or (key_rotation.cos[1], key_rotation.sin[1]) != (query_rotation.cos[1], query_rotation.sin[1]):
+        raise Refusal("query and key are rotated by different tables", query, near=True)
+    if is_computed_from(query_past, update):
+        raise Refusal("the query is computed from the updated cache", update, near=True)
+    dead = _between(query_past[query_rotation.source], query_past) | _between(key_past[key_rotation.source], key_past)
     _check_escapes(dead, {update, attention}, {key: "the key", query: "the query"})
     _check_roundings(dead, query, rope)
-    scale = None if query_turn.scale is None else query_past[query_turn.scale]
+    scale = None if query_rotation.scale is None else query_past[query_rotation.scale]
     if scale is not None:
         rope = _with_query(rope, scale, query, query_past, config)
     _ask(config, query, choice)
@@ -151,29 +148,21 @@ def find_rope(update: Node, attention: Node, order: dict[Node, int], choice: str
         attention=attention,
         rope=rope,
         config=config,
-        query=(nodes[0], query_turn.first_head, query_turn.heads_of_source),
-        key=(key_past[key_turn.source], key_turn.first_head, key_turn.heads_of_source),
-        cos=(tables[0], key_turn.cos[1]),
-        sin=(tables[1], key_turn.sin[1]),
-        q_weight=None if query_turn.weight is None else query_past[query_turn.weight],
-        k_weight=None if key_turn.weight is None else key_past[key_turn.weight],
+        query=(nodes[0], query_rotation.first_head, query_rotation.heads_of_source),
+        key=(key_past[key_rotation.source], key_rotation.first_head, key_rotation.heads_of_source),
+        cos=(tables[0], key_rotation.cos[1]),
+        sin=(tables[1], key_rotation.sin[1]),
+        q_weight=None if query_rotation.weight is None else query_past[query_rotation.weight],
+        k_weight=None if key_rotation.weight is None else key_past[key_rotation.weight],
         q_scale=scale,
         dead=frozenset(dead),
     )
 
 
 def _reads_angles(key: Node) -> bool:
-    """Return whether cosines or sines have a part in a key behind its projection, through batched products too."""
-    seen, stack = {key}, [key]
-    while stack and len(seen) <= _LARGEST_PAST:
-        node = stack.pop()
-        if op_name(node.target) in _ANGLES:
-            return True
-        if can_run(node) or op_name(node.target) == "bmm":
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-    return False
+    """Return whether a key depends on cosines or sines after its projection, through batched products too."""
+    past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", _LARGEST_PAST)
+    return any(op_name(node.target) in _ANGLES for node in past)
 
 
 def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
@@ -189,13 +178,13 @@ def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
     return config.with_plain_output()
 
 
-def _one_rope(key: Turn, query: Turn, end: Node) -> RopeConfig:
-    """Return the rotation that query and key share; without a weight both ways to apply one are the same."""
+def _one_rope(key: Rotation, query: Rotation, end: Node) -> RopeConfig:
+    """Return the rotation of both query and key; without a weight both ways to apply one are the same."""
     ropes = [
-        replace(turn.rope, query_arithmetic="divide", norm="rms")
-        if turn.weight is None and turn.rope.norm != "none"
-        else replace(turn.rope, query_arithmetic="divide")
-        for turn in (key, query)
+        replace(rotation.rope, query_arithmetic="divide", norm="rms")
+        if rotation.weight is None and rotation.rope.norm != "none"
+        else replace(rotation.rope, query_arithmetic="divide")
+        for rotation in (key, query)
     ]
     if ropes[0] != ropes[1]:
         what = [
@@ -208,7 +197,7 @@ def _one_rope(key: Turn, query: Turn, end: Node) -> RopeConfig:
 
 
 def _with_query(rope: RopeConfig, scale: Node, query: Node, past: list[Node], config: AttentionConfig) -> RopeConfig:
-    """Return the rotation with the arithmetic of the code that the query's quantisation would become."""
+    """Return the rotation with the arithmetic that generated code would have for the query's quantisation."""
     val = value(scale)
     kinds = {1: "tensor", config.num_kv_heads: "head"}
     if config.query_format == "none":
@@ -222,12 +211,12 @@ def _with_query(rope: RopeConfig, scale: Node, query: Node, past: list[Node], co
 
 
 def _between(source: Node, past: list[Node]) -> set[Node]:
-    """Return everything between a source and the end of its history."""
-    found: set[Node] = set()
+    """Return the nodes between a source and the end of its history."""
+    found = {source}
     for node in past:
-        if node is not source and can_run(node) and any(n is source or n in found for n in node.all_input_nodes):
+        if can_run(node) and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found
+    return found - {source}
 
 
 def _check_escapes(dead: set[Node], readers: set[Node], ends: dict[Node, str]) -> None:
@@ -241,10 +230,10 @@ def _check_escapes(dead: set[Node], readers: set[Node], ends: dict[Node, str]) -
 
 
 def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
-    """Refuse what generated code rounds on the way; the op rounds its results alone.
+    """Refuse regions that generated code rounds inside; the op rounds only its results.
 
-    Generated code keeps fp32 within a kernel, whatever dtype the user's code names. But what is concatenated on a CPU
-    goes through memory, which behind a norm rounds values that nothing has rounded before.
+    Generated code keeps fp32 within a kernel, whatever dtype the user's code names. But on a CPU, concatenation goes
+    through memory, which after a norm rounds values that were not rounded before.
     """
     from torch._inductor import config
 
@@ -256,18 +245,6 @@ def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
         if op_name(node.target) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
             what = f"normalised values are concatenated in {value(node).dtype}, in which generated code stores them"
             raise Refusal(f"{what}: convert to float32 ahead of the rotation", node, near=True)
-
-
-def _check_order(nodes: list[Node], update: Node, order: dict[Node, int]) -> None:
-    """Refuse a query that is computed from what the update has written: it cannot be an input of the update."""
-    start, stack, seen = order[update], list(nodes), set[Node]()
-    while stack:
-        node = stack.pop()
-        if node is update:
-            raise Refusal("the query is computed from the updated cache", node, near=True)
-        if node not in seen and order[node] > start:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
 
 
 def _ask(config: AttentionConfig, query: Node, choice: str) -> None:

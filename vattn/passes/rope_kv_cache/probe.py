@@ -1,12 +1,13 @@
-"""Asks what makes a query or a key whether it is RoPE: runs it on random inputs and compares with the reference.
+"""Finds out whether a query or key is rotated by RoPE: runs its region and the reference on random inputs.
 
-Both are run in fp64, on arbitrary factors instead of cosines, so that what agrees to twelve digits is the same formula.
-How a compiled graph rounds on the way is no part of the question; the op rounds as `vattn.ops.reference.rope` says.
+Both run in fp64, on random factors instead of cosines: results that agree to twelve digits have the same formula. How a
+compiled graph rounds inside does not matter here; the op rounds as `vattn.ops.reference.rope` says.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,14 +22,15 @@ from vattn.passes.probe import isolated
 from vattn.passes.region import FP8_DTYPES, Refusal, expression, op_name, value
 from vattn.passes.region_tokens import beyond, reach
 from vattn.passes.rope_kv_cache.region import (
+    RotationRegion,
     Run,
-    TurnRegion,
     check_size,
     constants_of,
     fingerprint,
     history,
     region_between,
 )
+from vattn.passes.verdicts import Refused, judged
 from vattn.quantization.formats import MODEL_DTYPES
 
 _MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
@@ -37,13 +39,13 @@ _SUMS = frozenset("mean sum var_mean _fused_rms_norm rms_norm linalg_vector_norm
 
 
 @dataclass(frozen=True)
-class Turn:
-    """How a query or key is made, as an op call can say it; nodes are positions in the history of the end.
+class Rotation:
+    """How a query or key is rotated, in the op's terms; nodes are positions in the history of the end.
 
     Attributes:
         rope: style, columns and norm; the query's arithmetic.
-        source: holds the heads before, `[T, heads, D]` in any shape of that order.
-        first_head: which of the source's heads is the first; `heads_of_source` of them there are.
+        source: the unrotated heads, `[T, heads, D]` in any shape of that order.
+        first_head: the first of the source's `heads_of_source` heads that is used.
         cos, sin: the tables, and which part of a complex one: `""`, `"real"` or `"imag"`.
         weight: of the norm, or `None`.
         scale: of the query's quantisation, or `None`.
@@ -59,31 +61,22 @@ class Turn:
     scale: int | None
 
 
-_known: dict[str, Turn | tuple[str, bool]] = {}
-"""What histories of this process were found to be, or why nothing: a model of equal layers asks once."""
+_known: dict[str, Rotation | Refused] = {}
 
 
-def classify_turn(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Turn, list[Node]]:
-    """Find out how a query or key `[T, heads, D]` is made; also returns the history that positions count in.
+def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Rotation, list[Node]]:
+    """Return how a query or key `[T, heads, D]` is rotated, and the history that its positions refer to.
 
     Raises:
-        Refusal: not by a rotation that the op has; `near` if it looks like one.
+        Refusal: it is no rotation that the op has; `near` if it looks like one.
     """
     past = history(end)
     key = fingerprint(end, past, f"{num_heads} {config.num_kv_heads} {config.head_size} {config.dtype}")
-    if key not in _known:
-        try:
-            with isolated():
-                _known[key] = _classify(end, past, num_heads, config)
-        except Refusal as refusal:
-            _known[key] = refusal.reason, refusal.near
-    known = _known[key]
-    if isinstance(known, tuple):
-        raise Refusal(known[0], end, near=known[1])
-    return known, past
+    with isolated():
+        return judged(_known, key, past, end, lambda: _classify(end, past, num_heads, config)), past
 
 
-def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Turn:
+def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Rotation:
     first: Refusal | None = None
     for source, heads in _sources(end, past, num_heads, config):
         try:
@@ -93,11 +86,11 @@ def _classify(end: Node, past: Sequence[Node], num_heads: int, config: Attention
         except Refusal as refusal:
             if first is None or (refusal.near and not first.near):
                 first = refusal
-    raise first or Refusal(f"nothing in {config.dtype} is turned into it", end)
+    raise first or Refusal(f"nothing in {config.dtype} is rotated into it", end)
 
 
 def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Iterator[tuple[Node, int]]:
-    """Yield nodes that may hold the heads before, the farthest first, and how many heads they hold."""
+    """Yield nodes that may hold the unrotated heads, the farthest first, and how many heads they hold."""
     tokens, dtype = value(end).shape[0], MODEL_DTYPES[config.dtype]
     wider: list[tuple[Node, int]] = []
     constants = constants_of(past)
@@ -116,10 +109,10 @@ def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionC
 
 
 class _Trial:
-    """One region on random inputs, and everything that the reference may be called with."""
+    """Compares one region with the reference on random inputs."""
 
     def __init__(
-        self, region: TurnRegion, past: Sequence[Node], num_heads: int, heads: int, config: AttentionConfig
+        self, region: RotationRegion, past: Sequence[Node], num_heads: int, heads: int, config: AttentionConfig
     ) -> None:
         self.region, self.num_heads, self.heads, self.config = region, num_heads, heads, config
         self.position = {node: index for index, node in enumerate(past)}
@@ -138,7 +131,7 @@ class _Trial:
             self._sort(leaf)
 
     def _sort(self, leaf: Node) -> None:
-        count, size = _count(self.run.shape(leaf)), self.config.head_size
+        count, size = math.prod(self.run.shape(leaf)), self.config.head_size
         if _is_per_token(leaf, self.region.end) and 1 <= count // self.tokens <= size:
             self.tables.append(leaf)
         elif any(expression(n).free_symbols for n in value(leaf).shape):
@@ -150,20 +143,20 @@ class _Trial:
         else:
             raise Refusal(f"it also depends on {leaf.name} of shape {_shape(leaf)}", self.region.end, near=True)
 
-    def match(self) -> Turn:
-        """Return what the region computes.
+    def match(self) -> Rotation:
+        """Return the rotation that the region computes.
 
         Raises:
-            Refusal: nothing that the op computes.
+            Refusal: none that the op has.
         """
         self._check_leaves()
         samples = [self._sample(seed) for seed in range(2)]
         if self.is_fp8 and not self.run.clamped:
             raise Refusal("its quantisation does not clamp before the cast", self.region.end, near=True)
-        for turn in self._candidates():
-            first_head = self._agrees(turn, samples)
+        for rotation in self._candidates():
+            first_head = self._agrees(rotation, samples)
             if first_head is not None:
-                return replace(turn, first_head=first_head)
+                return replace(rotation, first_head=first_head)
         raise Refusal(
             "it is computed from cos and sin, but not as a rotation that the op has", self.region.end, near=True
         )
@@ -201,7 +194,7 @@ class _Trial:
             x[0, 3::7], x[-1, -1] = torch.nan, torch.nan
         return inputs, self.run(dict(inputs)).reshape(self.tokens, self.num_heads, self.config.head_size)
 
-    def _candidates(self) -> Iterator[Turn]:
+    def _candidates(self) -> Iterator[Rotation]:
         at = self.position
         if len(self.tables) == 1:
             table = at[self.tables[0]]
@@ -219,10 +212,10 @@ class _Trial:
             ("divide", "multiply") if self.is_fp8 else ("divide",),
         ):
             rope = RopeConfig(rotary, style, norm, eps, round_query=False, query_arithmetic=arithmetic)
-            yield Turn(rope, at[self.region.source], 0, self.heads, cos, sin, weight, scale)
+            yield Rotation(rope, at[self.region.source], 0, self.heads, cos, sin, weight, scale)
 
     def _rotary_dims(self) -> list[int]:
-        columns = _count(self.run.shape(self.tables[0])) // self.tokens
+        columns = math.prod(self.run.shape(self.tables[0])) // self.tokens
         return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
 
     def _norms(self) -> list[tuple[str, float]]:
@@ -236,40 +229,33 @@ class _Trial:
         kinds = ("rms", "rms_one_plus") if self.weights else ("rms",)
         return [*itertools.product(kinds, numbers)]
 
-    def _agrees(self, turn: Turn, samples: Sequence[tuple[dict[Node, Tensor], Tensor]]) -> int | None:
-        """Return the first head of the source that the end is made of, `None` if it is something else."""
+    def _agrees(self, rotation: Rotation, samples: Sequence[tuple[dict[Node, Tensor], Tensor]]) -> int | None:
+        """Return the first head of the source that the end is computed from, `None` if they disagree."""
         found: int | None = None
         for inputs, got in samples:
-            want = self._reference(turn, inputs)
+            want = self._reference(rotation, inputs)
             starts = range(self.heads - self.num_heads + 1) if found is None else (found,)
             found = next((at for at in starts if _close(got, want[:, at : at + self.num_heads])), None)
             if found is None:
                 return None
         return found
 
-    def _reference(self, turn: Turn, inputs: dict[Node, Tensor]) -> Tensor:
+    def _reference(self, rotation: Rotation, inputs: dict[Node, Tensor]) -> Tensor:
         by_position = {self.position[node]: tensor for node, tensor in inputs.items()}
 
         def table(place: tuple[int, str]) -> Tensor:
             rows = by_position[place[0]].reshape(self.tokens, -1)
             return getattr(rows, place[1]) if place[1] else rows
 
-        x = by_position[turn.source].reshape(self.tokens, self.heads, self.config.head_size)
-        weight = None if turn.weight is None else by_position[turn.weight].reshape(-1)
-        x = rotate(normalise(x, weight, turn.rope), table(turn.cos), table(turn.sin), turn.rope)
-        if turn.scale is None:
+        x = by_position[rotation.source].reshape(self.tokens, self.heads, self.config.head_size)
+        weight = None if rotation.weight is None else by_position[rotation.weight].reshape(-1)
+        x = rotate(normalise(x, weight, rotation.rope), table(rotation.cos), table(rotation.sin), rotation.rope)
+        if rotation.scale is None:
             return x
-        scale, group = by_position[turn.scale].reshape(-1), self.config.group_size
+        scale, group = by_position[rotation.scale].reshape(-1), self.config.group_size
         if self.heads != self.num_heads and scale.numel() > 1:
             raise Refusal("heads with scales of their own are cut from more heads", self.region.end, near=True)
-        return scale_query(x, scale, self.heads // group if scale.numel() > 1 else 1, turn.rope.query_arithmetic)
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+        return scale_query(x, scale, self.heads // group if scale.numel() > 1 else 1, rotation.rope.query_arithmetic)
 
 
 def _shape(node: Node) -> tuple[str, ...]:
@@ -277,7 +263,7 @@ def _shape(node: Node) -> tuple[str, ...]:
 
 
 def _is_per_token(leaf: Node, end: Node) -> bool:
-    """Return whether the first sizes of a tensor of two dimensions or more multiply to the token count."""
+    """Return whether the first sizes of a tensor of at least two dimensions multiply to the token count."""
     tokens, product = expression(value(end).shape[0]), expression(1)
     shape = value(leaf).shape
     for size in shape[:-1]:

@@ -1,12 +1,12 @@
-"""Slices out what makes a query or a key, and runs it in exact arithmetic on chosen inputs.
+"""Extracts the region that computes a query or a key, and runs it in fp64 on chosen inputs.
 
-A region reaches from one tensor of heads, the source, to the argument of an op. What it reads besides are its leaves:
-tables of angles, weights and scales, found behind whatever copies, casts, broadcasts or repeats them.
+A region leads from one tensor of heads, the source, to the argument of an op. Its other inputs are its leaves: tables
+of angles, weights and scales, before any copies, casts, broadcasts or repeats of them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import FP8_DTYPES, Refusal, can_run, expression, op_name, value
+from vattn.passes import verdicts
+from vattn.passes.region import FP8_DTYPES, Refusal, ancestors, can_run, expression, op_name, value
+from vattn.passes.region_moves import RESHAPES
+from vattn.passes.region_precision import CASTS
 
 _LARGEST_REGION = 400
 _LARGEST_RUN = 1 << 23
-_MOVES = frozenset(
-    "view reshape _unsafe_view unsqueeze squeeze expand clone alias contiguous repeat lift_fresh_copy".split()
-)
+_MOVES = RESHAPES | frozenset("expand clone contiguous repeat lift_fresh_copy".split())
 _UNINITIALISED = frozenset("empty empty_strided new_empty empty_like new_empty_strided".split())
 _PRIMES = (5, 7, 11, 13, 17, 19, 23)
 _WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
@@ -34,13 +35,13 @@ def is_size(node: Node) -> bool:
 
 
 def history(end: Node) -> list[Node]:
-    """Return the nodes that `end` is computed from by ops that can be run, inputs before what reads them.
+    """Return the nodes that `end` is computed from by ops that can be run, inputs first.
 
-    The order depends on the computation alone, so equal layers of a model have equal histories. What cannot be run
-    stands in it as a start.
+    The order depends on the computation alone, so equal layers of a model have equal histories. It starts with nodes
+    that cannot be run.
 
     Raises:
-        Refusal: it is too long to look through.
+        Refusal: it is too long.
     """
     order: list[Node] = []
     seen: set[Node] = set()
@@ -62,15 +63,15 @@ def history(end: Node) -> list[Node]:
 
 
 @dataclass(frozen=True)
-class TurnRegion:
-    """What lies between a tensor of heads and a query or key.
+class RotationRegion:
+    """The nodes between a tensor of heads and a query or key.
 
     Attributes:
-        source: holds the heads as they are before.
+        source: the unrotated heads.
         end: the query or key.
-        nodes: what to run, in order; not the source and not the leaves.
-        dependent: those of them that the source has a part in.
-        leaves: tensors that are read from outside, in the order in which they are met.
+        nodes: what to run, in order; without the source and the leaves.
+        dependent: nodes that depend on the source.
+        leaves: tensors that are read from outside, in the order in which they are found.
     """
 
     source: Node
@@ -81,7 +82,7 @@ class TurnRegion:
 
 
 def constants_of(past: Sequence[Node]) -> set[Node]:
-    """Return what no tensor of the graph's inputs has a part in: filled, counted or uninitialised tensors."""
+    """Return nodes that depend on no input tensor of the graph: filled, counted or uninitialised tensors."""
     found: set[Node] = set()
     for node in past:
         if can_run(node) and all(source in found or is_size(source) for source in node.all_input_nodes):
@@ -89,11 +90,11 @@ def constants_of(past: Sequence[Node]) -> set[Node]:
     return found
 
 
-def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
-    """Slice the region out of the history of its end.
+def region_between(source: Node, end: Node, past: Sequence[Node]) -> RotationRegion:
+    """Extract the region from the history of its end.
 
     Raises:
-        Refusal: the source has no part in the end, or the region reads something that is no float tensor.
+        Refusal: the end does not depend on the source, or the region reads a tensor that is not float.
     """
     dependent: set[Node] = set()
     for node in past:
@@ -101,12 +102,7 @@ def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
             dependent.add(node)
     if end not in dependent:
         raise Refusal(f"{source.name} has no part in {end.name}", end)
-    needed, stack = set(), [end]
-    while stack:
-        node = stack.pop()
-        if node in dependent and node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = ancestors([end], dependent.__contains__) & dependent
     inside, leaves, constants = set(needed), dict[Node, None](), constants_of(past)
     for node in past:
         if node in needed:
@@ -118,21 +114,16 @@ def region_between(source: Node, end: Node, past: Sequence[Node]) -> TurnRegion:
         if not isinstance(val, Tensor) or not (val.is_floating_point() or val.is_complex()):
             raise Refusal(f"the region reads {leaf.name}, which holds no floats", end)
     nodes = tuple(node for node in past if node in inside and node not in leaves)
-    return TurnRegion(source, end, nodes, frozenset(needed), tuple(leaves))
+    return RotationRegion(source, end, nodes, frozenset(needed), tuple(leaves))
 
 
 def _climb(node: Node, inside: set[Node], leaves: dict[Node, None], constants: set[Node]) -> None:
-    """Find the leaf behind a node, and add what lies between, or all of it if it is constant, to the region."""
+    """Find the leaf before a node; add the nodes between, or all its history if it is constant, to the region."""
     if node in constants:
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            if node not in inside:
-                inside.add(node)
-                stack.extend(source for source in node.all_input_nodes if not is_size(source))
+        inside |= ancestors([node], lambda inner: not is_size(inner))
         return
     while node not in leaves:
-        source = behind_moves(node)
+        source = before_copies(node)
         if source is None:
             leaves[node] = None
             return
@@ -153,8 +144,8 @@ def same_computation(a: Node, b: Node, depth: int = 30) -> bool:
     return same and all(same_computation(x, y, depth - 1) for x, y in zip(*sources, strict=True))
 
 
-def behind_moves(node: Node) -> Node | None:
-    """Return the node that a node copies, broadcasts, repeats, casts or adds one to; `None`: none of it."""
+def before_copies(node: Node) -> Node | None:
+    """Return the node that a node copies, broadcasts, repeats, casts or adds one to; `None`: it does something else."""
     if not can_run(node) or is_size(node):
         return None
     sources = [source for source in node.all_input_nodes if not is_size(source)]
@@ -164,8 +155,8 @@ def behind_moves(node: Node) -> Node | None:
     source = sources[0]
     if name in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
         return source
-    if name in ("convert_element_type", "_to_copy", "to"):
-        # Down as well: generated code that reads what it has cast, in one kernel, does not round it.
+    if name in CASTS:
+        # Narrower too: generated code does not round what it casts and reads in one kernel.
         floats = all(value(n).dtype.is_floating_point and value(n).dtype not in FP8_DTYPES for n in (source, node))
         return source if floats else None
     is_weight = value(source).dim() == 1 and isinstance(value(source).shape[0], int)
@@ -175,14 +166,14 @@ def behind_moves(node: Node) -> Node | None:
 
 
 class Run:
-    """Runs a region in fp64: casts between float dtypes change nothing, so that only its mathematics shows.
+    """Runs a region in fp64; casts between float dtypes change nothing.
 
     Attributes:
         sizes: value of every symbolic size.
-        clamped: whether everything that was cast to FP8 lay within its range.
+        clamped: whether all values that were cast to FP8 were within its range.
     """
 
-    def __init__(self, region: TurnRegion) -> None:
+    def __init__(self, region: RotationRegion) -> None:
         self.region, self.clamped = region, True
         self.sizes: dict[Any, int] = {}
         for node in (region.source, region.end, *region.nodes, *region.leaves):
@@ -206,7 +197,7 @@ class Run:
         return [self.size(size) for size in value(node).shape]
 
     def __call__(self, inputs: dict[Node, Tensor]) -> Tensor:
-        """Return the value of the region's end for values of its source and leaves."""
+        """Return the value of the region's end, given values of its source and leaves."""
         env: dict[Node, Any] = dict(inputs)
         for node in self.region.nodes:
             env[node] = self._run(node, env)
@@ -227,7 +218,7 @@ class Run:
             kwargs["device"] = torch.device("cpu")  # type: ignore[assignment]
         if name in _UNINITIALISED:
             return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
-        if name in ("convert_element_type", "_to_copy", "to"):
+        if name in CASTS:
             return self._cast(args[0], value(node).dtype)
         if name == "quant_fp8_static":
             return (args[0] / args[1].reshape(())).clamp(-448.0, 448.0)
@@ -265,34 +256,25 @@ def _sizes(val: Any) -> list[Any]:
 
 
 def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
-    """Return a hash of everything that a verdict about the history of a node depends on."""
-    names = {node: f"%{index}" for index, node in enumerate(past)}
-    symbols: dict[str, str] = {}
-    sizes: dict[Any, str] = {}
+    """Return a hash of everything that a verdict about the history of a node depends on; symbols go by their order."""
+    names = verdicts.numbered(past)
+    symbols: dict[Any, Any] = {}
 
     def shown(size: Any) -> str:
-        if isinstance(size, int):
-            return str(size)
         text = expression(size)
-        if text not in sizes:
-            for symbol in sorted(text.free_symbols, key=str):
-                symbols.setdefault(str(symbol), f"n{len(symbols)}")
-            renamed = {symbol: type(symbol)(symbols[str(symbol)]) for symbol in text.free_symbols}
-            sizes[text] = str(text.xreplace(renamed))
-        return sizes[text]
+        for symbol in sorted(text.free_symbols - set(symbols), key=str):
+            symbols[symbol] = type(symbol)(f"n{len(symbols)}")
+        return str(text.xreplace(symbols))
 
-    lines = [extra]
-    for node in past:
-        val = value(node)
-        what = f"{val.dtype} {[shown(s) for s in val.shape]}" if isinstance(val, Tensor) else str(type(val))
-        if can_run(node):
-            arguments = torch.fx.map_arg(
-                (node.args, dict(node.kwargs)),
-                lambda source: f"<{names[source]}>" if source in names else f"<{shown(value(source))}>",
-            )
-            what += f" {node.target} {arguments}"
-        lines.append(f"{names[node]} {what}")
-    return hashlib.sha256("\n".join([*lines, names[end]]).encode()).hexdigest()
+    def type_of(val: Any) -> str:
+        return f"{val.dtype} {[shown(size) for size in val.shape]}" if isinstance(val, Tensor) else str(type(val))
+
+    types = [type_of(value(node)) for node in past]
+
+    def name(node: Node) -> str:
+        return names.get(node) or shown(value(node))
+
+    return verdicts.fingerprint(filter(can_run, past), name, [extra, names[end], *types])
 
 
 def check_size(run: Run) -> None:
@@ -301,10 +283,6 @@ def check_size(run: Run) -> None:
     Raises:
         Refusal: its token count is fixed and large.
     """
-    count = 1
-    for size in run.shape(run.region.end):
-        count *= size
-    if count > _LARGEST_RUN:
-        raise Refusal(
-            f"its token count is fixed at {run.shape(run.region.end)[0]}, too many to try it out", run.region.end
-        )
+    shape, end = run.shape(run.region.end), run.region.end
+    if math.prod(shape) > _LARGEST_RUN:
+        raise Refusal(f"its token count is fixed at {shape[0]}, too many to try it out", end)

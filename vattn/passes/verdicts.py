@@ -1,0 +1,77 @@
+"""Keeps what regions were found to compute, by a hash of the region: equal layers of a model are probed once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes.region import Refusal, expression, value
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A refusal of a region; `place` is the position of its node in the region, `None` for the region's end."""
+
+    reason: str
+    near: bool
+    place: int | None
+
+
+def judged(known: dict[str, T | Refused], key: str, nodes: Sequence[Node], end: Node, judge: Callable[[], T]) -> T:
+    """Return what `judge` finds out about a region; it is called once per key.
+
+    Args:
+        nodes: the region's nodes.
+        end: node to name in a refusal that names none of them.
+
+    Raises:
+        Refusal: from `judge`, in this call or an earlier one.
+    """
+    if key not in known:
+        try:
+            known[key] = judge()
+        except Refusal as refusal:
+            place = nodes.index(refusal.node) if refusal.node in nodes else None
+            known[key] = Refused(refusal.reason, refusal.near, place)
+    verdict = known[key]
+    if isinstance(verdict, Refused):
+        raise Refusal(verdict.reason, end if verdict.place is None else nodes[verdict.place], near=verdict.near)
+    return verdict
+
+
+def fingerprint(nodes: Iterable[Node], name: Callable[[Node], str], facts: Iterable[str]) -> str:
+    """Return a hash of what nodes compute, and of further facts.
+
+    Args:
+        name: what a node is called in the hash: by its place, so that equal layers are equal.
+    """
+    lines = list(facts)
+    for node in nodes:
+        arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: f"<{name(source)}>")
+        lines.append(f"{name(node)} {node.target} {arguments}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def numbered(nodes: Iterable[Node], kind: str = "%") -> dict[Node, str]:
+    """Return names of nodes by their order."""
+    return {node: f"{kind}{index}" for index, node in enumerate(nodes)}
+
+
+def names_of_known(sizes: Iterable[Node], constants: Mapping[Node, Tensor]) -> dict[Node, str]:
+    """Return names of nodes by the size or the constant that they hold."""
+    names = {node: f"size {expression(value(node))}" for node in sizes}
+    names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in constants.items())
+    return names
+
+
+def typed(node: Node) -> str:
+    """Return the dtype and the shape of a node's value."""
+    return f"{value(node).dtype} {tuple(map(expression, value(node).shape))}"
