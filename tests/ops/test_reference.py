@@ -18,7 +18,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError
 from vattn.ops.arguments import VarlenAttentionArgs
 from vattn.ops.reference import attention as reference
-from vattn.ops.reference.mask import alibi_bias, tree_bias, visible_mask
+from vattn.ops.reference.mask import alibi_bias, positions, tree_bias, visible_mask
 from vattn.quantization.codecs import encode_kv
 
 FP32_TOLERANCE = 2e-6
@@ -295,19 +295,23 @@ def test_chunked_local_attention_of_the_worked_example() -> None:
     assert keys_of_chunk == [4, 2, 4, 4, 4, 1, 4, 1]
 
 
+def tree(bias: torch.Tensor, tree_id: int, query_len: int, seq_len: int) -> torch.Tensor:
+    return tree_bias(bias, tree_id, *positions(query_len, seq_len), seq_len - query_len)
+
+
 def test_a_tree_hides_other_branches_and_leaves_the_context_alone() -> None:
     rows = ["1000000", "1100000", "1010000", "1101000", "1100100", "1010010", "1010001"]
     bias = torch.tensor([[0.0 if entry == "1" else -math.inf for entry in row] for row in rows]).unsqueeze(0)
     config = make_config(tree_bias=True)
-    shown = visible_mask(config, 7, 10) & (tree_bias(bias, 0, 7, 10) == 0)
+    shown = visible_mask(config, 7, 10) & (tree(bias, 0, 7, 10) == 0)
     assert drawn(shown) == ["xxx" + row.replace("1", "x").replace("0", ".") for row in rows]
     # A row after the tree is plain causal; a shorter query uses the tree's first rows; -1 and 2 name no tree.
-    assert torch.equal(tree_bias(bias, 0, 8, 10)[7], torch.zeros(10))
-    assert torch.equal(tree_bias(bias, 0, 2, 10)[:, 8:], bias[0, :2, :2])
+    assert torch.equal(tree(bias, 0, 8, 10)[7], torch.zeros(10))
+    assert torch.equal(tree(bias, 0, 2, 10)[:, 8:], bias[0, :2, :2])
     for tree_id in (-1, 1, 2**31 - 1):
-        assert torch.equal(tree_bias(bias, tree_id, 7, 10), torch.zeros(7, 10))
+        assert torch.equal(tree(bias, tree_id, 7, 10), torch.zeros(7, 10))
     # Four rows over two keys: the first two rows lie before the sequence.
-    assert torch.equal(tree_bias(bias, 0, 4, 2), bias[0, :4, 2:4])
+    assert torch.equal(tree(bias, 0, 4, 2), bias[0, :4, 2:4])
 
 
 def one_row(scores: list[float], values: list[float], **changes: Any) -> tuple[float, float]:
@@ -341,15 +345,12 @@ def test_softmax_sink_and_soft_cap_by_hand() -> None:
 
 def test_alibi_by_hand() -> None:
     slopes = torch.tensor([1.0, 0.5])
-    causal = alibi_bias(make_config(alibi="linear"), slopes, 2, 3)
+    causal = alibi_bias(make_config(alibi="linear"), slopes, *positions(2, 3), causal=True)
     assert causal[0].tolist() == [[-1, 0, 1], [-2, -1, 0]]
     assert causal[1].tolist() == [[-0.5, 0, 0.5], [-1, -0.5, 0]]
-    both_ways = make_config(alibi="linear", causality="bidirectional")
-    assert alibi_bias(both_ways, slopes, 2, 3)[0].tolist() == [[-1, 0, -1], [-2, -1, 0]]
-    per_request = make_config(alibi="linear", causality="per_request")
-    assert alibi_bias(per_request, slopes, 2, 3, causal=True)[0].tolist() == [[-1, 0, 1], [-2, -1, 0]]
-    assert alibi_bias(per_request, slopes, 2, 3, causal=False)[0].tolist() == [[-1, 0, -1], [-2, -1, 0]]
-    root = alibi_bias(make_config(alibi="sqrt"), slopes, 2, 6)[1]
+    both_ways = alibi_bias(make_config(alibi="linear"), slopes, *positions(2, 3), causal=False)
+    assert both_ways[0].tolist() == [[-1, 0, -1], [-2, -1, 0]]
+    root = alibi_bias(make_config(alibi="sqrt"), slopes, *positions(2, 6), causal=True)[1]
     expected = [[-0.5 * math.sqrt(q - k) if k < q else 0.0 for k in range(6)] for q in (4, 5)]
     torch.testing.assert_close(root, torch.tensor(expected))
 

@@ -9,6 +9,7 @@ Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUD
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,14 +23,16 @@ from vattn.cache.mla_layout import row_view
 from vattn.config.device import Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.attention import held_lengths
-from vattn.ops.reference.mla import visible_keys
-from vattn.ops.reference.mla_absorb import quantised_query
+from vattn.ops.reference import mla as mla_reference
+from vattn.ops.reference.attention import held_lengths, merge, softmax
 from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_TOKENS, elements_per_token, workspace_tokens
 from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
-from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
+from vattn.quantization.mla_formats import MLA_FORMATS
+
+Part = tuple[Tensor, Tensor]
+"""Output `[q, N, X]`, zero for rows that see no key, and LSE `[q, N]`, of some keys."""
 
 _SCORES_PER_CHUNK = 1 << 22
 """Scores held at once (16 MiB in fp32)."""
@@ -94,20 +97,7 @@ class TorchMLABackend(MLABackend):
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`, without a sync. Of two tokens with one slot either may win."""
-        rows = row_view(args.kv_cache, config)
-        num_slots = rows.shape[0] * config.block_size
-        if num_slots == 0 or args.slot_mapping.numel() == 0:
-            return
-        slots = args.slot_mapping
-        valid = (slots >= 0) & (slots < num_slots)
-        # A dropped token repeats the first valid one, so every write to a slot carries the same bytes and none races.
-        # Without a valid token all of them write slot 0's own content back.
-        token = torch.arange(slots.numel(), device=slots.device)
-        token = torch.where(valid, token, valid.to(torch.uint8).argmax())
-        slot = torch.where(valid, slots, 0)[token]
-        index = (slot // config.block_size, slot % config.block_size)
-        stored = encode_rows(args.kv_c, args.k_pe, config.kv_cache_dtype, args.k_scale)
-        rows[index] = torch.where(valid.any(), stored[token], rows[index])
+        mla_reference.mla_kv_cache_update(args, config)
 
 
 def _attend_all(args: MLAAttentionArgs, config: MLAConfig, result: Tensor) -> None:
@@ -134,91 +124,51 @@ def _requests(args: MLAAttentionArgs, config: MLAConfig) -> Iterator[_Request]:
             yield _Request(index, start, end - start, max(0, lengths[index]), held[index])
 
 
-@dataclass
-class _Merged:
-    """A result that parts are merged into: `[q, N, X]` weighed by `exp(score - peak)`, and the sums of the weights."""
-
-    values: Tensor
-    peak: Tensor
-    total: Tensor
-
-    @staticmethod
-    def empty(query: Tensor, columns: int) -> _Merged:
-        rows, heads = query.shape[:2]
-        return _Merged(
-            query.new_zeros((rows, heads, columns)),
-            query.new_full((rows, heads), -torch.inf),
-            query.new_zeros((rows, heads)),
-        )
-
-    def rescale(self, peak: Tensor) -> Tensor:
-        """Raise the peak; return `[q, N]` to subtract from scores."""
-        new = torch.maximum(self.peak, peak)
-        reference = new.masked_fill(new == -torch.inf, 0.0)
-        decay = torch.exp(self.peak - reference)
-        self.values *= decay.unsqueeze(-1)
-        self.total *= decay
-        self.peak = new
-        return reference
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Return `[q, N, X]`, zero for rows that saw nothing, and LSE `[q, N]`."""
-        out = self.values / self.total.masked_fill(self.total == 0, 1.0).unsqueeze(-1)
-        return out, self.peak + torch.log(self.total)
+def _merged(parts: Iterator[Part], query: Tensor, columns: int) -> Part:
+    """Return the merged result of parts of the keys; zeros and -inf if there are none."""
+    rows, heads = query.shape[:2]
+    none = query.new_zeros((rows, heads, columns)), query.new_full((rows, heads), -torch.inf)
+    return functools.reduce(merge, parts, none)
 
 
 def _attend_absorbed(
     query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
-) -> tuple[Tensor, Tensor]:
-    """Return `[q, N, V]` and LSE of a request whose heads all read the cached rows as they are."""
+) -> Part:
+    """Attend a request whose heads all read the cached rows as they are."""
     w_uk, w_uv = key_and_value_weights(weight, config)
-    nope, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rope), dim=-1)
-    if args.q_scale is not None:
-        absorbed = quantised_query(absorbed, args.q_scale, config).float() * args.q_scale
-    merged = _Merged.empty(query, config.kv_lora_rank)
+    absorbed = mla_reference.absorbed_query(query, w_uk, args.q_scale, config)
     step = max(1, min(chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
-    for latent, rotated, visible in _keys(args, request, step, config):
-        scores = torch.einsum("qnd,sd->qns", absorbed, torch.cat((latent, rotated), -1)) * config.scale
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        weights = torch.exp(scores - merged.rescale(scores.amax(-1)).unsqueeze(-1))
-        merged.values += weights @ latent
-        merged.total += weights.sum(-1)
-    latent_out, lse = merged.finish()
-    return torch.einsum("qnl,nlv->qnv", latent_out, w_uv), lse
+
+    def parts() -> Iterator[Part]:
+        for latent, rotated, visible in _keys(args, request, step, config):
+            scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rotated), -1)) * config.scale
+            weights, lse = softmax(scores.masked_fill(~visible, -torch.inf))
+            yield torch.einsum("nqs,sl->qnl", weights, latent), lse.t()
+
+    latents, lse = _merged(parts(), query, config.kv_lora_rank)
+    return torch.einsum("qnl,nlv->qnv", latents, w_uv), lse
 
 
 def _attend_expanded(
     query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
-) -> tuple[Tensor, Tensor]:
-    """Return `[q, N, V]` and LSE of a request, from keys and values of every head of one chunk at a time."""
-    nope, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    merged = _Merged.empty(query, config.v_head_dim)
-    for latent, rotated, visible in _keys(args, request, chunk, config):
-        expanded = torch.einsum("sl,nxl->nsx", latent, weight)
-        key, value = expanded.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
-        step = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
-        parts = [
-            _attend_rows(nope[at : at + step], rope[at : at + step], key, rotated, value, seen, config)
-            for at, seen in ((at, visible[at : at + step]) for at in range(0, len(query), step))
-        ]
-        peak, total, values = (torch.cat(part) for part in zip(*parts, strict=True))
-        reference = merged.rescale(peak)
-        decay = torch.exp(peak - reference)
-        merged.values += values * decay.unsqueeze(-1)
-        merged.total += total * decay
-    return merged.finish()
+) -> Part:
+    """Attend a request with keys and values of every head, expanded one chunk of keys at a time."""
+    sizes = (config.qk_nope_head_dim, config.v_head_dim)
 
+    def parts() -> Iterator[Part]:
+        for latent, rotated, visible in _keys(args, request, chunk, config):
+            key, value = torch.einsum("sl,nxl->nsx", latent, weight).split(sizes, dim=-1)
+            key = torch.cat((key, rotated.expand(config.num_heads, -1, -1)), dim=-1)
+            step = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
+            done = []
+            for rows, seen in zip(query.split(step), visible.split(step), strict=True):
+                scores = torch.einsum("qnd,nsd->nqs", rows, key) * config.scale
+                weights, lse = softmax(scores.masked_fill(~seen, -torch.inf))
+                done.append((torch.einsum("nqs,nsv->qnv", weights, value), lse.t()))
+            out, lse = (torch.cat(part) for part in zip(*done, strict=True))
+            yield out, lse
 
-def _attend_rows(
-    nope: Tensor, rope: Tensor, key: Tensor, rotated: Tensor, value: Tensor, visible: Tensor, config: MLAConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return peak `[q, N]`, sum of weights `[q, N]` and weighed values `[q, N, V]` of some rows and keys."""
-    scores = torch.einsum("qnp,nsp->qns", nope, key) + torch.einsum("qnr,sr->qns", rope, rotated)
-    scores = (scores * config.scale).masked_fill(~visible[:, None], -torch.inf)
-    peak = scores.amax(-1)
-    weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0).unsqueeze(-1))
-    return peak, weights.sum(-1), torch.einsum("qns,nsv->qnv", weights, value)
+    return _merged(parts(), query, config.v_head_dim)
 
 
 def _keys(
@@ -238,11 +188,8 @@ def _keys(
         position = torch.arange(first, end, device=device)
         blocks = args.block_table[request.index, position // size].long()
         known = (blocks >= 0) & (blocks < rows.shape[0])
-        visible = visible_keys(request.query_len, request.seq_len, topk, device, first, end, stripe) & known
+        visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, stripe)
+        visible = visible & known
         stored = rows[torch.where(known, blocks, 0), position % size]
-        latent, rotated = decode_rows(
-            stored, config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim, args.k_scale
-        )
-        # Rows that nothing sees may be garbage: zero times NaN would still be NaN.
-        unseen = ~visible.any(0)[:, None]
-        yield latent.masked_fill(unseen, 0), rotated.masked_fill(unseen, 0), visible
+        latent, rotated = mla_reference.read_rows(stored, args.k_scale, config)
+        yield mla_reference.only_seen(latent, visible), mla_reference.only_seen(rotated, visible), visible

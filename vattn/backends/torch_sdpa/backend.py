@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, refuse_capture
-from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks, visible_keys, written_out
+from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks
 from vattn.cache.layout import PackedRows
-from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views
+from vattn.cache.stored_rows import decode_stored, stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import Sizes
 from vattn.config.features import FEATURES
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.ops.reference import attention as reference
 from vattn.ops.reference import rope as rope_reference
-from vattn.ops.reference.attention import held_lengths
+from vattn.ops.reference.mask import visible_at
 from vattn.quantization import codecs as quantization
 from vattn.quantization import packed as kv_formats
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
@@ -66,7 +67,7 @@ class TorchSDPABackend(Backend):
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         lengths = _to_host(args.seq_lens)
-        held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+        held = reference.held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
         readable = [min(length, capacity) for length in held]
         requests = list(_requests(args, config, lengths, lengths if config.context_parallel else readable, readable))
         result = _start_result(args, requests, config)
@@ -96,24 +97,7 @@ class TorchSDPABackend(Backend):
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
-        caches = stored_views(args.kv_cache, config)
-        num_slots = caches[0].codes.shape[0] * config.block_size
-        if num_slots == 0 or args.slot_mapping.numel() == 0:
-            return
-        slots = args.slot_mapping
-        valid = (slots >= 0) & (slots < num_slots)
-        # A dropped token repeats the first valid one, so every write to a slot carries the same bytes and none races.
-        # Without a valid token all of them write slot 0's own content back.
-        token = torch.arange(slots.numel(), device=slots.device)
-        token = torch.where(valid, token, valid.to(torch.uint8).argmax())
-        slot = torch.where(valid, slots, 0)[token]
-        index = (slot // config.block_size, slot % config.block_size)
-        new = ((args.key, args.k_scale), (args.value, args.v_scale))
-        for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
-            stored = encode_stored(rows, config, bool(of_values), scale)
-            for held, part in zip(cache, stored, strict=True):
-                if held is not None and part is not None:
-                    held[index] = torch.where(valid.any(), part[token], held[index])
+        reference.kv_cache_update(args, config)
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`, without a sync."""
@@ -172,19 +156,15 @@ def _requests(
     """Yield the requests that have query rows."""
     starts = _to_host(args.query_start_loc)
     flags = None if args.causal_flags is None else _to_host(args.causal_flags)
-    trees = None if args.tree_id is None else _to_host(args.tree_id)
     for index, (start, end) in enumerate(pairwise(starts)):
         if end <= start:
             continue
         causal = bool(flags[index]) if config.causality == "per_request" and flags else config.causality == "causal"
-        tree = trees[index] if config.tree_bias and trees and args.bias is not None else -1
-        if args.bias is not None and tree >= args.bias.shape[0]:
-            tree = -1
         seq_len = max(0, seq_lens[index])
         # Rows that have no position among the keys are counted from 0, which is before no key.
         context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
         keys = max(0, num_keys[index])
-        yield Request(index, start, end - start, seq_len, context_len, keys, causal, tree, max(0, held[index]))
+        yield Request(index, start, end - start, seq_len, context_len, keys, causal, max(0, held[index]))
 
 
 def _start_result(args: Args, requests: list[Request], config: AttentionConfig) -> Tensor:
@@ -215,10 +195,13 @@ def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Rea
                 if not bool((out == 0).all(-1).any()):
                     result[place] = out.to(result.dtype)
                     continue
-            visible = visible_keys(request, chunk, ranges, config, query.device)
+            q, k = chunk.rows_and_keys(request, query.device)
+            visible = visible_at(config, q, k, request.causal, ranges)
             if exists is not None:
-                visible &= exists
-            result[place], lse = written_out(rows, key, value, visible, args, request, chunk, config)
+                visible = visible & exists
+            bias = reference.score_bias(args, config, q, k, request.context_len, request.index, request.causal)
+            out, lse = reference.attend(rows, key, value, visible, config, bias=bias, sinks=args.sinks)
+            result[place] = kv_formats.rotate_back(out, config.kv_cache_dtype).to(result.dtype)
             if args.lse is not None:
                 args.lse[place] = lse
     if config.output_format != "none":
@@ -268,7 +251,8 @@ def _plain_rows(
     mask = None
     everything = windowless and (not request.causal or len(query) == 1)
     if not is_causal and not everything:
-        mask = visible_keys(request, chunk, None, config, query.device)
+        q, k = chunk.rows_and_keys(request, query.device)
+        mask = visible_at(config, q, k, request.causal, None)
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

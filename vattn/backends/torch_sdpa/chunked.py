@@ -1,4 +1,4 @@
-"""Query rows of a request in chunks, so that memory stays bounded, and attention over one chunk written out in fp32."""
+"""Splits the query rows of a request into chunks, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import Stripe
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
-from vattn.quantization import packed as kv_formats
 
 Args = AttentionArgs | VarlenAttentionArgs
 
 _SCORES_PER_CHUNK = 1 << 22
-"""Scores that the written-out math holds at once (16 MiB in fp32)."""
+"""Scores of a chunk (16 MiB in fp32)."""
 
 _MASK_PER_CHUNK = 1 << 22
 """Mask entries of one `scaled_dot_product_attention` call."""
@@ -33,7 +32,6 @@ class Request:
         context_len: position of query row 0; negative when some rows lie before the sequence.
         num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
         causal: causal or bidirectional.
-        tree: which tree bias applies, -1 = none.
         held: how many of its keys can be read on this rank, under context parallelism.
     """
 
@@ -44,7 +42,6 @@ class Request:
     context_len: int
     num_keys: int
     causal: bool
-    tree: int = -1
     held: int = 0
 
     @property
@@ -108,90 +105,3 @@ def _key_range(request: Request, first: int, end: int, config: AttentionConfig) 
 def _last_key(request: Request, config: AttentionConfig) -> int:
     """Return behind which position no row of a request sees a key."""
     return min(request.num_keys, max(0, request.context_len)) if config.context_only else request.num_keys
-
-
-def visible_keys(
-    request: Request, chunk: Chunk, ranges: Tensor | None, config: AttentionConfig, device: torch.device
-) -> Tensor:
-    """Return bool `[rows, keys]` of a chunk: which query row sees which key."""
-    q, k = chunk.rows_and_keys(request, device)
-    seen = k <= q if request.causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=device)
-    window, size = config.sliding_window, config.chunk_size
-    if size is not None and config.chunk_lookback is not None:
-        apart = q // size - k // size
-        seen = seen & (apart <= config.chunk_lookback) & (-apart <= config.chunk_lookback)
-    elif window is not None:
-        seen = seen & (q - k < window)
-        if not request.causal:
-            seen = seen & (k - q < window)
-    if ranges is not None:
-        low, high = ranges[:, :1], ranges[:, 1:]
-        query_inside = (q.view(-1) >= low) & (q.view(-1) <= high) & (low < high)
-        key_inside = (k >= low) & (k <= high)
-        together = (query_inside.float().T @ key_inside.float()) > 0
-        if config.mm_prefix == "clamped" and window is not None:
-            together &= q - k < window
-        seen = seen | together
-    return seen
-
-
-def written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    args: Args,
-    request: Request,
-    chunk: Chunk,
-    config: AttentionConfig,
-) -> tuple[Tensor, Tensor]:
-    """Return `[n, H, V]` and log-sum-exp `[n, H]` of one chunk, every feature included, in fp32."""
-    rows, num_keys, heads = query.shape[0], key.shape[0], config.num_heads
-    # Keys that no row sees may be garbage: zero times NaN would still be NaN.
-    unseen = ~visible.any(0)[:, None, None]
-    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
-    grouped = query.transpose(0, 1).reshape(config.num_kv_heads, config.group_size * rows, -1)
-    scores = (grouped @ key.permute(1, 2, 0)).view(heads, rows, num_keys) * config.scale
-    if config.logits_soft_cap is not None:
-        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if config.alibi != "none" and args.alibi_slopes is not None:
-        scores += _alibi(args.alibi_slopes, request, chunk, config)
-    if request.tree >= 0 and args.bias is not None:
-        _add_tree_bias(scores, args.bias[request.tree], request, chunk)
-    sinks = None if args.sinks is None else args.sinks.float()[:, None]
-    peak = scores.amax(-1) if sinks is None else torch.maximum(scores.amax(-1), sinks)
-    peak = peak.masked_fill(peak == float("-inf"), 0)
-    weights = torch.exp(scores - peak[:, :, None])
-    total = weights.sum(-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks - peak)
-    weighted = weights.view(config.num_kv_heads, -1, num_keys) @ value.transpose(0, 1)
-    out = weighted.view(heads, rows, -1) / total.masked_fill(total == 0, 1)[:, :, None]
-    out = kv_formats.rotate_back(out.transpose(0, 1), config.kv_cache_dtype)
-    return out, (peak + torch.log(total)).transpose(0, 1)
-
-
-def _alibi(slopes: Tensor, request: Request, chunk: Chunk, config: AttentionConfig) -> Tensor:
-    """Return `[H, rows, keys]` to add to the scores."""
-    q, k = chunk.rows_and_keys(request, slopes.device)
-    if config.alibi == "sqrt":
-        distance = -(q - k).clamp(min=0).float().sqrt()
-    else:
-        distance = ((k - q) if request.causal else -(k - q).abs()).float()
-    return slopes.float()[:, None, None] * distance
-
-
-def _add_tree_bias(scores: Tensor, bias: Tensor, request: Request, chunk: Chunk) -> None:
-    """Add `bias[row, key - context_len]` where both are inside the tree, in place."""
-    size = bias.shape[0]
-    rows = slice(chunk.first_row, min(chunk.end_row, size))
-    stripe, context = chunk.stripe, request.context_len
-    # Keys are held in order, so those inside the tree are neighbours.
-    held = [place if stripe is None else stripe.count(place) for place in (context, context + size)]
-    first, end = (min(max(place, chunk.first_key), chunk.end_key) for place in held)
-    if rows.start >= rows.stop or first >= end:
-        return
-    key = torch.arange(first, end, device=bias.device)
-    columns = (key if stripe is None else stripe.position(key)) - context
-    scores[:, : rows.stop - rows.start, first - chunk.first_key : end - chunk.first_key] += bias[rows, columns].float()

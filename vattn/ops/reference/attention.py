@@ -19,7 +19,7 @@ from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views, 
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import Stripe
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
-from vattn.ops.reference.mask import alibi_bias, tree_bias, visible_mask
+from vattn.ops.reference.mask import alibi_bias, is_causal, positions, tree_bias, visible_mask
 from vattn.quantization.codecs import decode_kv, load_query, quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -29,17 +29,34 @@ their positions (`None`: 0 to s - 1)."""
 
 
 def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
-    """Write new keys and values `[T, K, *]` into their slots; a slot outside the cache writes nothing."""
-    caches = stored_views(args.kv_cache, config)
-    slots = args.slot_mapping
-    inside = (slots >= 0) & (slots < caches[0].codes.shape[0] * config.block_size)
-    blocks, offsets = slots[inside] // config.block_size, slots[inside] % config.block_size
+    """Write new keys and values `[T, K, *]` into their slots, without a sync; see `write_slots`."""
     new = ((args.key, args.k_scale), (args.value, args.v_scale))
-    for of_values, (cache, (rows, scale)) in enumerate(zip(caches, new, strict=True)):
-        stored = encode_stored(rows[inside], config, bool(of_values), scale)
-        cache.codes[blocks, offsets] = stored.codes
-        if cache.scales is not None and stored.scales is not None:
-            cache.scales[blocks, offsets] = stored.scales
+    for of_values, (cache, (rows, scale)) in enumerate(zip(stored_views(args.kv_cache, config), new, strict=True)):
+        stored = encode_stored(rows, config, bool(of_values), scale)
+        for held, part in zip(cache, stored, strict=True):
+            if held is not None and part is not None:
+                write_slots(held, part, args.slot_mapping)
+
+
+def write_slots(held: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Write rows into slots of a paged tensor, without a sync; a slot outside writes nothing.
+
+    Args:
+        held: `[num_blocks, block_size, ...]`; changed in place.
+        rows: `[T, ...]`.
+        slots: int64 `[T]`. Of two rows with the same slot either may win.
+    """
+    size = held.shape[1]
+    if not held.shape[0] * size or not slots.numel():
+        return
+    valid = (slots >= 0) & (slots < held.shape[0] * size)
+    # A dropped row repeats the first valid one, so that every write to a slot carries the same bytes and none races.
+    # Without a valid row all of them write slot 0's own content back.
+    row = torch.arange(slots.numel(), device=slots.device)
+    row = torch.where(valid, row, valid.to(torch.uint8).argmax())
+    slot = torch.where(valid, slots, 0)[row]
+    index = (slot // size, slot % size)
+    held[index] = torch.where(valid.any(), rows[row], held[index])
 
 
 def attention(args: AttentionArgs, config: AttentionConfig) -> None:
@@ -158,13 +175,25 @@ def _mask_and_bias(
     causal = None if args.causal_flags is None else bool(args.causal_flags[request] != 0)
     ranges = None if args.mm_ranges is None else args.mm_ranges[request]
     visible = visible_mask(config, query_len, seq_len, causal=causal, mm_ranges=ranges, device=args.query.device)
-    bias = None
-    if args.alibi_slopes is not None:
-        bias = alibi_bias(config, args.alibi_slopes, query_len, seq_len, causal=causal)
+    q, k = positions(query_len, seq_len, args.query.device)
+    return visible, score_bias(args, config, q, k, seq_len - query_len, request, is_causal(config, causal))
+
+
+def score_bias(
+    args: AttentionArgs | VarlenAttentionArgs,
+    config: AttentionConfig,
+    q: Tensor,
+    k: Tensor,
+    context_len: int,
+    request: int,
+    causal: bool,
+) -> Tensor | None:
+    """Return what is added to the scores `[H, q, s]` of a request's rows and keys at some positions, or `None`."""
+    bias = None if args.alibi_slopes is None else alibi_bias(config, args.alibi_slopes, q, k, causal)
     if args.bias is not None and args.tree_id is not None:
-        tree = tree_bias(args.bias, int(args.tree_id[request]), query_len, seq_len)
+        tree = tree_bias(args.bias, int(args.tree_id[request]), q, k, context_len)
         bias = tree.expand(config.num_heads, -1, -1) if bias is None else bias + tree
-    return visible, bias
+    return bias
 
 
 def attend(
@@ -196,15 +225,25 @@ def attend(
     scores = torch.where(visible, scores, -torch.inf)
     if bias is not None:
         scores = scores + bias
-    # The sink is one more key with a value of zero; without sinks it is one that nobody sees.
-    sink = scores.new_full((config.num_heads,), -torch.inf) if sinks is None else sinks.float()
-    logits = torch.cat((scores, sink.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
-    lse = torch.logsumexp(logits, dim=-1)
-    # A row without any key or sink has LSE -inf; subtracting 0 instead keeps exp(-inf) = 0 from becoming NaN.
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+    weights, lse = softmax(scores, sinks)
     weights = weights.unflatten(0, (config.num_kv_heads, config.group_size))
     out = torch.einsum("kgqs,skv->qkgv", weights, value).flatten(1, 2)
     return out, lse.t()
+
+
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the softmax of scores `[H, q, s]` and the natural log of its denominators `[H, q]`.
+
+    Args:
+        sinks: `[H]`, one logit per head in the denominator alone.
+
+    Rows of -inf get weights 0 and LSE -inf.
+    """
+    lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float().unsqueeze(-1))
+    # Subtracting 0 instead of -inf keeps exp(-inf) = 0 from becoming NaN.
+    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)), lse
 
 
 def merge_attn_states(args: MergeArgs) -> None:
@@ -212,13 +251,17 @@ def merge_attn_states(args: MergeArgs) -> None:
 
     A part with LSE -inf is empty and its output is not read; two empty parts give output 0 and LSE -inf.
     """
-    lse = torch.logaddexp(args.prefix_lse, args.suffix_lse)
-    reference = torch.where(lse == -torch.inf, 0.0, lse)
-    out = _weighed(args.prefix_output, args.prefix_lse - reference)
-    out = out + _weighed(args.suffix_output, args.suffix_lse - reference)
+    out, lse = merge((args.prefix_output, args.prefix_lse), (args.suffix_output, args.suffix_lse))
     args.output.copy_(out)
     if args.output_lse is not None:
         args.output_lse.copy_(lse)
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the merged fp32 output `[T, H, V]` and LSE `[T, H]` of two partial results of the same rows."""
+    lse = torch.logaddexp(one[1], other[1])
+    reference = torch.where(lse == -torch.inf, 0.0, lse)
+    return _weighed(one[0], one[1] - reference) + _weighed(other[0], other[1] - reference), lse
 
 
 def _weighed(part: Tensor, log_weight: Tensor) -> Tensor:

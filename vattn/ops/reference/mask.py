@@ -1,8 +1,8 @@
-"""Who sees whom, and what is added to a score: the mask algebra of vattn, stated once.
+"""Defines which keys a query row sees and what is added to its scores; the chunked torch backend uses this too.
 
-Query row i of a request sits at position `seq_len - query_len + i`, key k at position k. The positions of queries and
-keys are broadcast against each other, so every formula below reads as if for one pair (q, k). Under attention type
-`encoder_decoder` rows have no position among the keys, and see all of them.
+Query row i of a request has position `seq_len - query_len + i`, key k has position k. Positions of queries `[q, 1]` and
+keys `[1, s]` are broadcast, so every formula below reads as for one pair (q, k). Under attention type
+`encoder_decoder` rows have no position among the keys and see all of them.
 """
 
 from __future__ import annotations
@@ -47,77 +47,64 @@ def visible_mask(
     if config.attn_type == "encoder_decoder":
         return torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
     q, k = positions(query_len, seq_len, device)
-    causal = is_causal(config, causal)
-    visible = k <= q if causal else torch.ones_like(k <= q)
-    if config.chunk_size is not None and config.chunk_lookback is not None:
-        visible = visible & _within_chunks(q, k, config.chunk_size, config.chunk_lookback, causal)
-    elif config.sliding_window is not None:
-        visible = visible & _within_window(q, k, config.sliding_window, causal)
-    if config.mm_prefix != "none" and mm_ranges is not None:
-        visible = visible | _within_same_range(q, k, mm_ranges, config)
+    visible = visible_at(config, q, k, is_causal(config, causal), mm_ranges)
     if config.context_only:
         visible = visible & (k < seq_len - query_len)
     return visible & (q >= 0)
 
 
-def is_causal(config: AttentionConfig, flag: bool | None = None) -> bool:
-    """Return whether a request's rows see the past only; `flag` counts under causality `per_request`."""
-    return bool(flag) if config.causality == "per_request" else config.causality == "causal"
+def visible_at(config: AttentionConfig, q: Tensor, k: Tensor, causal: bool, mm_ranges: Tensor | None) -> Tensor:
+    """Return bool `[q, s]` for rows and keys at positions from 0 on, by causality, window, chunks and ranges.
 
-
-def _within_window(q: Tensor, k: Tensor, window: int, causal: bool) -> Tensor:
-    """A window of W shows W tokens, the row itself included; a bidirectional one reaches as far to the right."""
-    left = q - k < window
-    return left if causal else left & (k - q < window)
-
-
-def _within_chunks(q: Tensor, k: Tensor, chunk_size: int, lookback: int, causal: bool) -> Tensor:
-    """A row sees its own chunk and `lookback` chunks before it; a bidirectional one as many after it."""
-    distance = q // chunk_size - k // chunk_size
-    return distance <= lookback if causal else distance.abs() <= lookback
-
-
-def _within_same_range(q: Tensor, k: Tensor, mm_ranges: Tensor, config: AttentionConfig) -> Tensor:
-    """Tokens of one image see each other both ways; `clamped` keeps the window's left edge."""
-    visible = torch.zeros_like(k <= q)
-    for start, end in mm_ranges.tolist():
-        if start < end:
-            visible = visible | ((start <= q) & (q <= end) & (start <= k) & (k <= end))
-    if config.mm_prefix == "clamped" and config.sliding_window is not None:
-        visible = visible & (q - k < config.sliding_window)
+    A window of W shows W tokens, the row itself included; a bidirectional one as many to the right. With chunks a row
+    sees its own chunk and `lookback` chunks before it; bidirectional rows as many after it. Tokens of one multimodal
+    range see each other both ways; `clamped` keeps the window's left edge.
+    """
+    visible = k <= q if causal else torch.ones_like(k <= q)
+    window = config.sliding_window
+    if config.chunk_size is not None and config.chunk_lookback is not None:
+        visible = visible & ((q // config.chunk_size - k // config.chunk_size).abs() <= config.chunk_lookback)
+    elif window is not None:
+        visible = visible & ((q - k).abs() < window)
+    if config.mm_prefix != "none" and mm_ranges is not None:
+        low, high = mm_ranges[:, :1], mm_ranges[:, 1:]
+        of_query = (low <= q.view(-1)) & (q.view(-1) <= high) & (low < high)
+        of_key = (low <= k) & (k <= high)
+        together = (of_query.float().T @ of_key.float()) > 0
+        if config.mm_prefix == "clamped" and window is not None:
+            together = together & (q - k < window)
+        visible = visible | together
     return visible
 
 
-def alibi_bias(
-    config: AttentionConfig, slopes: Tensor, query_len: int, seq_len: int, *, causal: bool | None = None
-) -> Tensor:
-    """Return fp32 `[H, query_len, seq_len]`: what ALiBi adds to the scores of one request.
+def is_causal(config: AttentionConfig, flag: bool | None = None) -> bool:
+    """Return whether a request's rows see only the past; `flag` counts under causality `per_request`."""
+    return bool(flag) if config.causality == "per_request" else config.causality == "causal"
+
+
+def alibi_bias(config: AttentionConfig, slopes: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Return fp32 `[H, q, s]`: what ALiBi adds to the scores of rows and keys at some positions.
 
     Causal rows add `slope * (k - q)`, also to keys after them that a multimodal range shows. Bidirectional rows
-    subtract `slope * |k - q|`. The sqrt form subtracts `slope * sqrt(q - k)` and leaves keys after the row alone.
+    subtract `slope * |k - q|`. The sqrt form subtracts `slope * sqrt(q - k)`, and nothing from keys after the row.
     """
-    q, k = positions(query_len, seq_len, slopes.device)
     distance = (k - q).float()
     if config.alibi == "sqrt":
         distance = -(-distance).clamp(min=0).sqrt()
-    elif not is_causal(config, causal):
+    elif not causal:
         distance = -distance.abs()
     return slopes.float().view(-1, 1, 1) * distance
 
 
-def tree_bias(bias: Tensor, tree_id: int, query_len: int, seq_len: int) -> Tensor:
-    """Return fp32 `[query_len, seq_len]`: what tree `tree_id` of `bias` `[trees, n, n]` adds to one request's scores.
+def tree_bias(bias: Tensor, tree_id: int, q: Tensor, k: Tensor, context_len: int) -> Tensor:
+    """Return fp32 `[q, s]`: what tree `tree_id` of `bias` `[trees, n, n]` adds to the scores of a request.
 
-    Row r of the query and the c-th new key (position `seq_len - query_len + c`) get `bias[tree_id, r, c]` where both
-    are below n, so -inf hides a new token from another branch. Everything else, and a request without a tree, gets 0.
+    Row r of the request and its c-th new key (position `context_len + c`) get `bias[tree_id, r, c]` if both are below
+    n, so -inf hides a new token from another branch. All others, and a request without a tree, get 0.
     """
-    added = torch.zeros(query_len, seq_len, dtype=torch.float32, device=bias.device)
+    size = bias.shape[1]
     if not 0 <= tree_id < bias.shape[0]:
-        return added
-    context_len = seq_len - query_len
-    first = max(0, -context_len)
-    size = min(bias.shape[1], query_len)
-    if first < size:
-        columns = slice(context_len + first, context_len + size)
-        added[:size, columns] = bias[tree_id, :size, first:size].float()
-    return added
+        return torch.zeros(q.shape[0], k.shape[1], device=bias.device)
+    row, column = q - context_len, k - context_len
+    inside = (row < size) & (column >= 0) & (column < size)
+    return torch.where(inside, bias[tree_id, row.clamp(max=size - 1), column.clamp(0, size - 1)].float(), 0.0)

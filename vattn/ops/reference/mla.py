@@ -15,7 +15,7 @@ from vattn.cache.mla_layout import row_view
 from vattn.config.dcp import Stripe
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys
+from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_slots
 from vattn.ops.reference.mla_absorb import quantised_query
 from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
 from vattn.quantization.codecs import quantise_output
@@ -24,11 +24,9 @@ from vattn.quantization.mla_formats import decode_rows, encode_rows
 
 
 def mla_kv_cache_update(args: MLACacheUpdateArgs, config: MLAConfig) -> None:
-    """Write rows `[T, L]` and `[T, R]` into their slots; a slot outside the cache writes nothing."""
-    rows, slots = row_view(args.kv_cache, config), args.slot_mapping
-    inside = (slots >= 0) & (slots < rows.shape[0] * config.block_size)
-    stored = encode_rows(args.kv_c[inside], args.k_pe[inside], config.kv_cache_dtype, args.k_scale)
-    rows[slots[inside] // config.block_size, slots[inside] % config.block_size] = stored
+    """Write rows `[T, L]` and `[T, R]` into their slots, without a sync; see `write_slots`."""
+    stored = encode_rows(args.kv_c, args.k_pe, config.kv_cache_dtype, args.k_scale)
+    write_slots(row_view(args.kv_cache, config), stored, args.slot_mapping)
 
 
 def mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
@@ -127,8 +125,7 @@ def attend_expanded(
     Returns:
         `[q, N, V]`, zero for rows that see no key, and LSE `[q, N]`, -inf for them.
     """
-    seen = visible.any(dim=0)[:, None]
-    latent, rope = torch.where(seen, latent, 0.0), torch.where(seen, rope, 0.0)
+    latent, rope = only_seen(latent, visible), only_seen(rope, visible)
     w_uk, w_uv = key_and_value_weights(weight, config)
     value = torch.einsum("sl,nlv->snv", latent, w_uv)
     nope, rotated = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
@@ -136,10 +133,21 @@ def attend_expanded(
         key = torch.einsum("sl,npl->snp", latent, w_uk)
         scores = torch.einsum("qnp,snp->nqs", nope, key) + torch.einsum("qnr,sr->nqs", rotated, rope)
     else:
-        absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rotated), dim=-1)
-        codes = quantised_query(absorbed, q_scale, config).to(query.dtype) * q_scale.to(query.dtype)
-        scores = torch.einsum("qnd,sd->nqs", codes, torch.cat((latent, rope), dim=-1))
-    scores = torch.where(visible, scores * config.scale, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+        absorbed = absorbed_query(query, w_uk, q_scale, config)
+        scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rope), dim=-1))
+    weights, lse = softmax(torch.where(visible, scores * config.scale, -torch.inf))
     return torch.einsum("nqs,snv->qnv", weights, value), lse.t()
+
+
+def only_seen(rows: Tensor, visible: Tensor) -> Tensor:
+    """Return rows `[s, X]` with zeros in rows that no query row sees: zero times NaN would be NaN."""
+    return torch.where(visible.any(dim=0)[:, None], rows, 0.0)
+
+
+def absorbed_query(query: Tensor, w_uk: Tensor, q_scale: Tensor | None, config: MLAConfig) -> Tensor:
+    """Return queries in the latent space `[q, N, L + R]`, quantised and dequantised if there is a `q_scale`."""
+    nope, rotated = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+    absorbed = torch.cat((torch.einsum("qnp,npl->qnl", nope, w_uk), rotated), dim=-1)
+    if q_scale is None:
+        return absorbed
+    return quantised_query(absorbed, q_scale, config).to(query.dtype) * q_scale.to(query.dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import DeviceError, DtypeError, ShapeError, StrideError
+from vattn.ops.reference.attention import write_slots
 from vattn.quantization.formats import FP8_E4M3_MAX, dtype_name
 
 SCALE_BYTES = 4
@@ -133,20 +134,9 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def mla_indexer_update(args: IndexerUpdateArgs) -> None:
     """Write keys into their slots; a slot outside the cache writes nothing. No sync."""
-    size = args.index_cache.shape[1]
-    num_slots = args.index_cache.shape[0] * size
-    slots = args.slot_mapping
-    if not slots.numel():
-        return
-    valid = (slots >= 0) & (slots < num_slots)
     codes, scale = quantise_rows(args.key)
     rows = torch.cat((codes.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), -1)
-    # A dropped token repeats the first valid one; without any, slot 0 gets its own content back.
-    token = torch.arange(slots.numel(), device=slots.device)
-    token = torch.where(valid, token, valid.to(torch.uint8).argmax())
-    slot = torch.where(valid, slots, 0)[token]
-    index = (slot // size, slot % size)
-    args.index_cache[index] = torch.where(valid.any(), rows[token], args.index_cache[index])
+    write_slots(args.index_cache, rows, args.slot_mapping)
 
 
 def index_scores(query: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
