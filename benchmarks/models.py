@@ -96,7 +96,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
             quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
             memory=memory,
             merge_projections=args.merge,
-            own_linears=args.own != "none",
+            vattn_linears=args.own != "none",
         )
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
@@ -110,7 +110,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
         query_format="fp8_e4m3",
         memory=memory,
         merge_projections=args.merge,
-        own_linears=args.own != "none",
+        vattn_linears=args.own != "none",
     )
 
 

@@ -412,12 +412,12 @@ def test_quantised_after_enable_and_merged_first() -> None:
         vattn.quantise_linears(enable(plain, merge_projections=True, num_blocks=17), "fp8_per_token")
 
 
-def test_quantised_under_own_linears() -> None:
+def test_quantised_under_vattn_linears() -> None:
     model = make_llama()
     from vattn.integrations.transformers import disable, enable
 
-    packed = enable(model, own_linears=True, num_blocks=17)
-    with pytest.raises(errors.ConfigError, match=r"own_linears=True.*Try: disable\(model\) first"):
+    packed = enable(model, vattn_linears=True, num_blocks=17)
+    with pytest.raises(errors.ConfigError, match=r"vattn_linears=True.*Try: disable\(model\) first"):
         vattn.quantise_linears(packed, "fp8_per_token")
     disable(model)
     assert "fp8_per_token" in vattn.quantise_linears(model, "fp8_per_token").values()

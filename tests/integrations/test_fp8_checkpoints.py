@@ -406,7 +406,7 @@ def test_linears_that_cannot_be_loaded(fault: str, whole: Path, tmp_path: Path) 
 
 
 def test_layers_that_are_no_longer_plain(whole: Path) -> None:
-    """Merged, taken by `own_linears`, hooked, or with a forward of its own: nothing of it would be left."""
+    """Merged, taken by `vattn_linears`, hooked, or with a forward of its own: nothing of it would be left."""
 
     def hooked(model: Any) -> None:
         model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: None)
@@ -416,7 +416,7 @@ def test_layers_that_are_no_longer_plain(whole: Path) -> None:
 
     for prepare, text in (
         (lambda model: enable(model, num_blocks=8, merge_projections=True), "merged projections"),
-        (lambda model: enable(model, num_blocks=8, own_linears=True), "own_linears"),
+        (lambda model: enable(model, num_blocks=8, vattn_linears=True), "vattn_linears"),
         (hooked, "up_proj, which has hooks"),
         (offloaded, "up_proj, which has hooks or a forward"),
     ):

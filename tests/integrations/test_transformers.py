@@ -151,7 +151,7 @@ def test_calls_outside_of_a_step_say_what_to_call() -> None:
 
 @pytest.mark.parametrize(
     "switch",
-    [{"own_linears": "yes"}, {"merge_projections": 3}, {"scales_per_head": 1}, {"batch_invariant": None}],
+    [{"vattn_linears": "yes"}, {"merge_projections": 3}, {"scales_per_head": 1}, {"batch_invariant": None}],
     ids=str,
 )
 def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_switches_are_true_or_false(switch: dict[str, Any]) -> None:
 
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {"memory": "lots"},
-    "too little memory": {"memory": "10B", "merge_projections": True, "own_linears": True},
+    "too little memory": {"memory": "10B", "merge_projections": True, "vattn_linears": True},
     "both sizes": {"memory": "1MiB", "num_blocks": 8},
     "no blocks": {"num_blocks": 0},
     "backend": {"attn_backend": "FLASH_ATTN", "num_blocks": 8},
@@ -193,9 +193,9 @@ def test_what_fails_midway_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(model: Any) -> int:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("vattn.integrations.transformers.take_linears", fail)
+    monkeypatch.setattr("vattn.integrations.transformers.replace_linears", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        enable(model, merge_projections=True, own_linears=True)
+        enable(model, merge_projections=True, vattn_linears=True)
     assert not any("vattn" in type(module).__module__ for module in model.modules())
     enable(model, merge_projections=True)
 

@@ -203,7 +203,7 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
     logits: list[dict[tuple[int, ...], torch.Tensor]] = []
     for own in (False, True):
         torch._dynamo.reset()
-        packed = enable(model, num_blocks=33, merge_projections=True, own_linears=own)
+        packed = enable(model, num_blocks=33, merge_projections=True, vattn_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
         with using(few_rows=which):

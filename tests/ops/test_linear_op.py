@@ -174,10 +174,10 @@ def test_models(fmt: str, merge: bool) -> None:
     before = [type(module) for module in model.modules()]
     logits = []
     for own in (False, True):
-        packed = enable(model, num_blocks=17, merge_projections=merge, own_linears=own)
-        assert any(type(module).__name__ == "OwnLinear" for module in packed.modules()) == own
+        packed = enable(model, num_blocks=17, merge_projections=merge, vattn_linears=own)
+        assert any(type(module).__name__ == "VattnLinear" for module in packed.modules()) == own
         logits.append(Runner(packed).step([(PROMPTS[1], 0)])[0])
         disable(model)
         assert before == [type(module) for module in model.modules()]
-        assert not any("own_product" in module.__dict__ for module in model.modules())
+        assert not any("uses_vattn_linear" in module.__dict__ for module in model.modules())
     assert torch.equal(*logits)

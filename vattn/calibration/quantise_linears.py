@@ -53,10 +53,12 @@ def quantise_linears(
         By name of each linear layer, its format, or why it was left.
 
     Raises:
-        ConfigError: no linear layer, a pattern without a match, merged projections, `own_linears`, layers with hooks or
-            with a weight that is another layer's too. ShapeError: sizes that are no multiple of 16 (input features of
-            blocks: 128). ScaleError: no or too many calibrations, weights that are not finite. DeviceError: a GPU
-            without FP8. The model is as it was then.
+        ConfigError: no linear layer, a pattern without a match, merged projections, `vattn_linears`, layers with hooks,
+            or a weight that two layers share.
+        ShapeError: sizes that are no multiple of 16 (input features of blocks: 128).
+        ScaleError: no or too many calibrations, weights that are not finite.
+        DeviceError: a GPU without FP8.
+            After any of these the model is unchanged.
 
     Example:
         >>> import torch, vattn
@@ -93,20 +95,16 @@ def quantise_linears(
 
 
 def check_untouched(found: dict[str, nn.Linear]) -> None:
-    """Refuse linear layers that `enable` has merged or taken.
-
-    Raises:
-        ConfigError: so it is.
-    """
+    """Raise ConfigError for linear layers that `enable` has merged or replaced."""
     if any(hasattr(linear, "merged") for linear in found.values()):
         raise ConfigError(
             "a model with merged projections",
-            "projections of their own",
+            "separate projections",
             "quantise before enable() merges them",
         )
-    if any(getattr(linear, "own_product", False) for linear in found.values()):
+    if any(getattr(linear, "uses_vattn_linear", False) for linear in found.values()):
         raise ConfigError(
-            "a model under enable(own_linears=True)",
+            "a model under enable(vattn_linears=True)",
             "linear layers of the model's own",
             "disable(model) first, and enable it again afterwards",
         )
@@ -186,11 +184,7 @@ def check_linear(root: nn.Module, name: str, linear: nn.Linear, fmt: LinearForma
 
 
 def check_device(device: torch.device, fmt: LinearFormat) -> None:
-    """Refuse a GPU that has no FP8 products, or none of blocks.
-
-    Raises:
-        DeviceError: so it is.
-    """
+    """Raise DeviceError for a GPU without FP8 products, or without those of blocks."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -131,4 +131,4 @@ def _kernel_name(driver: Any, node: int) -> str:
 
 def _checked(result: int, call: str) -> None:
     if result:
-        raise DeviceError(f"{call}: CUDA error {result}", "a captured graph", "capture without own_linears")
+        raise DeviceError(f"{call}: CUDA error {result}", "a captured graph", "capture without vattn_linears")

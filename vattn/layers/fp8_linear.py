@@ -124,7 +124,7 @@ class FP8Linear(nn.Linear):
     input_scale: Tensor | None
     weight_scale: Tensor
     quantises_input = True
-    own_product = False
+    uses_vattn_linear = False
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class FP8Linear(nn.Linear):
             )
         if self.format.blocks:
             return self._product_of_blocks(codes, scale, dtype)
-        if self.own_product:
+        if self.uses_vattn_linear:
             return torch.ops.vattn.linear(codes, self.weight, scale, other, dtype_name(dtype))  # type: ignore[no-any-return]
         return scaled_product(codes, self.weight, scale, other, dtype)
 

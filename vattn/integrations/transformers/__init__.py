@@ -38,7 +38,7 @@ from vattn.integrations.transformers.checkpoint_scales import (
 )
 from vattn.integrations.transformers.checks import check_inputs
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
-from vattn.integrations.transformers.linears import give_linears, take_linears
+from vattn.integrations.transformers.linears import replace_linears, restore_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
@@ -191,7 +191,7 @@ def enable(
     attn_backend: str | None = None,
     batch_invariant: bool = False,
     merge_projections: bool = False,
-    own_linears: bool = False,
+    vattn_linears: bool = False,
     rope_length: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
@@ -210,8 +210,8 @@ def enable(
         merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
             views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
             format and the scale of their input are the same.
-        own_linears: run linear layers by `vattn::linear`, which has kernels of its own for steps of few tokens, on GPUs
-            of compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
+        vattn_linears: run linear layers by `vattn::linear`, which has faster kernels for steps of few tokens on GPUs of
+            compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
             Weights must not be computed in the step, as a parametrisation does: they are read before it begins.
         rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
             (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
@@ -249,7 +249,7 @@ def enable(
         scales_per_head=scales_per_head,
         batch_invariant=batch_invariant,
         merge_projections=merge_projections,
-        own_linears=own_linears,
+        vattn_linears=vattn_linears,
     )
     if cache_config is not None and not isinstance(cache_config, CacheConfig):
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
@@ -284,8 +284,8 @@ def enable(
         replace_forwards(model, attend)
         if merge_projections:
             merged_linears.merge_projections(model)
-        if own_linears:
-            take_linears(model)
+        if vattn_linears:
+            replace_linears(model)
         set_attention(model, REPLACED if replaced else NAME)
         packed = PackedModel(model, rope_length)
         if num_blocks is not None or memory is not None:
@@ -322,7 +322,7 @@ def disable(model: nn.Module) -> None:
         return
     restore_forwards(inner)
     merged_linears.separate_projections(inner)
-    give_linears(inner)
+    restore_linears(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     implementation, hooks, frequencies = before

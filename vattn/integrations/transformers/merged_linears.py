@@ -25,7 +25,7 @@ class MergedLinear:
     Attributes:
         weight, bias: of all parts, behind each other.
         quantised: the layer that all FP8 parts make together, `None` for plain ones.
-        own: whether a plain product is `vattn::linear`.
+        uses_vattn_linear: whether a plain product is `vattn::linear`.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -38,7 +38,7 @@ class MergedLinear:
         self.quantised: FP8Linear | None = None
         if isinstance(parts[0], FP8Linear):
             self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
-        self.own = False
+        self.uses_vattn_linear = False
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._adopt()
@@ -72,7 +72,7 @@ class MergedLinear:
             if self.quantised is not None:
                 out = self.quantised(x)
             else:
-                out = (own_product if self.own else linear)(x, self.weight, self.bias)
+                out = (vattn_linear if self.uses_vattn_linear else linear)(x, self.weight, self.bias)
             self._outputs = out.split(self.sizes, dim=-1)
             self._input = x
         out = self._outputs[index]
@@ -82,7 +82,7 @@ class MergedLinear:
         return out
 
 
-def own_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def vattn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`."""
     out = torch.ops.vattn.linear(x.reshape(-1, x.shape[-1]), weight, None, None, dtype_name(x.dtype))
     if bias is not None:
