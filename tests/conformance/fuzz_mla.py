@@ -28,7 +28,7 @@ from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.errors import ConfigError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.quantization.codecs import dequantise_output, quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS

@@ -16,7 +16,7 @@ from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS

@@ -13,7 +13,7 @@ from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.mla_weights import weight_scale_shape, weight_values
+from vattn.ops.reference.mla_absorb import weight_scale_shape, weight_values
 from vattn.quantization.codecs import dequantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS

@@ -22,7 +22,7 @@ from vattn.kernels import variants
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference import mla_indexer
-from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.ops.reference.mla_indexer import IndexerUpdateArgs
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS

@@ -27,7 +27,7 @@ from vattn.errors import (
 )
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
 
 LATENTS = {"fp8_ds_mla": 128, "nvfp4_ds_mla": 64}

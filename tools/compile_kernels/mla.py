@@ -19,7 +19,7 @@ from vattn.kernels.hopper.mla import prefill_launch, sparse_launch, split_reques
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla import indexer, launch, projection, rope_update
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.mla_chunks import elements_per_token
+from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.ops.reference.mla_indexer import SCALE_BYTES, IndexerSelectArgs, IndexerUpdateArgs
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS

@@ -17,7 +17,7 @@ from vattn.errors import (
 )
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks import check_schedules
-from vattn.ops.reference.mla_weights import weight_scale_shape
+from vattn.ops.reference.mla_absorb import weight_scale_shape
 from vattn.ops.tensor_checks import STEP_FIX
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, dtype_name
 

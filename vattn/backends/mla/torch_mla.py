@@ -25,8 +25,13 @@ from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.attention import held_lengths, merge, softmax
-from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_TOKENS, elements_per_token, workspace_tokens
-from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.reference.mla_absorb import (
+    DEFAULT_WORKSPACE_TOKENS,
+    elements_per_token,
+    key_and_value_weights,
+    weight_values,
+    workspace_tokens,
+)
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS

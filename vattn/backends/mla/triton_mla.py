@@ -66,7 +66,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
     def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
         """Return the bytes of rows in the latent space, of the workspace, and of sums that go from chunk to chunk."""
-        from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token
+        from vattn.ops.reference.mla_absorb import DEFAULT_WORKSPACE_BYTES, elements_per_token
 
         row = elements_per_token(config) * MODEL_DTYPES[config.dtype].itemsize
         tokens = workspace_tokens or max(DEFAULT_WORKSPACE_BYTES // row, config.block_size)

@@ -28,8 +28,7 @@ from vattn.layers.mla.kv_b_proj import (
     weights_version,
 )
 from vattn.metadata.dcp import telling_others
-from vattn.ops.reference.mla_chunks import elements_per_token
-from vattn.ops.reference.mla_weights import key_and_value_weights
+from vattn.ops.reference.mla_absorb import elements_per_token, key_and_value_weights
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 from vattn.quantization.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vattn.config.arguments import integer
 from vattn.errors import ConfigError, ScaleError, ShapeError
-from vattn.ops.reference.mla_weights import dequantise_blocks
+from vattn.ops.reference.mla_absorb import dequantise_blocks
 from vattn.quantization.formats import dtype_name
 
 _BLOCK = (128, 128)

@@ -16,8 +16,7 @@ from vattn.config.dcp import Stripe
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_slots
-from vattn.ops.reference.mla_absorb import quantised_query
-from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.reference.mla_absorb import key_and_value_weights, quantised_query, weight_values
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 from vattn.quantization.mla_formats import decode_rows, encode_rows

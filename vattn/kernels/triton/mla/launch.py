@@ -18,8 +18,7 @@ from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests
 from vattn.kernels.triton.mla.projection import project_output, project_to, spans_heads
 from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.mla_absorb import absorb, project_values, take_to_latents
-from vattn.ops.reference.mla_weights import key_and_value_weights, weight_values
+from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, project_values, take_to_latents, weight_values
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 

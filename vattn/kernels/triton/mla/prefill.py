@@ -21,7 +21,7 @@ from vattn.kernels.triton.mla.plan_layout import lay_line, planned_line, planned
 from vattn.kernels.triton.mla.prefill_kernels import mla_complete_kernel, mla_expand_kernel, mla_prefill_kernel
 from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs
-from vattn.ops.reference.mla_chunks import DEFAULT_WORKSPACE_BYTES, elements_per_token, workspace_tokens
+from vattn.ops.reference.mla_absorb import DEFAULT_WORKSPACE_BYTES, elements_per_token, workspace_tokens
 from vattn.quantization.formats import MODEL_DTYPES
 
 _LOG2E = 1.4426950408889634
